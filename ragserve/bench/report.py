@@ -1,0 +1,85 @@
+"""What every benchmark prints and writes: where it ran, on what, what it measured, beside which rival."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_PACKAGES = ("ragserve", "sglang", "torch", "transformers", "faiss-cpu", "sentence-transformers", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Hardware and versions of this run."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    gpu = None
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        gpu = sys.modules["torch"].cuda.get_device_name(0)
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 to 100), linear between samples."""
+    import numpy as np
+
+    return float(np.percentile(np.asarray(values, dtype=np.float64), q))
+
+
+def write(name: str, workload: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, out: Path | None, note: str = "") -> dict[str, Any]:
+    """Print ``rows`` as a table and, with ``out``, write ``{name, workload, environment, rows, note}`` there as JSON, atomically."""
+    report = {"benchmark": name, "workload": dict(workload), "environment": environment(), "rows": [dict(r) for r in rows], "note": note}
+    console = Console()
+    console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
+    table = Table()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        table.add_column(column, justify="right" if any(isinstance(r.get(column), (int, float)) for r in rows) else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    console.print(table)
+    env = report["environment"]
+    console.print(f"{env['cpu']}, {env['cores']} cores, GPU: {env['gpu'] or 'none'}; {env['versions']}")
+    if note:
+        console.print(note)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = out.with_suffix(".tmp")
+        temporary.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        temporary.replace(out)
+        console.print(f"written: {out}")
+    return report
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+    return "" if value is None else str(value)

@@ -1,0 +1,104 @@
+"""How the product talks to the runtime: one small protocol, with SGLang in this process group (`local`) or elsewhere (`remote`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Decoding parameters, with SGLang's names and meaning. temperature 0 is greedy."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates the prefix cache between tenants."""
+
+    rid: str
+    input_ids: list[int]
+    namespace: str
+    strategy: str = "prefix"
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """Tokens: of the prompt, of it found in the exact prefix cache, generated."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimings:
+    """Milliseconds as the engine measured them; None where it does not say."""
+
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """A piece of the answer. The last one of a stream has ``finish_reason`` (``stop``, ``length`` or ``abort``)."""
+
+    text: str
+    usage: EngineUsage
+    timings: EngineTimings
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is serving. ``max_prompt_tokens`` bounds prompt + answer: the smaller of the context and the KV pool."""
+
+    kind: str  # "local" | "remote"
+    model: str
+    tokenizer: str
+    version: str
+    device: str
+    attention_backend: str
+    context_length: int
+    max_total_tokens: int
+    strategies: tuple[str, ...]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return min(self.context_length, self.max_total_tokens)
+
+
+class Engine(Protocol):
+    """Thread-compatible with one event loop: all coroutines run on the loop that the server runs on."""
+
+    async def start(self) -> EngineInfo:
+        """Connect or wait until requests are served. Raises ``Unavailable`` where that cannot be."""
+        ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid after ``start``."""
+        ...
+
+    async def ready(self) -> bool:
+        """Whether a request sent now would be served."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Stream an answer. Closing the iterator early, or cancelling the task that reads it, aborts the request in the engine.
+
+        Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
+        """
+        ...
+
+    async def close(self) -> None: ...

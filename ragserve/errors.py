@@ -1,0 +1,122 @@
+"""What can go wrong, as one tree; every error says what happened and what to do.
+
+    RagserveError (500)
+    ├── InvalidRequest (400)         the request is malformed or out of range
+    │   └── PromptTooLong (400)      question (and history) leave no room in the model's context
+    ├── Unauthorized (401)           missing or wrong API key
+    ├── NotFound (404)               namespace, document or job
+    ├── Conflict (409)               e.g. a namespace embedded with another model
+    ├── TooLarge (413)               a body or file over its limit
+    ├── UnsupportedDocument (415)    no parser for it, encrypted, corrupt, empty
+    ├── TooManyRequests (429)        the engine's queue is full
+    ├── EngineError (502)            the engine answered with an error
+    ├── Unavailable (503)            not ready yet, shutting down, or the engine is gone
+    └── StorageFull (507)            the disk is full
+
+The HTTP body of each, and the data of an SSE `error` event, is ``{"error": {...}}`` as :meth:`RagserveError.body` gives it:
+the shape of OpenAI's errors with a hint and the request id added.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "Conflict",
+    "EngineError",
+    "InvalidRequest",
+    "NotFound",
+    "PromptTooLong",
+    "RagserveError",
+    "StorageFull",
+    "TooLarge",
+    "TooManyRequests",
+    "Unauthorized",
+    "Unavailable",
+    "UnsupportedDocument",
+]
+
+
+class RagserveError(Exception):
+    """Base of all errors that a user may see. ``code`` is stable and machine-readable, ``hint`` says what to do."""
+
+    status: ClassVar[int] = 500
+    default_code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, hint: str = "", code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.code = code or self.default_code
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The JSON body of the HTTP error and of the SSE ``error`` event."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "code": self.code,
+                "param": self.param,
+                "hint": self.hint or None,
+                "request_id": request_id,
+            }
+        }
+
+
+class InvalidRequest(RagserveError):
+    status = 400
+    default_code = "invalid_request"
+
+
+class PromptTooLong(InvalidRequest):
+    default_code = "prompt_too_long"
+
+
+class Unauthorized(RagserveError):
+    status = 401
+    default_code = "invalid_api_key"
+
+
+class NotFound(RagserveError):
+    status = 404
+    default_code = "not_found"
+
+
+class Conflict(RagserveError):
+    status = 409
+    default_code = "conflict"
+
+
+class TooLarge(RagserveError):
+    status = 413
+    default_code = "too_large"
+
+
+class UnsupportedDocument(RagserveError):
+    status = 415
+    default_code = "unsupported_document"
+
+
+class TooManyRequests(RagserveError):
+    status = 429
+    default_code = "too_many_requests"
+
+
+class EngineError(RagserveError):
+    status = 502
+    default_code = "engine_error"
+
+
+class Unavailable(RagserveError):
+    status = 503
+    default_code = "unavailable"
+
+
+class StorageFull(RagserveError):
+    status = 507
+    default_code = "storage_full"

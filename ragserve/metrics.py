@@ -1,0 +1,52 @@
+"""Prometheus metrics of the product, `ragserve_*`, beside SGLang's on /metrics.
+
+Created on first use, not at import: SGLang sets the multi-process directory of prometheus_client when its server starts, and
+metrics made before that would not be collected.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """One object per process; see :func:`metrics`."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self.requests = Counter("ragserve_requests", "Requests by route and HTTP status.", ["route", "status"])
+        self.query_stage = Histogram(
+            "ragserve_query_stage_seconds", "Seconds per stage: embed, search, prompt, ttft, total.", ["stage"], buckets=_SECONDS
+        )
+        self.tokens = Counter(
+            "ragserve_tokens", "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.", ["kind"]
+        )
+        self.aborted = Counter("ragserve_queries_aborted", "Queries whose client went away before the end.")
+        self.in_flight = Gauge("ragserve_queries_in_flight", "Queries being answered.", multiprocess_mode="livesum")
+        self.ingested = Counter("ragserve_ingested_files", "Files by outcome: indexed, unchanged, failed, removed.", ["outcome"])
+        self.ingested_chunks = Counter("ragserve_ingested_chunks", "Chunks indexed.")
+        self.job_seconds = Histogram("ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800))
+
+
+@lru_cache(maxsize=1)
+def metrics() -> Metrics:
+    """The process's metrics."""
+    return Metrics()
+
+
+def exposition() -> tuple[bytes, str]:
+    """(body, content type) of /metrics where no SGLang server in this process serves it."""
+    import os
+
+    from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry: Any = REGISTRY
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+    return generate_latest(registry), CONTENT_TYPE_LATEST
