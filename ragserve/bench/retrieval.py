@@ -1,0 +1,141 @@
+"""Retrieval quality of our index and embedder beside BM25, on collections in BEIR's layout.
+
+Every passage is one chunk (they are short); the document's score is that of its best chunk. The rival is bm25s with Lucene's BM25,
+k1 = 1.5, b = 0.75, no stemming and no stop words, over the same passages and queries in the same run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench import beir, report
+from ragserve.bench.ranking import ndcg, recall
+from ragserve.config import IndexType
+from ragserve.errors import InvalidRequest
+
+_DEPTH = 10
+_BATCH = 256
+
+
+def run(
+    out_dir: Path | None,
+    *,
+    quick: bool = False,
+    data: Sequence[Path] = (),
+    index_types: Sequence[IndexType] = ("flat",),
+    embedder: str = "all-MiniLM-L6-v2",
+    device: str = "auto",
+) -> dict[str, Any]:
+    """nDCG@10 and recall@10 per collection in ``data``. ``quick`` takes the first 50 queries. Raises ``InvalidRequest`` without ``data``."""
+    from ragserve.retrieval.embedder import Embedder
+
+    if not data:
+        raise InvalidRequest(
+            "bench retrieval needs collections to search.", hint="Give --data DIR, a folder in BEIR's layout; more than once for several."
+        )
+    model = Embedder(embedder, device=device)
+    rows: list[dict[str, Any]] = []
+    for folder in data:
+        collection = beir.load(folder, max_queries=50 if quick else None)
+        passages = [collection.passage(doc_id) for doc_id in collection.documents]
+        rows.append(_row(collection, "bm25s (lucene)", *_bm25(collection, passages)))
+        for index_type in index_types:
+            rows.append(_row(collection, f"ragserve {index_type}, {embedder}", *_ours(collection, passages, model, index_type)))
+    return report.write(
+        "retrieval",
+        {"depth": _DEPTH, "embedder": embedder, "queries": "first 50" if quick else "all with a relevant document"},
+        rows,
+        out=out_dir / "retrieval.json" if out_dir else None,
+        note="query_ms: one query at a time, embedding included. nDCG: linear gain, over all judged documents.",
+    )
+
+
+def _row(collection: beir.Collection, system: str, rankings: dict[str, list[str]], build_s: float, query_ms: list[float]) -> dict[str, Any]:
+    def mean(measure: Callable[[Sequence[str], dict[str, int], int], float]) -> float:
+        return sum(measure(rankings[q], collection.judged[q], _DEPTH) for q in collection.queries) / len(collection.queries)
+
+    return {
+        "collection": collection.name,
+        "documents": len(collection.documents),
+        "queries": len(collection.queries),
+        "system": system,
+        "ndcg@10": round(mean(ndcg), 4),
+        "recall@10": round(mean(recall), 4),
+        "query_ms_p50": round(report.percentile(query_ms, 50), 3),
+        "build_s": round(build_s, 2),
+    }
+
+
+def _bm25(collection: beir.Collection, passages: list[str]) -> tuple[dict[str, list[str]], float, list[float]]:
+    import bm25s
+
+    ids = list(collection.documents)
+    started = time.perf_counter()
+    index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+    index.index(bm25s.tokenize(passages, stopwords=None, show_progress=False), show_progress=False)
+    build_s = time.perf_counter() - started
+
+    def search(text: str) -> list[str]:
+        tokens = bm25s.tokenize([text], stopwords=None, show_progress=False)
+        found, scores = index.retrieve(tokens, k=min(_DEPTH, len(ids)), show_progress=False)
+        return [ids[int(place)] for place, score in zip(found[0], scores[0], strict=True) if score > 0]
+
+    rankings, query_ms = _timed(collection, search)
+    return rankings, build_s, query_ms
+
+
+def _ours(
+    collection: beir.Collection, passages: list[str], model: Any, index_type: IndexType
+) -> tuple[dict[str, list[str]], float, list[float]]:
+    from ragserve_index import IndexStore
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
+        store = IndexStore(Path(folder), index_type=index_type)
+        try:
+            started = time.perf_counter()
+            store.ensure_namespace("bench", embedder=model.name, dim=model.dim, index_type=index_type)
+            for batch in _batches(list(zip(collection.documents, passages, strict=True)), _BATCH):
+                vectors = model.encode([text for _, text in batch])
+                store.replace_documents("bench", [_document(*item, vectors[i : i + 1]) for i, item in enumerate(batch)])
+            build_s = time.perf_counter() - started
+
+            def search(text: str) -> list[str]:
+                # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were there several.
+                hits = store.search("bench", model.encode([text]), _DEPTH).hits[0]
+                return list(dict.fromkeys(hit.chunk.source for hit in hits))
+
+            rankings, query_ms = _timed(collection, search)
+        finally:
+            store.close()
+    return rankings, build_s, query_ms
+
+
+def _document(doc_id: str, text: str, vectors: Any) -> tuple[Any, list[Any], Any]:
+    from ragserve_index.types import NewChunk, NewDocument
+
+    data = text.encode()
+    document = NewDocument(
+        source=doc_id, title="", content_hash=hashlib.sha256(data).hexdigest(), mime="text/plain", size_bytes=len(data)
+    )
+    # n_tokens is bookkeeping that search does not read; words keep a tokenizer out of a benchmark that does not need one.
+    return document, [NewChunk(text=text, start=0, end=len(text), n_tokens=len(text.split()))], vectors
+
+
+def _timed(collection: beir.Collection, search: Callable[[str], list[str]]) -> tuple[dict[str, list[str]], list[float]]:
+    rankings, query_ms = {}, []
+    search(next(iter(collection.queries.values())))  # warm caches and lazy imports, for both systems
+    for query, text in collection.queries.items():
+        started = time.perf_counter()
+        rankings[query] = search(text)
+        query_ms.append((time.perf_counter() - started) * 1000)
+    return rankings, query_ms
+
+
+def _batches(items: list[tuple[str, str]], size: int) -> Iterable[list[tuple[str, str]]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

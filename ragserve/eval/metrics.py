@@ -1,0 +1,39 @@
+"""Exact match and token F1 as SQuAD defines them: lower case, without punctuation and articles, white space collapsed."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> float:
+    """1.0 where the prediction equals one of the answers after normalisation, else 0.0. ``answers`` must not be empty."""
+    return max(float(normalise(prediction) == normalise(answer)) for answer in answers)
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """Harmonic mean of word precision and recall, best over the answers. ``answers`` must not be empty."""
+    return max(_f1(normalise(prediction).split(), normalise(answer).split()) for answer in answers)
+
+
+def contains_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether the text says one of the answers, as whole words after normalisation."""
+    words = f" {normalise(text)} "
+    return any(f" {wanted} " in words for answer in answers if (wanted := normalise(answer)))
+
+
+def _f1(predicted: list[str], wanted: list[str]) -> float:
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    shared = sum((Counter(predicted) & Counter(wanted)).values())
+    return 2 * shared / (len(predicted) + len(wanted)) if shared else 0.0
