@@ -1,0 +1,116 @@
+"""A real `ragserve serve` in a process of its own, for benchmarks, evaluations and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ragserve.errors import Unavailable
+
+START_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 30
+
+
+@dataclass
+class RunningServer:
+    """A server that answers; ``log`` is the file that its output goes to."""
+
+    url: str
+    data_dir: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+    start_s: float
+    api_key: str | None = None
+
+    def client(self, **options: Any) -> httpx.Client:
+        """An HTTP client for it, with its API key."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=options.pop("timeout", 300), **options)
+
+    def resident_bytes(self) -> int:
+        """Resident memory of all its processes together; pages they share count once for each (an upper bound)."""
+        import psutil
+
+        parent = psutil.Process(self.process.pid)
+        return sum(p.memory_info().rss for p in [parent, *parent.children(recursive=True)])
+
+
+@contextlib.contextmanager
+def running_server(*, data_dir: Path | None = None, env: dict[str, str] | None = None, **flags: Any) -> Iterator[RunningServer]:
+    """Start `ragserve serve` with the given settings (``port=0``: a free one), wait until /ready, and stop it at the end.
+
+    Raises Unavailable with the end of its log when it does not come up.
+    """
+    with contextlib.ExitStack() as stack:
+        if data_dir is None:
+            data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
+        log = data_dir.parent / f"{data_dir.name}-server-{os.getpid()}-{time.monotonic_ns()}.log"
+        port = flags.pop("port", 0) or _free_port()
+        options = {"data_dir": data_dir, "port": port, **flags}
+        command = [sys.executable, "-m", "ragserve.cli", "serve"]
+        for name, value in options.items():
+            command += ["--" + name.replace("_", "-"), str(value)]
+        started = time.monotonic()
+        output = stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        stack.callback(log.unlink, missing_ok=True)
+        stack.callback(_stop, process)
+        api_key = str(flags["api_key"]) if "api_key" in flags else None
+        server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
+        _wait_ready(server)
+        server.start_s = time.monotonic() - started
+        yield server
+
+
+def _wait_ready(server: RunningServer) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with server.client(timeout=5) as client:
+        while time.monotonic() < deadline:
+            if server.process.poll() is not None:
+                raise Unavailable(f"The server exited with {server.process.returncode}:\n{_tail(server.log)}")
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get("/ready").status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.1)
+    raise Unavailable(f"The server was not ready within {START_TIMEOUT_S} s:\n{_tail(server.log)}")
+
+
+def _tail(log: Path, size: int = 4000) -> str:
+    return log.read_bytes()[-size:].decode("utf-8", "replace")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, so that it saves what it has; then SIGKILL to its whole session, so that no engine process is left."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,91 @@
+"""`ragserve serve`: one address for documents, questions and everything SGLang serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import typer
+
+from ragserve.commands.options import with_settings
+from ragserve.config import Settings
+from ragserve.errors import Conflict
+
+log = logging.getLogger("ragserve")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve", help="Serve /rag/*, /v1/* and every SGLang route on one address.")(with_settings(serve))
+
+
+def serve(settings: Settings) -> None:
+    """Start the engine (or connect to --engine-url) and serve until SIGINT or SIGTERM."""
+    # Models and data sets come from this machine unless the user asks otherwise; a hub that cannot be reached would cost minutes of retries.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    settings = settings.model_copy(update={"port": _claim_port(settings.host, settings.port)})
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    _log_to_stderr(settings.log_level)
+    typer.echo(f"ragserve: starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})", err=True)
+    if settings.api_key is None:
+        typer.echo("ragserve: no API key set, so only this machine can connect", err=True)
+    if settings.engine_url:
+        _serve_remote(settings)
+    else:
+        _serve_local(settings)
+
+
+def _serve_local(settings: Settings) -> None:
+    from ragserve.engine import local
+
+    def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
+        from ragserve.api.app import create_app
+
+        return create_app(settings, engine, upstream=sglang_app, upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app))
+
+    local.serve(settings, make_app)
+
+
+def _serve_remote(settings: Settings) -> None:
+    import contextlib
+    from collections.abc import AsyncIterator
+
+    import uvicorn
+
+    from ragserve.api.app import create_app
+    from ragserve.engine.proxy import ReverseProxy
+    from ragserve.engine.remote import RemoteEngine
+
+    proxy = ReverseProxy(settings)
+
+    @contextlib.asynccontextmanager
+    async def proxy_lifespan() -> AsyncIterator[None]:
+        yield
+        await proxy.close()
+
+    app = create_app(settings, RemoteEngine(settings), upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True)
+    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", loop="uvloop", timeout_graceful_shutdown=10)
+
+
+def _claim_port(host: str, port: int) -> int:
+    """The port, or a free one for 0. Raises Conflict where it is taken: better now than after the engine has started."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise Conflict(
+                f"Cannot bind {host}:{port}: {error.strerror}.", hint="Stop what uses it or choose another with --port.", code="port_in_use"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("ragserve")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,5 @@
+"""What a process of ours needs before it imports SGLang; also for frontend programs."""
+
+from sglang_ext.compat import prepare
+
+__all__ = ["prepare"]

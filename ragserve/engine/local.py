@@ -1,0 +1,202 @@
+"""SGLang in this process group: its scheduler and detokenizer as child processes, its HTTP server's app behind ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from ragserve.config import Settings
+from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.stream import StreamReader, payload
+from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
+
+log = logging.getLogger(__name__)
+
+_CPU_POOL_BYTES = 2**30  # default of the KV pool without a GPU; memory is touched only as it fills
+
+
+class LocalEngine:
+    """An :class:`~ragserve.engine.base.Engine` over SGLang's TokenizerManager."""
+
+    def __init__(self, settings: Settings, *, on_stop: Callable[[], None] | None = None) -> None:
+        self._settings = settings
+        self._on_stop = on_stop
+        self._info: EngineInfo | None = None
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> EngineInfo:
+        """Warm up with one request, so that the first user does not pay for it, and read what is serving."""
+        from sglang.version import __version__ as version
+
+        from sglang_ext.launch import scheduler_info, tokenizer_manager
+
+        manager, info = tokenizer_manager(), scheduler_info()
+        args = manager.server_args
+        self._info = EngineInfo(
+            kind="local",
+            model=args.model_path,
+            tokenizer=args.tokenizer_path,
+            version=version,
+            device=args.device,
+            attention_backend=str(args.attention_backend),
+            context_length=manager.context_len,
+            max_total_tokens=info["max_total_num_tokens"],
+            strategies=("full", "prefix"),
+        )
+        warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
+        async for _ in self.generate(warm_up):
+            pass
+        self._take_over_sigterm()
+        return self._info
+
+    def _take_over_sigterm(self) -> None:
+        """SGLang's handler kills the process tree without running our shutdown; ours finishes requests and saves the index first."""
+        if self._on_stop is None:
+            return
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(RuntimeError, ValueError):  # not the main thread: whoever runs the loop handles signals
+            loop.add_signal_handler(signal.SIGTERM, self._on_stop)
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise Unavailable("The engine has not started yet.", hint="Wait until /ready answers 200.")
+        return self._info
+
+    async def ready(self) -> bool:
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        from sglang_ext.launch import tokenizer_manager
+
+        return self._info is not None and tokenizer_manager().server_status == ServerStatus.Up
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """See the protocol. A task of its own reads SGLang's stream to its end, so that an abort never leaves a request behind there."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from sglang_ext.launch import tokenizer_manager
+
+        manager = tokenizer_manager()
+        rid = f"{request.rid}-{uuid.uuid4().hex[:8]}"
+        outputs: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        abandoned = False
+
+        async def pump() -> None:
+            try:
+                async for out in manager.generate_request(GenerateReqInput(**payload(request, rid)), None):
+                    if abandoned:  # covers an abort that came before SGLang knew the request
+                        manager.abort_request(rid)
+                    outputs.put_nowait(out)
+            except Exception as error:  # noqa: BLE001 - handed to the reader below
+                outputs.put_nowait(error)
+
+        task = asyncio.create_task(pump())
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+        reader = StreamReader()
+        finished = False
+        try:
+            async with asyncio.timeout(self._settings.engine_timeout_s):
+                while not finished:
+                    out = await outputs.get()
+                    if isinstance(out, Exception):
+                        finished = True
+                        raise _translate(out) from out
+                    finished = bool(out.get("meta_info", {}).get("finish_reason"))
+                    yield reader.read(out)
+        except TimeoutError:
+            raise EngineError(
+                f"No answer within {self._settings.engine_timeout_s:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
+            ) from None
+        finally:
+            if not finished:
+                abandoned = True
+                manager.abort_request(rid)
+
+    async def close(self) -> None:
+        """Abort what still runs."""
+        from sglang_ext.launch import tokenizer_manager
+
+        if self._pumps:
+            tokenizer_manager().abort_request(abort_all=True)
+            await asyncio.wait(self._pumps, timeout=5)
+
+
+def _translate(error: Exception) -> RagserveError:
+    if isinstance(error, RagserveError):
+        return error
+    if isinstance(error, ValueError):
+        return InvalidRequest(f"The engine refused the request: {error}")
+    return EngineError(f"The engine failed: {error}", hint="See the server's log.")
+
+
+def server_args(settings: Settings) -> Any:
+    """SGLang's ServerArgs for these settings; ``settings.engine_args`` has the last word."""
+    from ragserve.engine.compat import prepare
+
+    prepare()
+    import torch
+    from sglang.srt.server_args import ServerArgs
+
+    options: dict[str, Any] = {
+        "model_path": settings.model,
+        "host": settings.host,
+        "port": settings.port,
+        "context_length": settings.context_length,
+        "max_total_tokens": settings.max_total_tokens,
+        "mem_fraction_static": settings.mem_fraction_static,
+        "tp_size": settings.tp_size,
+        "dtype": settings.dtype,
+        # Metrics feed queue_ms and /metrics; the warm-up is ours, because SGLang's goes over HTTP and knows no API key but its own.
+        "enable_metrics": True,
+        "enable_cache_report": True,
+        "skip_server_warmup": True,
+        # SGLang says much at info; its warnings are what an operator needs unless they debug.
+        "log_level": "info" if settings.log_level == "debug" else "warning",
+        "log_level_http": "warning",
+    }
+    if settings.tokenizer:
+        options["tokenizer_path"] = settings.tokenizer
+    if not torch.cuda.is_available():
+        options |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,  # nothing to overlap with: CPU streams do nothing
+        }
+        if settings.dtype == "auto":
+            options["dtype"] = "float32"
+        if settings.max_total_tokens is None:
+            options["max_total_tokens"] = _default_cpu_tokens(settings, 2 if options["dtype"] in ("bfloat16", "float16") else 4)
+    options |= settings.engine_args
+    return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
+    """Slots of the KV pool on a CPU machine: 8 contexts, at most 65,536 and about 1 GiB, at least one context."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slot_bytes = 2 * config.num_hidden_layers * heads * head_dim * itemsize
+    context = settings.context_length or config.max_position_embeddings
+    return int(max(context, min(8 * context, 65_536, _CPU_POOL_BYTES // slot_bytes)))
+
+
+def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any]) -> None:
+    """Start SGLang and serve ``make_app(engine, sglang_app)`` in front of it. Blocks until stopped."""
+    args = server_args(settings)
+    from sglang_ext.launch import Launcher
+
+    def build(sglang_app: Any) -> Any:
+        return make_app(LocalEngine(settings, on_stop=launcher.stop), sglang_app)
+
+    launcher = Launcher(build)
+    launcher.run(args)

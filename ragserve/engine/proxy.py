@@ -1,0 +1,98 @@
+"""Every other request of a server in front of a remote SGLang: passed on as it is, streamed both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import httpx
+
+from ragserve.config import Settings
+from ragserve.errors import Unavailable
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+# RFC 9110 section 7.6.1, and what the client library sets itself
+_HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"accept-encoding"}
+
+
+class ReverseProxy:
+    """An ASGI app. Our callers' credentials stay here; the engine gets its own key."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._url = (settings.engine_url or "").rstrip("/")
+        self._key = settings.engine_api_key
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(settings.engine_timeout_s, connect=10), limits=httpx.Limits(max_connections=None)
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1011, "reason": "websockets are not forwarded"})
+            return
+        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in _NOT_FORWARDED]
+        if self._key is not None:
+            headers.append((b"authorization", f"Bearer {self._key.get_secret_value()}".encode()))
+        query = scope.get("query_string", b"").decode("latin-1")
+        url = self._url + scope["path"] + (f"?{query}" if query else "")
+        has_body = any(k.lower() in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
+        request = self._client.build_request(scope["method"], url, headers=headers, content=_body(receive) if has_body else None)
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            failure = Unavailable(
+                f"The engine at {self._url} does not answer: {error!r}.", hint="Is it running?", code="engine_unreachable"
+            )
+            await _send_json(send, failure.status, failure.body())
+            return
+        streaming = asyncio.current_task()
+        watcher = asyncio.create_task(_cancel_on_disconnect(receive, streaming))
+        try:
+            kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
+            await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
+            async for piece in response.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            watcher.cancel()
+            await response.aclose()
+
+
+async def _body(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        yield message.get("body", b"")
+        if not message.get("more_body"):
+            return
+
+
+async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None) -> None:
+    """The request's body has been read: what still arrives is the client's leaving, which must reach the engine."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    if task is not None:
+        task.cancel()
+
+
+async def _send_json(send: Send, status: int, body: dict[str, Any]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -1,0 +1,147 @@
+"""An SGLang server that runs elsewhere, over its HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+
+from ragserve.config import Settings
+from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
+from ragserve.engine.stream import StreamReader, payload
+from ragserve.errors import EngineError, InvalidRequest, TooManyRequests, Unavailable
+
+log = logging.getLogger(__name__)
+
+
+class RemoteEngine:
+    """An :class:`~ragserve.engine.base.Engine` over ``settings.engine_url``; strategies ``full`` and ``prefix``."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.engine_url is None:
+            raise InvalidRequest("No engine address given.", hint="Set --engine-url.")
+        self._settings = settings
+        self._url = settings.engine_url.rstrip("/")
+        headers = {"Authorization": f"Bearer {settings.engine_api_key.get_secret_value()}"} if settings.engine_api_key else {}
+        self._client = httpx.AsyncClient(
+            base_url=self._url,
+            headers=headers,
+            timeout=httpx.Timeout(settings.engine_timeout_s, connect=10),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+        self._info: EngineInfo | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> EngineInfo:
+        """Ask the server what it serves. Raises Unavailable where it does not answer."""
+        server, model = await self._get("/server_info"), await self._get("/model_info")
+        tokenizer = self._settings.tokenizer or model.get("tokenizer_path") or model["model_path"]
+        total = int(server["max_total_num_tokens"])
+        # SGLang admits prompts up to max_req_input_len, a few tokens under the smaller of the context and the pool.
+        context = int(server.get("context_length") or server.get("max_req_input_len") or total)
+        self._info = EngineInfo(
+            kind="remote",
+            model=model["model_path"],
+            tokenizer=tokenizer,
+            version=str(server.get("version", "unknown")),
+            device=str(server.get("device", "unknown")),
+            attention_backend=str(server.get("attention_backend", "unknown")),
+            context_length=min(context, int(server.get("max_req_input_len") or context) + 1),
+            max_total_tokens=total,
+            strategies=("full", "prefix"),
+        )
+        return self._info
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        try:
+            response = await self._client.get(path, timeout=10)
+            response.raise_for_status()
+            body = response.json()
+        except (httpx.HTTPError, json.JSONDecodeError) as error:
+            raise Unavailable(
+                f"The engine at {self._url} does not answer {path} as SGLang does: {error}.",
+                hint="Check --engine-url and --engine-api-key, and that SGLang is running there.",
+                code="engine_unreachable",
+            ) from error
+        if not isinstance(body, dict):
+            raise Unavailable(f"The engine at {self._url} answered {path} with something else than an object.", code="engine_unreachable")
+        return body
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise Unavailable("The engine has not been reached yet.", hint="Wait until /ready answers 200.")
+        return self._info
+
+    async def ready(self) -> bool:
+        try:
+            response = await self._client.get("/health", timeout=5)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == httpx.codes.OK and self._info is not None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """See the protocol. Leaving early closes the connection and tells the server to abort."""
+        rid = f"{request.rid}-{uuid.uuid4().hex[:8]}"
+        reader = StreamReader()
+        finished = False
+        try:
+            async with (
+                asyncio.timeout(self._settings.engine_timeout_s),
+                self._client.stream("POST", "/generate", json=payload(request, rid)) as response,
+            ):
+                if response.status_code != httpx.codes.OK:
+                    finished = True
+                    raise await _refusal(response)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == "[DONE]":
+                        break
+                    out = json.loads(data)
+                    finished = "error" in out or bool(out.get("meta_info", {}).get("finish_reason"))
+                    yield reader.read(out)
+                if not finished:
+                    finished = True
+                    raise EngineError("The engine closed the stream before the answer was complete.", hint="See its log.")
+        except TimeoutError:
+            raise EngineError(
+                f"No answer within {self._settings.engine_timeout_s:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
+            ) from None
+        except (httpx.HTTPError, json.JSONDecodeError) as error:
+            raise Unavailable(f"The engine at {self._url} broke off: {error!r}.", hint="Is it still running?") from error
+        finally:
+            if not finished:
+                task = asyncio.create_task(self._abort(rid))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, rid: str) -> None:
+        try:
+            await self._client.post("/abort_request", json={"rid": rid}, timeout=10)
+        except httpx.HTTPError as error:
+            log.warning("could not tell the engine to abort %s: %r", rid, error)
+
+    async def close(self) -> None:
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=5)
+        await self._client.aclose()
+
+
+async def _refusal(response: httpx.Response) -> EngineError | InvalidRequest | TooManyRequests | Unavailable:
+    text = (await response.aread()).decode("utf-8", "replace")[:500]
+    if response.status_code == httpx.codes.BAD_REQUEST:
+        return InvalidRequest(f"The engine refused the request: {text}")
+    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        return EngineError("The engine refused our API key.", hint="Set --engine-api-key.")
+    if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return TooManyRequests("The engine's queue is full.", hint="Retry in a moment.")
+    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return Unavailable(f"The engine is not available: {text}", hint="Retry in a moment.")
+    return EngineError(f"The engine answered {response.status_code}: {text}")

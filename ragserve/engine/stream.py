@@ -1,0 +1,76 @@
+"""From what SGLang streams (the same over its HTTP API and inside the process) to `GenerateChunk`s."""
+
+from __future__ import annotations
+
+import time
+from http import HTTPStatus
+from typing import Any
+
+from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
+
+
+def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
+    """Fields of SGLang's ``GenerateReqInput``.
+
+    ``extra_key`` separates the prefix cache: per namespace, so that no tenant's cached tokens answer another's query; and for strategy
+    ``full`` per request, so that nothing is found and everything is prefilled.
+    """
+    s = request.sampling
+    sampling: dict[str, Any] = {
+        "max_new_tokens": s.max_new_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "frequency_penalty": s.frequency_penalty,
+        "presence_penalty": s.presence_penalty,
+    }
+    if s.stop:
+        sampling["stop"] = list(s.stop)
+    if s.seed is not None:
+        sampling["sampling_seed"] = s.seed
+    key = f"full:{rid}" if request.strategy == "full" else f"namespace:{request.namespace}"
+    return {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "stream": True, "extra_key": key}
+
+
+class StreamReader:
+    """Turns SGLang's cumulative outputs into deltas; keeps the clock of one request."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._start = time.perf_counter()
+        self._first: float | None = None
+
+    def read(self, out: dict[str, Any]) -> GenerateChunk:
+        """One output of SGLang. Raises what an error output means."""
+        if "error" in out:
+            raise _error(out["error"])
+        meta = out["meta_info"]
+        reason = meta.get("finish_reason")
+        if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
+            raise _error({"message": reason.get("message", "aborted"), "code": reason["status_code"]})
+        if self._first is None:
+            self._first = time.perf_counter()
+        text: str = out.get("text") or ""
+        delta, self._sent = text[self._sent :], max(self._sent, len(text))
+        usage = EngineUsage(meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0), meta.get("completion_tokens", 0))
+        return GenerateChunk(delta, usage, self._timings(meta), reason.get("type") if isinstance(reason, dict) else None)
+
+    def _timings(self, meta: dict[str, Any]) -> EngineTimings:
+        """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back."""
+        queue = meta.get("queue_time")
+        if queue is None or self._first is None:
+            return EngineTimings()
+        return EngineTimings(queue * 1e3, max(0.0, (self._first - self._start - queue) * 1e3))
+
+
+def _error(error: Any) -> RagserveError:
+    message = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    code = error.get("code") if isinstance(error, dict) else None
+    if code == HTTPStatus.BAD_REQUEST:
+        return InvalidRequest(f"The engine refused the request: {message}")
+    if code in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
+        if "queue" in message.lower():
+            return TooManyRequests("The engine's queue is full.", hint="Retry in a moment.")
+        return Unavailable(f"The engine is not available: {message}", hint="Retry; see the server's log.")
+    return EngineError(f"The engine failed: {message}", hint="See the server's log.")

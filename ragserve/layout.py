@@ -1,0 +1,211 @@
+"""Where the segments of a prompt begin and end, read off the model's chat template.
+
+Three forms, tried in this order:
+
+``documents``  the template takes documents (`documents=` argument, as retrieval-trained models do) and writes each the same way
+``messages``   the template takes messages only: documents go into the first user message, before the question
+``plain``      the model has no template: headings and blank lines
+
+A template is rendered once with markers in place of the contents and cut at the markers. Pieces are ``(text, trusted)``: what the
+template or we wrote is trusted and may hold special tokens; what users and documents say is not, and is tokenised as plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Piece = tuple[str, bool]
+
+DEFAULT_SYSTEM = (
+    "Answer the question using only the documents. If they do not hold the answer, say so. "
+    "Cite the documents you use as [1], [2], ... in the order in which they are given."
+)
+_MARK = re.compile("\ue000([a-z]+[0-9]*)\ue001")
+
+
+def _mark(name: str) -> str:
+    return f"\ue000{name}\ue001"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a dialogue, oldest first; the question itself is not among them."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str
+
+
+class Layout:
+    """Pieces of a prompt for one tokenizer, and their token ids."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._template = bool(getattr(tokenizer, "chat_template", None))
+        self._specials = _special_tokens(tokenizer)
+        names = sorted(self._specials, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self.stop: tuple[str, ...] = ()
+        self.form: Literal["documents", "messages", "plain"] = "plain"
+        self._doc: list[Piece] = []
+        if self._template:
+            found = self._document_form()
+            self.form = "documents" if found else "messages"
+            self._doc = found or []
+        if self.form == "plain":
+            self.stop = ("\n\nQuestion:", "\n### ")
+
+    # pieces
+
+    def head(self, system: str | None, *, has_documents: bool) -> list[Piece]:
+        """Everything before the first document (or the question, without documents)."""
+        if self.form == "plain":
+            return [*self._start_of_text(), (system or DEFAULT_SYSTEM, system is None), ("\n\n", True)]
+        rendered = self._render(system, [], _mark("question"), 1 if self.form == "documents" and has_documents else 0)
+        cut = rendered.index(_mark("title0") if _mark("title0") in rendered else _mark("question"))
+        head = rendered[:cut]
+        if self.form == "documents" and has_documents:
+            before = self._doc[0][0] if self._doc[0][1] else ""
+            head = head[: len(head) - len(before)]
+        pieces = self._pieces(head, {"system": system or ""})
+        if self.form == "messages" and has_documents:
+            pieces.append(("Documents:\n\n", True))
+        return pieces
+
+    def document(self, title: str, text: str) -> list[Piece]:
+        """One document, the same wherever it stands."""
+        if self.form == "documents":
+            return [({"\ue000title\ue001": title, "\ue000text\ue001": text}.get(piece, piece), trusted) for piece, trusted in self._doc]
+        return [("### ", True), (title or "Document", False), ("\n", True), (text.strip("\n"), False), ("\n\n", True)]
+
+    def question(self, question: str, history: Sequence[Message], *, has_documents: bool) -> list[Piece]:
+        """History and question, up to where the answer starts."""
+        if self.form == "plain":
+            turns = [(f"{'Question' if m.role == 'user' else 'Answer'}: ", True, m.content) for m in history]
+            pieces = [piece for label, trusted, content in turns for piece in ((label, trusted), (content, False), ("\n\n", True))]
+            return [*pieces, ("Question: ", True), (question, False), ("\n\nAnswer:", True)]
+        contents = {f"turn{i}": m.content for i, m in enumerate(history)} | {"question": question}
+        documents = 1 if self.form == "documents" and has_documents else 0
+        rendered = self._render(None, [Message(m.role, _mark(f"turn{i}")) for i, m in enumerate(history)], _mark("question"), documents)
+        if documents:
+            trailer = self._doc[-1][0] if self._doc[-1][1] else ""
+            rest = rendered[rendered.index(_mark("text0")) + len(_mark("text0")) + len(trailer) :]
+        else:
+            first = _mark("turn0") if history else _mark("question")
+            rest = rendered[rendered.index(first) :]
+        label = [("Question: ", True)] if self.form == "messages" and has_documents else []
+        return [*label, *self._pieces(rest, contents)]
+
+    # token ids
+
+    def encode(self, pieces: Sequence[Piece]) -> list[int]:
+        """Token ids of one segment. Special tokens are recognised in trusted pieces only; plain neighbours are tokenised together."""
+        ids: list[int] = []
+        run = ""
+        for text, trusted in pieces:
+            for part in self._split.split(text) if trusted and self._split else [text]:
+                if trusted and part in self._specials:
+                    ids += self._plain(run)
+                    run = ""
+                    ids.append(self._specials[part])
+                else:
+                    run += part
+        return ids + self._plain(run)
+
+    def _plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+
+    # reading the template
+
+    def _start_of_text(self) -> list[Piece]:
+        token = getattr(self._tokenizer, "bos_token", None)
+        return [(token, True)] if token and getattr(self._tokenizer, "add_bos_token", True) else []
+
+    def _pieces(self, rendered: str, contents: dict[str, str]) -> list[Piece]:
+        parts = _MARK.split(rendered)  # text, name, text, name, ..., text
+        pieces = [(contents[part] if i % 2 else part, i % 2 == 0) for i, part in enumerate(parts)]
+        return [piece for piece in pieces if piece[0]]
+
+    def _render(self, system: str | None, history: Sequence[Message], question: str, documents: int) -> str:
+        """The template's text with markers. ``system`` None: the template's own, or ours where it has none."""
+        messages = [{"role": m.role, "content": m.content} for m in history] + [{"role": "user", "content": question}]
+        docs = [{"title": _mark(f"title{i}"), "text": _mark(f"text{i}")} for i in range(documents)]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": _mark("system")})
+        elif self.form == "messages":
+            messages.insert(0, {"role": "system", "content": DEFAULT_SYSTEM})
+        return self._apply(messages, docs)
+
+    def _apply(self, messages: list[dict[str, str]], docs: list[dict[str, str]]) -> str:
+        from jinja2 import TemplateError
+
+        options: dict[str, Any] = {"documents": docs} if docs else {}
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+        except TemplateError:
+            if messages[0]["role"] != "system":
+                raise
+            # Some templates know no system role: its text leads the first user message instead.
+            first, *rest = messages[1:]
+            merged = {"role": first["role"], "content": f"{messages[0]['content']}\n\n{first['content']}"}
+            return str(self._tokenizer.apply_chat_template([merged, *rest], tokenize=False, add_generation_prompt=True, **options))
+
+    def _document_form(self) -> list[Piece] | None:
+        """How the template writes one document, or None where it ignores documents or numbers them (ids would depend on the place)."""
+        from jinja2 import TemplateError
+
+        try:
+            rendered = [self._apply([{"role": "user", "content": _mark("question")}], _documents(n)) for n in (1, 3)]
+        except (TemplateError, TypeError, KeyError):
+            return None
+        one, three = rendered
+        if _mark("text0") not in one or _mark("title0") not in one:
+            return None
+        between = [_between(three, _mark(f"text{i}"), _mark(f"title{i + 1}")) for i in (0, 1)]
+        inner = [_between(three, _mark(f"title{i}"), _mark(f"text{i}")) for i in (0, 1, 2)]
+        if None in between or len(set(between)) != 1 or None in inner or len(set(inner)) != 1:
+            return None
+        gap, middle = str(between[0]), str(inner[0])
+        before, after = one.split(_mark("title0"))[0], one.split(_mark("text0"), 1)[1]
+        trailer = self._common_start(gap, after)
+        header = gap[len(trailer) :]
+        if not before.endswith(header):
+            return None
+        form: list[Piece] = [(header, True), (_mark("title"), False), (middle, True), (_mark("text"), False), (trailer, True)]
+        return form
+
+    def _common_start(self, gap: str, after: str) -> str:
+        """The longest common start of two texts that cuts no special token in two."""
+        parts = [list(filter(None, self._split.split(text) if self._split else [text])) for text in (gap, after)]
+        common = ""
+        for a, b in zip(*parts, strict=False):
+            if a != b:
+                if a not in self._specials and b not in self._specials:
+                    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                    common += a[:n]
+                break
+            common += a
+        return common
+
+
+def _documents(n: int) -> list[dict[str, str]]:
+    return [{"title": _mark(f"title{i}"), "text": _mark(f"text{i}")} for i in range(n)]
+
+
+def _between(text: str, left: str, right: str) -> str | None:
+    if left not in text or right not in text:
+        return None
+    start, end = text.index(left) + len(left), text.index(right)
+    return text[start:end] if start <= end else None
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text and id of every token that the tokenizer would take out of running text."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    found = {str(token): int(i) for i, token in added.items()}
+    found |= {token: i for token, i in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)}
+    return {token: i for token, i in found.items() if token}

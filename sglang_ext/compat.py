@@ -1,0 +1,52 @@
+"""Make ``import sglang`` work on a machine whose torchvision is a CUDA build and whose torch is not.
+
+SGLang 0.5.16 imports torchvision at import time. The registries carry torchvision for CPU-only machines as a CUDA build: its shared
+library cannot load there, and its Python layer then fails because it registers meta kernels for two operators that the library would
+have declared. Declaring their schemas is enough: nothing in text serving calls them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+from typing import Any
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_lock = threading.Lock()
+_library: Any = None  # the declarations live as long as this object
+_prepared = False
+
+
+def prepare() -> None:
+    """Call before the first ``import sglang`` in a process. Idempotent and thread-safe; does nothing where torchvision works."""
+    global _library, _prepared
+    with _lock:
+        if _prepared:
+            return
+        if _torchvision_library_is_broken():
+            import torch
+
+            _library = torch.library.Library("torchvision", "DEF")
+            for schema in _SCHEMAS:
+                _library.define(schema)
+        _prepared = True
+
+
+def _torchvision_library_is_broken() -> bool:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    library = Path(next(iter(spec.submodule_search_locations))) / "_C.so"
+    if not library.exists():
+        return False
+    import torch
+
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,36 @@
+"""Targets of SGLang's child processes.
+
+A spawned child imports its target's module first. SGLang's own targets live in modules that import torchvision at once, which on a
+CPU-only machine must be prepared before (see `compat`); these live here, so the preparation comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.compat import prepare
+
+prepare()
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler, with the plugin's presence checked: SGLang itself would only log its absence."""
+    from sglang.srt.managers.scheduler import run_scheduler_process as run
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_ext.plugin import loaded
+
+    if not loaded():
+        raise RuntimeError(
+            "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install --no-deps -e .) "
+            "or SGLANG_PLUGINS excludes it (add 'ragserve')"
+        )
+    run(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's detokenizer."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+
+    run(*args, **kwargs)
