@@ -55,8 +55,9 @@ def running_server(*, data_dir: Path | None = None, env: dict[str, str] | None =
     with contextlib.ExitStack() as stack:
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
-        log = data_dir.parent / f"{data_dir.name}-server-{os.getpid()}-{time.monotonic_ns()}.log"
+        data_dir.mkdir(parents=True, exist_ok=True)
         port = flags.pop("port", 0) or _free_port()
+        log = data_dir / f"server-{port}.log"
         options = {"data_dir": data_dir, "port": port, **flags}
         command = [sys.executable, "-m", "ragserve.cli", "serve"]
         for name, value in options.items():

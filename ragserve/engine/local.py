@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -139,6 +140,8 @@ def server_args(settings: Settings) -> Any:
     """SGLang's ServerArgs for these settings; ``settings.engine_args`` has the last word."""
     from ragserve.engine.compat import prepare
 
+    # With pickle between its processes (the default) SGLang 0.5.16 loses the scheduler's timings on the way through the detokenizer.
+    os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
     prepare()
     import torch
     from sglang.srt.server_args import ServerArgs

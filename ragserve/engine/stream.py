@@ -57,10 +57,13 @@ class StreamReader:
         return GenerateChunk(delta, usage, self._timings(meta), reason.get("type") if isinstance(reason, dict) else None)
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
-        """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back."""
-        queue = meta.get("queue_time")
-        if queue is None or self._first is None:
+        """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back.
+
+        SGLang says ``queue_time`` 0.0 also where it does not know; it knows when it says when the forward pass began.
+        """
+        if "forward_entry_time" not in meta or self._first is None:
             return EngineTimings()
+        queue = meta["queue_time"]
         return EngineTimings(queue * 1e3, max(0.0, (self._first - self._start - queue) * 1e3))
 
 

@@ -1,0 +1,44 @@
+"""Shared by all tests: no network, no GPU unless there is one, one embedder for the session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
+    del os.environ[_name]  # the developer's own settings are not what is tested
+
+REPO = Path(__file__).resolve().parent.parent
+MODEL = REPO / "examples" / "models" / "ragserve-tiny"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from ragserve.engine.compat import prepare
+
+    prepare()  # transformers, imported by several tests, imports torchvision
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A ragserve.toml in the working directory would change the defaults."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+    yield
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    return MODEL

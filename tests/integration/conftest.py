@@ -1,0 +1,40 @@
+"""The real server: one for the whole session, and more where a test needs special settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ragserve.bench.server import RunningServer, running_server
+
+
+@dataclass
+class Server:
+    running: RunningServer
+    client: httpx.Client
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    @property
+    def data_dir(self) -> Path:
+        return self.running.data_dir
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`ragserve serve` with its defaults and the small model, shared by all tests: use a namespace of your own."""
+    data_dir = tmp_path_factory.mktemp("server") / "data"
+    with running_server(data_dir=data_dir) as running, running.client() as client:
+        yield Server(running, client)
+
+
+@pytest.fixture(scope="session")
+def start_server():  # type: ignore[no-untyped-def]
+    """The context manager itself, for a server with other settings. Each start costs about 15 seconds."""
+    return running_server
