@@ -15,7 +15,7 @@ from ragserve.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """``documents`` id -> (title, text); ``queries`` id -> text, those with a relevant document only; ``judged`` query -> document -> gain."""
+    """``documents``: id -> (title, text); ``queries``: id -> text, those judged; ``judged``: query -> document -> gain."""
 
     name: str
     documents: dict[str, tuple[str, str]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def ndcg(ranking: Sequence[str], judged: Mapping[str, int], k: int) -> float:
-    """nDCG@k in [0, 1] with linear gain: DCG = sum of rel_i / log2(i + 1) over ranks i = 1..k, over the DCG of the best order of ``judged``.
+    """nDCG@k in [0, 1] with linear gain: DCG = sum of rel_i / log2(i + 1) over ranks i = 1..k, divided by that of the best order.
 
     A document without judgement has gain 0. 0.0 where nothing relevant was judged.
     """

@@ -31,7 +31,7 @@ def run(
     embedder: str = "all-MiniLM-L6-v2",
     device: str = "auto",
 ) -> dict[str, Any]:
-    """nDCG@10 and recall@10 per collection in ``data``. ``quick`` takes the first 50 queries. Raises ``InvalidRequest`` without ``data``."""
+    """nDCG@10 and recall@10 per collection. ``quick`` takes the first 50 queries. Raises ``InvalidRequest`` without ``data``."""
     from ragserve.retrieval.embedder import Embedder
 
     if not data:
@@ -119,9 +119,7 @@ def _document(doc_id: str, text: str, vectors: Any) -> tuple[Any, list[Any], Any
     from ragserve_index.types import NewChunk, NewDocument
 
     data = text.encode()
-    document = NewDocument(
-        source=doc_id, title="", content_hash=hashlib.sha256(data).hexdigest(), mime="text/plain", size_bytes=len(data)
-    )
+    document = NewDocument(source=doc_id, title="", content_hash=hashlib.sha256(data).hexdigest(), mime="text/plain", size_bytes=len(data))
     # n_tokens is bookkeeping that search does not read; words keep a tokenizer out of a benchmark that does not need one.
     return document, [NewChunk(text=text, start=0, end=len(text), n_tokens=len(text.split()))], vectors
 

@@ -16,11 +16,11 @@ from ragserve.errors import InvalidRequest
 class Name(enum.StrEnum):
     """The benchmarks, in the order in which ``all`` runs them: each a module of ``ragserve.bench`` with ``run(out_dir, quick=...)``."""
 
-    index = "index"
-    retrieval = "retrieval"
-    ingest = "ingest"
-    api = "api"
-    all = "all"
+    INDEX = "index"
+    RETRIEVAL = "retrieval"
+    INGEST = "ingest"
+    API = "api"
+    ALL = "all"
 
 
 def register(app: typer.Typer) -> None:
@@ -29,11 +29,14 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     name: Annotated[Name, typer.Argument(help="Which one.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes, and figures that prove nothing.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes, and figures that prove nothing.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("examples/results"),
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
     data: Annotated[
-        list[Path] | None, typer.Option(help="retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv); repeatable.")
+        list[Path] | None,
+        typer.Option(help="retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv); repeatable."),
     ] = None,
     index_types: Annotated[str, typer.Option(help="retrieval: index types to compare, separated by commas.")] = "flat",
 ) -> None:
@@ -42,10 +45,10 @@ def bench(
     if unknown := [kind for kind in types if kind not in get_args(IndexType)]:
         raise InvalidRequest(f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(get_args(IndexType))}.")
     options: dict[str, dict[str, Any]] = {"retrieval": {"data": data or (), "index_types": types}}
-    chosen = [each for each in Name if each is not Name.all] if name is Name.all else [name]
-    if name is Name.all and not data:
+    chosen = [each for each in Name if each is not Name.ALL] if name is Name.ALL else [name]
+    if name is Name.ALL and not data:
         typer.secho("retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW)
-        chosen.remove(Name.retrieval)
+        chosen.remove(Name.RETRIEVAL)
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value}")
         module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))

@@ -1,0 +1,241 @@
+"""Ask a running server every question of a set and score what comes back.
+
+``given`` sends each row's documents in order: how well the model reads. ``retrieved`` ingests all documents of the set into one fresh
+namespace and asks against it, which adds retrieval; each lost answer is then laid to retrieval or to reading.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragserve.client import Client
+from ragserve.errors import RagserveError
+from ragserve.eval.data import Passage, Question, distinct_passages
+from ragserve.eval.metrics import contains_answer, exact_match, token_f1
+from ragserve.results import Answer, RetrievedPassage
+
+_SEED = 0
+_INGEST_CHARS = 1_000_000  # of text in one request, below every sensible body limit
+_INGEST_TEXTS = 200
+Progress = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``strategy`` None is the server's own. ``k`` counts only where passages are retrieved."""
+
+    strategy: str | None = None
+    k: int = 5
+    max_new_tokens: int = 24
+    concurrency: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One question, answered or failed. ``found``: a retrieved passage of a gold document holds the answer; None without retrieval."""
+
+    question: Question
+    answer: str
+    em: float
+    f1: float
+    ttft_ms: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    documents_kept: int
+    documents: int
+    error: str = ""
+    found: bool | None = None
+    gold_recall: float | None = None
+    passages: tuple[RetrievedPassage, ...] = field(default=(), repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """As one line of the per-question file."""
+        return {
+            "id": self.question.id,
+            "kind": self.question.kind,
+            "question": self.question.question,
+            "answers": list(self.question.answers),
+            "answer": self.answer,
+            "em": self.em,
+            "f1": round(self.f1, 4),
+            "ttft_ms": self.ttft_ms,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "documents_kept": self.documents_kept,
+            "found": self.found,
+            "gold_recall": self.gold_recall,
+            "retrieved": [passage.source for passage in self.passages] or None,
+            "error": self.error or None,
+        }
+
+
+def ask_given(client: Client, questions: Sequence[Question], options: Options, *, gold: bool = False, progress: Progress) -> list[Outcome]:
+    """Each question with its own documents in order; with ``gold``, with those alone that hold the answer."""
+
+    def ask(question: Question) -> Outcome:
+        documents = question.gold if gold else question.documents
+        return _ask(client, question, options, documents=[{"title": d.title, "text": d.text} for d in documents])
+
+    return _each(questions, ask, options, progress)
+
+
+def ask_retrieved(client: Client, namespace: str, questions: Sequence[Question], options: Options, *, progress: Progress) -> list[Outcome]:
+    """Each question against a namespace that :func:`ingested` filled."""
+
+    def ask(question: Question) -> Outcome:
+        try:
+            passages = tuple(client.retrieve(question.question, namespace=namespace, k=options.k))
+        except RagserveError as error:
+            return _failed(question, error)
+        return _ask(client, question, options, passages=passages, namespace=namespace, k=options.k)
+
+    return _each(questions, ask, options, progress)
+
+
+@contextmanager
+def ingested(
+    client: Client, questions: Sequence[Question], *, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A fresh namespace with all documents of the questions, each once; dropped at the end. Yields its name and what ingestion took.
+
+    Raises whatever made ingestion fail; a set that is not wholly indexed is not measured.
+    """
+    namespace = f"eval-{uuid.uuid4().hex[:12]}"
+    passages = distinct_passages(questions)
+    started = time.perf_counter()
+    done = 0
+    try:
+        for batch in _batches(passages):
+            job = client.ingest(namespace, [{"name": p.key, "title": p.title, "text": p.text} for p in batch])
+            report = client.wait(job)
+            failed = _failed_items(report)
+            if failed:
+                raise RagserveError(
+                    f"{failed} of {len(batch)} documents were not indexed: job {job}.", hint="See ragserve's log and the job."
+                )
+            done += len(batch)
+            on_progress(done, len(passages))
+        yield namespace, {"documents": len(passages), "ingest_s": round(time.perf_counter() - started, 1)}
+    finally:
+        if done:
+            client.drop_namespace(namespace)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Averages over a set: exact match and F1 in percent, tokens and milliseconds per question, failures (which count as wrong)."""
+    from ragserve.bench.report import percentile
+
+    n = len(outcomes)
+    answered = [o for o in outcomes if not o.error]
+    ttft = [o.ttft_ms for o in answered if o.ttft_ms is not None]
+    return {
+        "n": n,
+        "em": round(100 * sum(o.em for o in outcomes) / n, 2),
+        "f1": round(100 * sum(o.f1 for o in outcomes) / n, 2),
+        "failed": n - len(answered),
+        "ttft_ms_mean": round(sum(ttft) / len(ttft), 1) if ttft else None,
+        "ttft_ms_p50": round(percentile(ttft, 50), 1) if ttft else None,
+        "prompt_tokens": _mean([o.prompt_tokens for o in answered]),
+        "cached_tokens": _mean([o.cached_tokens for o in answered]),
+        "completion_tokens": _mean([o.completion_tokens for o in answered]),
+        "documents_dropped": sum(o.documents - o.documents_kept for o in answered),
+    }
+
+
+def losses(retrieved: Sequence[Outcome], ceiling: Sequence[Outcome]) -> dict[str, Any]:
+    """Where answers go, in percent of all questions; the five shares from ``right`` on sum to 100.
+
+    ``found`` is the share of questions for which a retrieved passage of a gold document holds the answer. ``lost_reading_context`` would
+    have been right with the gold documents alone: too much or too little stood beside them. ``lost_reading`` is wrong even then.
+    """
+    n = len(retrieved)
+    counts = dict.fromkeys(("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading"), 0)
+    for outcome, best in zip(retrieved, ceiling, strict=True):
+        if outcome.em:
+            counts["right" if outcome.found else "right_by_chance"] += 1
+        elif not outcome.found:
+            counts["lost_retrieval"] += 1
+        else:
+            counts["lost_reading_context" if best.em else "lost_reading"] += 1
+    found = [o for o in retrieved if o.found]
+    return {
+        "found": round(100 * len(found) / n, 2),
+        "gold_recall": round(100 * sum(o.gold_recall or 0.0 for o in retrieved) / n, 2),
+        "em_where_found": round(100 * sum(o.em for o in found) / len(found), 2) if found else None,
+        **{name: round(100 * count / n, 2) for name, count in counts.items()},
+    }
+
+
+def _ask(client: Client, question: Question, options: Options, *, passages: tuple[RetrievedPassage, ...] = (), **fields: Any) -> Outcome:
+    try:
+        answer = client.query(
+            question.question, strategy=options.strategy, max_new_tokens=options.max_new_tokens, temperature=0.0, seed=_SEED, **fields
+        )
+    except RagserveError as error:
+        return _failed(question, error)
+    return _outcome(question, answer, passages)
+
+
+def _outcome(question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...]) -> Outcome:
+    gold = {p.key for p in question.gold}
+    from_gold = [p for p in passages if p.source in gold]
+    # Answers such as "yes" stand nowhere in the text: then any passage of a gold document counts as found.
+    literal = any(contains_answer(p.text, question.answers) for p in question.gold)
+    found = any(contains_answer(p.text, question.answers) for p in from_gold) if literal else bool(from_gold)
+    return Outcome(
+        question=question,
+        answer=answer.answer,
+        em=exact_match(answer.answer, question.answers),
+        f1=token_f1(answer.answer, question.answers),
+        ttft_ms=answer.timings.ttft_ms,
+        prompt_tokens=answer.usage.prompt,
+        cached_tokens=answer.usage.cached,
+        completion_tokens=answer.usage.completion,
+        documents_kept=answer.context.documents_kept,
+        documents=answer.context.documents_retrieved,
+        found=found if passages else None,
+        gold_recall=len({p.source for p in from_gold}) / len(gold) if passages and gold else None,
+        passages=passages,
+    )
+
+
+def _failed(question: Question, error: RagserveError) -> Outcome:
+    return Outcome(question, "", 0.0, 0.0, None, 0, 0, 0, 0, 0, error=f"{error.code}: {error.message}")
+
+
+def _each(questions: Sequence[Question], ask: Callable[[Question], Outcome], options: Options, progress: Progress) -> list[Outcome]:
+    outcomes = []
+    with ThreadPoolExecutor(options.concurrency) as pool:
+        for outcome in pool.map(ask, questions):
+            progress()
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
+    batch: list[Passage] = []
+    chars = 0
+    for passage in passages:
+        size = len(passage.title) + len(passage.text)
+        if batch and (len(batch) >= _INGEST_TEXTS or chars + size > _INGEST_CHARS):
+            yield batch
+            batch, chars = [], 0
+        batch.append(passage)
+        chars += size
+    if batch:
+        yield batch
+
+
+def _failed_items(job: dict[str, Any]) -> int:
+    return int(job.get("counts", {}).get("failed", 0))
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return round(sum(values) / len(values), 1) if values else None

@@ -1,0 +1,166 @@
+"""`Rag`: retrieve, insert and answer inside ``@sgl.function``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragserve.client import Client
+from ragserve.errors import InvalidRequest
+from ragserve.results import RetrievedPassage
+
+if TYPE_CHECKING:
+    from ragserve.programs.text import PromptText
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What was put into a state. ``passages`` are in the order of the prompt and numbered by ``index`` from 1; ``dropped`` did not fit."""
+
+    passages: tuple[RetrievedPassage, ...]
+    dropped: tuple[RetrievedPassage, ...] = ()
+
+    def cited(self, answer: str) -> list[RetrievedPassage]:
+        """The passages an answer rests on, by the server's own rule: markers ``[n]``, else those that quote it, else all."""
+        from ragserve.citations import MarkerFilter, cite
+
+        markers = MarkerFilter(len(self.passages))
+        text = markers.feed(answer) + markers.end()
+        numbers, _ = cite(text, markers.markers, [passage.text for passage in self.passages])
+        return [self.passages[number - 1] for number in numbers]
+
+
+class Rag:
+    """One namespace of one server. Thread-safe, so forks of a program may share it.
+
+    The prompt is laid out as the server lays out /rag/query's, with the tokenizer that the server names; give ``tokenizer`` where that
+    path does not exist on this machine, and ``system`` where the prompt should not begin with the server's own system text.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:30000",
+        *,
+        namespace: str = "default",
+        api_key: str | None = None,
+        tokenizer: str | None = None,
+        system: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.namespace = namespace
+        self._api_key = api_key
+        self._tokenizer = tokenizer
+        self._system = system
+        self._client = Client(url, api_key=api_key, timeout_s=timeout_s)
+        self._text: PromptText | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def endpoint(self) -> Any:
+        """SGLang's ``RuntimeEndpoint`` on the server, sharing the prefix cache with the namespace's queries.
+
+        A plain ``sgl.RuntimeEndpoint(url, api_key=...)`` works as well, with a prefix cache of its own.
+        """
+        from ragserve.engine.base import GenerateRequest
+        from ragserve.engine.stream import payload
+        from ragserve.programs._sglang import endpoint_class
+
+        key = payload(GenerateRequest("", [], self.namespace), "")["extra_key"]
+        return endpoint_class()(self.url, api_key=self._api_key, extra_key=key)
+
+    def retrieve(self, question: str, k: int | None = None, *, filter: Mapping[str, Any] | None = None) -> list[RetrievedPassage]:
+        """The ``k`` passages nearest to the question (the server's ``top_k`` by default), best first. ``filter`` as in the REST API."""
+        return self._client.retrieve(question, namespace=self.namespace, k=k, filter=filter)
+
+    def context(
+        self,
+        s: Any,
+        question: str,
+        k: int | None = None,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        reserve: int = 256,
+    ) -> Context:
+        """Retrieve for ``question`` and begin the state's prompt with what was found; see :meth:`insert`."""
+        _must_be_empty(s)
+        return self.insert(s, self.retrieve(question, k, filter=filter), reserve=reserve)
+
+    def insert(self, s: Any, passages: Iterable[RetrievedPassage | tuple[str, str]], *, reserve: int = 256) -> Context:
+        """Begin the state's prompt with the system text and these passages (or ``(title, text)`` pairs), in this order.
+
+        Passages that would leave fewer than ``reserve`` tokens of the model's context for questions and answers are dropped from the end
+        on. Raises ``InvalidRequest`` where the state already holds text: documents come first, as the model was trained; give each hop a
+        state of its own (``with s.copy() as hop:``) before anything is in ``s``.
+        """
+        _must_be_empty(s)
+        layout = self._layout()
+        numbered = [_passage(passage, index) for index, passage in enumerate(passages, 1)]
+        kept = layout.fitting([(p.title, p.text) for p in numbered], reserve)
+        s += layout.start() + "".join(layout.document(p.title, p.text) for p in numbered[:kept])
+        return Context(tuple(numbered[:kept]), tuple(numbered[kept:]))
+
+    def answer(self, s: Any, question: str, name: str = "answer", *, max_tokens: int = 64, **options: Any) -> None:
+        """Append the question, and the answer as variable ``name``, greedy unless ``options`` (those of ``sgl.gen``) say otherwise.
+
+        Read it with :meth:`read`, or as ``s[name]``, which keeps the space that many models begin with.
+        """
+        self._generate(s, self._layout().question(question), name, max_tokens, options)
+
+    def follow_up(self, s: Any, question: str, name: str, *, max_tokens: int = 64, **options: Any) -> None:
+        """As :meth:`answer`, for the next question on the same documents, after an answer that the state ends with."""
+        self._generate(s, self._layout().follow_up(question), name, max_tokens, options)
+
+    def choose(self, s: Any, question: str, choices: Sequence[str], name: str = "choice") -> None:
+        """Append the question and the likeliest of ``choices`` (``sgl.select``) as variable ``name``."""
+        import sglang as sgl
+
+        s += self._layout().question(question)
+        s += sgl.select(name, choices=[self._layout().answer_start() + choice for choice in choices])
+
+    @staticmethod
+    def read(s: Any, name: str) -> str:
+        """A variable of the state without white space around it. Waits for it, and raises what went wrong on the way to it."""
+        try:
+            return str(s[name]).strip()
+        except KeyError:
+            # The interpreter runs in a thread of its own and keeps its error to itself.
+            error = s.error()
+            if error is None:
+                raise
+            raise error from None
+
+    def _generate(self, s: Any, text: str, name: str, max_tokens: int, options: dict[str, Any]) -> None:
+        import sglang as sgl
+
+        stop = options.pop("stop", ())
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        s += text
+        s += sgl.gen(name, max_tokens=max_tokens, stop=stop + list(self._layout().stop), **{"temperature": 0.0, **options})
+
+    def _layout(self) -> PromptText:
+        from ragserve.programs.text import PromptText
+
+        with self._lock:
+            if self._text is None:
+                self._text = PromptText.of(self._client.info(), self._tokenizer, self._system)
+            return self._text
+
+
+def _must_be_empty(s: Any) -> None:
+    if s.text():
+        raise InvalidRequest(
+            "The state already holds text, and documents come first in a prompt.",
+            hint="Fork before anything is appended (with s.copy() as hop:), and put the next hop's documents into the fork.",
+        )
+
+
+def _passage(passage: RetrievedPassage | tuple[str, str], index: int) -> RetrievedPassage:
+    if isinstance(passage, RetrievedPassage):
+        return passage.model_copy(update={"index": index})
+    title, text = passage
+    return RetrievedPassage.model_validate({"index": index, "title": title, "text": text})
