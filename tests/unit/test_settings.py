@@ -1,0 +1,40 @@
+"""Settings: precedence, validation, and what an operator reads when something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragserve.commands.options import settings_from
+from ragserve.config import Settings, load
+from ragserve.errors import InvalidRequest
+
+
+def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load().top_k == 5
+    Path("ragserve.toml").write_text("top_k = 6\nport = 1234\n")
+    assert (load().top_k, load().port) == (6, 1234)
+    monkeypatch.setenv("RAGSERVE_TOP_K", "7")
+    assert (load().top_k, load().port) == (7, 1234)
+    assert load(top_k=8, port=None).top_k == 8
+
+
+def test_open_address_needs_an_api_key() -> None:
+    with pytest.raises(InvalidRequest, match="--api-key"):
+        settings_from(host="0.0.0.0")
+    assert settings_from(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
+
+
+def test_unknown_and_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("ragserve.toml").write_text('top_q = 6\nindex_type = "annoy"\n')
+    with pytest.raises(InvalidRequest, match=r"(?s)index_type.*top_q|top_q.*index_type"):
+        settings_from()
+
+
+def test_secrets_do_not_show() -> None:
+    assert "hunter2" not in repr(load(api_key="hunter2"))
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
