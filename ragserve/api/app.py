@@ -1,0 +1,77 @@
+"""The product's ASGI app, with SGLang's behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp
+
+from ragserve.api import documents, errors, ingest, openai, openapi, query, retrieve, system
+from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
+from ragserve.api.services import load_embedder, open_services
+from ragserve.api.upstream import Upstream
+from ragserve.config import Settings
+from ragserve.engine.base import Engine
+
+
+def create_app(
+    settings: Settings,
+    engine: Engine,
+    *,
+    upstream: ASGIApp,
+    upstream_lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    serve_metrics: bool = False,
+    embedder: Callable[[Settings], Any] = load_embedder,
+) -> FastAPI:
+    """The whole product in front of ``upstream``, which gets every request that no route of ours claims.
+
+    ``upstream_lifespan`` is entered first and left last. ``serve_metrics`` adds /metrics where ``upstream`` has none. A part that
+    cannot start fails the app's start-up with its RagserveError.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if upstream_lifespan is not None:
+                await stack.enter_async_context(upstream_lifespan())
+            app.state.services = await stack.enter_async_context(open_services(settings, engine, embedder))
+            try:
+                yield
+            finally:
+                app.state.services = None
+
+    app = FastAPI(
+        title="ragserve", description=openapi.DESCRIPTION, lifespan=lifespan, redirect_slashes=False, swagger_ui_oauth2_redirect_url=None
+    )
+    app.state.upstream = Upstream(upstream)
+    app.state.services = None
+    for module in (query, retrieve, ingest, documents, openai, system):
+        app.include_router(module.router)
+    if serve_metrics:
+        app.include_router(system.metrics_router)
+    app.router.default = app.state.upstream
+    # The last one added is the outermost.
+    app.add_middleware(LimitBody, limit_for=_body_limits(settings))
+    if settings.api_key is not None:
+        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
+    app.add_middleware(RequestContext)
+    errors.install(app)
+    openapi.install(app)
+    return app
+
+
+def _body_limits(settings: Settings) -> Callable[[str, Headers], int | None]:
+    def limit_for(path: str, headers: Headers) -> int | None:
+        if path == "/rag/ingest" and headers.get("content-type", "").startswith("multipart/form-data"):
+            return settings.max_upload_bytes * settings.max_upload_files
+        if path.startswith("/rag/"):
+            return settings.max_body_bytes
+        if path == "/v1/chat/completions":  # may carry images to SGLang's models; ours get max_body_bytes when the model is known
+            return max(settings.max_upload_bytes, settings.max_body_bytes)
+        return None  # SGLang's routes are as SGLang has them
+
+    return limit_for

@@ -1,0 +1,141 @@
+"""`/rag/documents` and `/rag/namespaces`: what is indexed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+from pydantic import Field
+
+from ragserve.api import examples
+from ragserve.api.body import RequestModel, Text
+from ragserve.api.openapi import documented
+from ragserve.api.schemas import ChunkList, ChunkView, DocumentList, DocumentView, NamespaceList, NamespaceView
+from ragserve.api.services import Svc
+from ragserve.config import Namespace
+from ragserve_index.filters import parse_filter
+from ragserve_index.types import Document, NamespaceInfo
+
+router = APIRouter(tags=["documents"])
+DocId = Annotated[str, Path(min_length=1, max_length=128, description="As citations and listings give it.")]
+NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
+
+
+class In(RequestModel):
+    namespace: Namespace = Field("default", description="The namespace of the document.")
+
+
+class DocumentsPage(In):
+    filter: Annotated[Text, Field(max_length=65_536)] | None = Field(
+        None, description="A filter as JSON text, as in /rag/query.", examples=['{"op":"eq","field":"lang","value":"en"}']
+    )
+    source_prefix: Annotated[Text, Field(max_length=4096)] | None = Field(None, description="Only sources that begin so.")
+    limit: int = Field(100, ge=1, le=1000)
+    after: Annotated[Text, Field(max_length=128)] | None = Field(None, description="As `next` of the page before.")
+
+
+class ChunksPage(In):
+    limit: int = Field(100, ge=1, le=1000)
+    after: int = Field(0, ge=0, description="As `next` of the page before.")
+
+
+@router.get(
+    "/rag/documents",
+    summary="List documents",
+    response_model=DocumentList,
+    responses=documented(examples.DOCUMENTS, 400, 404, 503, description="One page, ordered by doc_id"),
+)
+async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> DocumentList:
+    """The documents of a namespace, all or those that a filter matches."""
+    chosen = None if page.filter is None else parse_filter(page.filter)
+    found = await asyncio.to_thread(
+        svc.store.documents,
+        page.namespace,
+        filter=chosen,
+        limit=page.limit + 1,  # one more tells whether there is another page
+        after=page.after,
+        source_prefix=page.source_prefix,
+    )
+    shown = found[: page.limit]
+    return DocumentList(documents=[_document(d) for d in shown], next=shown[-1].doc_id if len(found) > page.limit else None)
+
+
+@router.get(
+    "/rag/documents/{doc_id}",
+    summary="Show a document",
+    response_model=DocumentView,
+    responses=documented(examples.DOCUMENT, 400, 404, 503, description="The document"),
+)
+async def document(doc_id: DocId, where: Annotated[In, Query()], svc: Svc) -> DocumentView:
+    """What the registry knows of it; its text is in its chunks."""
+    return _document(await asyncio.to_thread(svc.store.document, where.namespace, doc_id))
+
+
+@router.get(
+    "/rag/documents/{doc_id}/chunks",
+    summary="Show a document's chunks",
+    response_model=ChunkList,
+    responses=documented(examples.CHUNKS, 400, 404, 503, description="One page, in the document's order"),
+)
+async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) -> ChunkList:
+    """The pieces that are searched, with their place in the document."""
+    found = await asyncio.to_thread(svc.store.document_chunks, page.namespace, doc_id)
+    end = page.after + page.limit
+    return ChunkList(
+        chunks=[ChunkView.model_validate(chunk, from_attributes=True) for chunk in found[page.after : end]],
+        next=end if end < len(found) else None,
+    )
+
+
+@router.delete(
+    "/rag/documents/{doc_id}",
+    summary="Remove a document",
+    response_model=DocumentView,
+    responses=documented(examples.DOCUMENT, 400, 404, 503, 507, description="What was removed"),
+)
+async def remove(doc_id: DocId, where: Annotated[In, Query()], svc: Svc) -> DocumentView:
+    """Queries that begin after the answer do not see it any more."""
+    return _document(await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id))
+
+
+@router.get(
+    "/rag/namespaces",
+    summary="List namespaces",
+    response_model=NamespaceList,
+    responses=documented(examples.NAMESPACES, 503, description="All of them, by name"),
+)
+async def namespaces(svc: Svc) -> NamespaceList:
+    """Each with its size and the embedder it was made with."""
+    found = await asyncio.to_thread(svc.store.namespaces)
+    return NamespaceList(namespaces=[_namespace(one) for one in sorted(found, key=lambda one: one.name)])
+
+
+@router.get(
+    "/rag/namespaces/{name}",
+    summary="Show a namespace",
+    response_model=NamespaceView,
+    responses=documented(examples.NAMESPACE, 400, 404, 503, description="The namespace"),
+)
+async def namespace(name: NamespaceName, svc: Svc) -> NamespaceView:
+    """Its size, version and embedder."""
+    return _namespace(await asyncio.to_thread(svc.store.namespace, name))
+
+
+@router.delete(
+    "/rag/namespaces/{name}",
+    summary="Drop a namespace",
+    response_model=NamespaceView,
+    responses=documented(examples.NAMESPACE, 400, 404, 503, 507, description="What was dropped"),
+)
+async def drop(name: NamespaceName, svc: Svc) -> NamespaceView:
+    """All its documents, chunks and vectors go, at once and for good."""
+    return _namespace(await asyncio.to_thread(svc.store.drop_namespace, name))
+
+
+def _document(document: Document) -> DocumentView:
+    return DocumentView.model_validate(document, from_attributes=True)
+
+
+def _namespace(info: NamespaceInfo) -> NamespaceView:
+    return NamespaceView.model_validate(info, from_attributes=True)

@@ -1,0 +1,113 @@
+"""Every failure as one body: :meth:`RagserveError.body`, from the routes, the middleware and inside streams alike."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, TooLarge, TooManyRequests, Unauthorized, Unavailable
+
+log = logging.getLogger(__name__)
+_SHOWN = 5
+
+
+class MethodNotAllowed(RagserveError):
+    status = 405
+    default_code = "method_not_allowed"
+
+
+class UnsupportedMediaType(RagserveError):
+    status = 415
+    default_code = "unsupported_media_type"
+
+
+def as_error(error: BaseException, request_id: str) -> RagserveError:
+    """What the client is told. An error that is not ours is logged with its traceback and becomes a bare 500."""
+    if isinstance(error, RagserveError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return invalid(error.errors())
+    if isinstance(error, HTTPException):
+        return _http_error(error)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or (isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error)):
+        return StorageFull("The server's disk is full.", hint="Free space where data_dir lies, then retry.")
+    log.error("request %s failed", request_id, exc_info=error)
+    return RagserveError("Something went wrong in the server.", hint=f"Its log says what, under request id {request_id}.")
+
+
+def invalid(errors: Sequence[Any]) -> InvalidRequest:
+    """Validation errors as one: every field with what is wrong, ``param`` the first of them. Input values are not echoed."""
+    described = [f"{_path(error['loc']) or 'body'}: {_what(error)}" for error in errors[:_SHOWN]]
+    if len(errors) > _SHOWN:
+        described.append(f"and {len(errors) - _SHOWN} more")
+    unknown = any(error["type"] == "extra_forbidden" for error in errors)
+    hint = "Remove the unknown field or correct its name; /docs lists them." if unknown else "See /docs for the fields and their limits."
+    return InvalidRequest("; ".join(described) + ".", hint=hint, param=_path(errors[0]["loc"]) or None)
+
+
+def response(error: RagserveError, request_id: str) -> Response:
+    """The HTTP answer, with the headers that belong to its status."""
+    headers = {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, (TooManyRequests, Unavailable)):
+        headers["Retry-After"] = "1"
+    return JSONResponse(error.body(request_id), error.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Register one handler for all that a route may raise; what escapes it is caught by the outermost middleware."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        request_id = request.state.request_id
+        answer = response(as_error(error, request_id), request_id)
+        if isinstance(error, HTTPException) and error.headers:  # Allow, of 405
+            answer.headers.update(error.headers)
+        return answer
+
+    for kind in (RagserveError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handle)
+
+
+def _http_error(error: HTTPException) -> RagserveError:
+    detail = str(error.detail)
+    match error.status_code:
+        case 404:
+            return NotFound(detail, hint="See /docs for the routes.")
+        case 405:
+            return MethodNotAllowed("This route does not take that method.", hint="See /docs for the routes.")
+        case 413:
+            return TooLarge(detail)
+        case 415:
+            return UnsupportedMediaType(detail)
+        case status if status < 500:
+            return InvalidRequest(detail)
+        case _:
+            return RagserveError(detail)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """``("body", "history", 0, "role")`` as ``history[0].role``."""
+    path = ""
+    for part in location:
+        if part in ("body", "query", "path", "header") and not path and len(location) > 1 and part is location[0]:
+            continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return "" if path == "body" else path
+
+
+def _what(error: Any) -> str:
+    if error["type"] == "missing":
+        return "is required"
+    if error["type"] == "extra_forbidden":
+        return "is not a known field"
+    return str(error["msg"]).removeprefix("Value error, ").rstrip(".")

@@ -1,0 +1,170 @@
+"""`/rag/ingest` and `/rag/jobs`: documents in, as jobs that survive a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ragserve.api import errors, examples
+from ragserve.api.body import RequestModel, parse_json
+from ragserve.api.errors import UnsupportedMediaType
+from ragserve.api.openapi import documented
+from ragserve.api.schemas import IngestTexts, JobDetail, JobItemView, JobList, JobView, Metadata
+from ragserve.api.services import Services, Svc
+from ragserve.api.uploads import upload_form
+from ragserve.config import Namespace
+from ragserve_index.types import Job
+
+router = APIRouter(tags=["ingest"])
+M = TypeVar("M", bound=RequestModel)
+JobId = Annotated[str, Path(min_length=1, max_length=128, description="As POST /rag/ingest gave it.")]
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+ItemState = Literal["pending", "indexed", "unchanged", "removed", "failed", "skipped"]
+
+
+class UploadFields(RequestModel):
+    """The text fields of the multipart form."""
+
+    namespace: Namespace = "default"
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class JobsPage(RequestModel):
+    namespace: Namespace | None = Field(None, description="Only of this namespace.")
+    state: JobState | None = Field(None, description="Only in this state.")
+    limit: int = Field(100, ge=1, le=1000)
+
+
+class ItemsPage(RequestModel):
+    state: ItemState | None = Field(None, description="Only sources in this state.")
+    limit: int = Field(100, ge=1, le=1000)
+    after: int = Field(0, ge=0, description="As `next` of the page before.")
+
+
+_FORM_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["files"],
+    "additionalProperties": False,
+    "properties": {
+        "files": {
+            "type": "array",
+            "items": {"type": "string", "format": "binary"},
+            "description": "At most /info limits.max_upload_files.",
+        },
+        "namespace": {"type": "string", "default": "default"},
+        "metadata": {"type": "string", "description": "A JSON object: own fields of all these documents, for filters."},
+    },
+}
+_BODY = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {"schema": _FORM_SCHEMA, "examples": examples.INGEST_FILES},
+        "application/json": {"schema": {"$ref": "#/components/schemas/IngestTexts"}, "examples": examples.INGEST_TEXTS},
+    },
+}
+
+
+@router.post(
+    "/rag/ingest",
+    summary="Ingest files or texts",
+    status_code=202,
+    response_model=JobView,
+    responses=documented(
+        examples.JOB_QUEUED, 400, 409, 413, 415, 503, 507, success=202, description="Taken; `Location` is the job to watch"
+    ),
+    openapi_extra={"requestBody": _BODY},
+)
+async def ingest(request: Request, svc: Svc) -> Response:
+    """Takes a multipart form of files, or texts as JSON. They are on disk before the answer comes, so a restart resumes the job.
+
+    What cannot be read fails alone, with the reason in the job's items. A file or text of a name that is already there replaces it;
+    unchanged content costs a hash. Uploaded files are identified by their filename.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        job = await _texts(await parse_json(await request.body()), svc)
+    elif kind == "multipart/form-data":
+        job = await _files(request, svc)
+    else:
+        raise UnsupportedMediaType(
+            f"Documents come as multipart/form-data or application/json, not as {kind or 'a body without Content-Type'}.",
+            hint="Send files as a form, e.g. curl -F files=@a.pdf.",
+        )
+    svc.runner.wake()
+    body = job_view(job).model_dump_json()
+    return Response(body, 202, headers={"Location": f"/rag/jobs/{job.job_id}"}, media_type="application/json")
+
+
+async def _texts(data: Any, svc: Services) -> Job:
+    from ragserve.ingest.service import InlineText
+
+    body = _validated(IngestTexts, data)
+    texts = [InlineText(name=t.name, text=t.text, title=t.title or "", metadata=t.metadata) for t in body.texts]
+    return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts)
+
+
+async def _files(request: Request, svc: Services) -> Job:
+    from ragserve.ingest.service import Upload
+
+    limits = svc.settings
+    async with upload_form(request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes) as form:
+        fields = _validated(UploadFields, form.fields)
+        uploads = [Upload(filename=str(file.filename), stream=file.file) for file in form.files]
+        return await asyncio.to_thread(svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata))
+
+
+def _validated(model: type[M], data: Any) -> M:
+    try:
+        return TypeAdapter(model).validate_python(data)
+    except ValidationError as error:
+        raise errors.invalid(error.errors(include_input=False, include_url=False)) from None
+
+
+@router.get(
+    "/rag/jobs",
+    summary="List ingestion jobs",
+    response_model=JobList,
+    responses=documented(examples.JOBS, 400, 503, description="Newest first"),
+)
+async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> JobList:
+    """Jobs of the server and of `ragserve ingest` alike."""
+    found = await asyncio.to_thread(svc.jobs.list, page.namespace, page.state, page.limit)
+    return JobList(jobs=[job_view(job) for job in found])
+
+
+@router.get(
+    "/rag/jobs/{job_id}",
+    summary="Watch an ingestion job",
+    response_model=JobDetail,
+    responses=documented(examples.JOB, 400, 404, 503, description="The job, with a page of its sources"),
+)
+async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> JobDetail:
+    """The job's state and, for each of its sources, what became of it and why."""
+    found = await asyncio.to_thread(svc.jobs.get, job_id)
+    items = await asyncio.to_thread(svc.jobs.items, job_id, page.state)
+    end = page.after + page.limit
+    return JobDetail(
+        **job_view(found).model_dump(),
+        items=[JobItemView.model_validate(item, from_attributes=True) for item in items[page.after : end]],
+        next=end if end < len(items) else None,
+    )
+
+
+@router.delete(
+    "/rag/jobs/{job_id}",
+    summary="Cancel an ingestion job",
+    status_code=202,
+    response_model=JobView,
+    responses=documented(examples.JOB_CANCELLING, 404, 503, success=202, description="It ends after the source at hand"),
+)
+async def cancel(job_id: JobId, svc: Svc) -> JobView:
+    """What is indexed already stays. A job that has ended is left as it is."""
+    await asyncio.to_thread(svc.jobs.request_cancel, job_id)
+    return job_view(await asyncio.to_thread(svc.jobs.get, job_id))
+
+
+def job_view(job: Job) -> JobView:
+    return JobView.model_validate(job, from_attributes=True)

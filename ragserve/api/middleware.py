@@ -1,0 +1,127 @@
+"""Around every request, ours and SGLang's: its id, the API key, the size of its body. Plain ASGI, so that streams stay streams."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragserve.api import errors
+from ragserve.api.body import drain
+from ragserve.errors import RagserveError, TooLarge, Unauthorized
+from ragserve.metrics import metrics
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class RequestContext:
+    """Gives each request an id (a client's own ``X-Request-Id`` if it is sane), counts it, and answers what nobody caught with a 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # it left while sending its body: nobody to answer
+        except Exception as error:
+            if status:  # too late for another answer: the server cuts the connection
+                raise
+            await errors.response(errors.as_error(error, request_id), request_id)(scope, receive, send_with_id)
+        finally:
+            # our routes by their template, everything of SGLang under one label: clients cannot invent label values
+            route = getattr(scope.get("route"), "path", "upstream")
+            metrics().requests.labels(route, str(status or 499)).inc()
+
+
+class RequireKey:
+    """401 for every request without the API key, but on exactly /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._admits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "wrong or missing API key"})
+        else:
+            raise Unauthorized(
+                "The API key is wrong." if Headers(scope=scope).get("authorization") else "This server wants an API key.",
+                hint="Send it as the header 'Authorization: Bearer KEY'.",
+            )
+
+    def _admits(self, scope: Scope) -> bool:
+        value = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        scheme, _, key = value.partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+
+class LimitBody:
+    """413 for bodies over ``limit_for(path, headers)`` bytes: at once where the client gives a length, else once it has sent too much."""
+
+    def __init__(self, app: ASGIApp, limit_for: Callable[[str, Headers], int | None]) -> None:
+        self._app = app
+        self._limit_for = limit_for
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        limit = self._limit_for(scope["path"], headers) if scope["type"] == "http" else None
+        if limit is None:
+            await self._app(scope, receive, send)
+            return
+        refusal = TooLarge(
+            f"The request's body is over {limit:,} bytes.", hint="Send less at a time, or raise max_body_bytes or max_upload_bytes."
+        )
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            await _refuse(refusal, scope, receive, send)
+            return
+        received = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > limit:
+                    await drain(receive)
+                    raise refusal
+            return message
+
+        await self._app(scope, receive_within_limit, send)
+
+
+async def _refuse(error: RagserveError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer before reading anything: a client that sent ``Expect: 100-continue`` then never sends its body."""
+    answer = errors.response(error, scope["state"]["request_id"])
+    answer.headers["connection"] = "close"
+    await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+    await send({"type": "http.response.body", "body": bytes(answer.body), "more_body": True})
+    await drain(receive)
+    await send({"type": "http.response.body", "body": b""})

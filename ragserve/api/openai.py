@@ -1,0 +1,272 @@
+"""`/v1/chat/completions` and `/v1/models`: a namespace is a model. Models of other names are SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter, ValidationError
+
+from ragserve.answer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.api import errors, examples
+from ragserve.api.body import parse_json
+from ragserve.api.openai_schemas import (
+    Annotation,
+    AnswerMessage,
+    ChatAnswer,
+    ChatRequest,
+    ChatUsage,
+    Choice,
+    Extras,
+    Model,
+    ModelList,
+    PromptTokensDetails,
+    UrlCitation,
+)
+from ragserve.api.openapi import documented
+from ragserve.api.query import last_event
+from ragserve.api.services import RequestId, Services, Svc, services
+from ragserve.api.sse import EventStream, opened, until_disconnect
+from ragserve.api.upstream import Upstream
+from ragserve.config import Namespace
+from ragserve.engine.base import Sampling
+from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
+from ragserve.prompt import Message
+from ragserve.results import SearchResults
+
+PREFIX = "ragserve/"
+_NAMESPACE = TypeAdapter(Namespace)
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+_CHAT_REQUEST = TypeAdapter(ChatRequest)
+_DONE = b"data: [DONE]\n\n"
+
+router = APIRouter(tags=["openai"])
+_BODY = {
+    "required": True,
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ChatRequest"}, "examples": examples.CHAT_REQUESTS}},
+}
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Chat with a namespace, as OpenAI's API",
+    response_model=ChatAnswer,
+    responses=documented(
+        examples.CHAT_ANSWER,
+        400,
+        404,
+        409,
+        413,
+        429,
+        502,
+        503,
+        description="The answer, or with `stream` its chunks",
+        sse=examples.CHAT_SSE,
+    ),
+    openapi_extra={"requestBody": _BODY},
+)
+async def chat(request: Request, request_id: RequestId) -> Response:
+    """The last message is the question, earlier ones are the history; a system message replaces the server's system text.
+
+    Citations are `annotations` of the message and, whole, the top-level `citations`; when streaming, both come on the last chunk that
+    has a choice. Requests for models not named `ragserve/...` go to SGLang as they are.
+    """
+    upstream: Upstream = request.app.state.upstream
+    raw = await request.body()
+    data = await parse_json(raw)
+    model = data.get("model") if isinstance(data, dict) else None
+    if not isinstance(model, str) or not model.startswith(PREFIX):
+        return upstream.replay(raw)
+    svc = await services(request)
+    limit = svc.settings.max_body_bytes
+    if len(raw) > limit:
+        raise TooLarge(f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes.")
+    try:
+        body = _CHAT_REQUEST.validate_python(data)
+    except ValidationError as error:
+        raise errors.invalid(error.errors(include_input=False, include_url=False)) from None
+    events = svc.answerer.events(to_query(body, svc, request_id))
+    try:
+        if not body.stream:
+            final = await until_disconnect(request, last_event(events))
+            return Response(_completion(body, final).model_dump_json(), media_type="application/json")
+        first, pump = await opened(request, events)
+    except NotFound as error:
+        raise _no_model(body.model) from error
+    chunks = _Chunks(body, request_id)
+    return EventStream(request_id, first, pump, encode=chunks.encode, encode_error=chunks.error, end=_DONE)
+
+
+@router.get(
+    "/v1/models",
+    summary="List models",
+    response_model=ModelList,
+    responses=documented(examples.MODELS, 502, 503, description="One model per namespace, then SGLang's"),
+)
+async def models(request: Request, svc: Svc) -> ModelList:
+    """Every namespace is a model to chat with; the models of SGLang answer without documents."""
+    upstream: Upstream = request.app.state.upstream
+    namespaces, others = await asyncio.gather(asyncio.to_thread(svc.store.namespaces), upstream.models())
+    return ModelList(data=[*(Model(id=PREFIX + one.name) for one in namespaces), *others])
+
+
+@router.get(
+    "/v1/models/{model_id:path}",
+    summary="Show a model",
+    response_model=Model,
+    responses=documented(examples.MODEL, 404, 502, 503, description="The model"),
+)
+async def model(request: Request, model_id: str) -> Response:
+    """A namespace's model; other names go to SGLang."""
+    if not model_id.startswith(PREFIX):
+        upstream: Upstream = request.app.state.upstream
+        return upstream.replay(b"")
+    svc = await services(request)
+    known = {PREFIX + one.name for one in await asyncio.to_thread(svc.store.namespaces)}
+    if model_id not in known:
+        raise _no_model(model_id)
+    return Response(Model(id=model_id).model_dump_json(), media_type="application/json")
+
+
+def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
+    """The dialogue as a query. Raises InvalidRequest where its last message is not a question, NotFound for an impossible namespace."""
+    system = "\n\n".join(message.text for message in body.messages if message.role in ("system", "developer"))
+    dialogue = [message for message in body.messages if message.role in ("user", "assistant")]
+    last = dialogue.pop() if dialogue else None
+    if last is None or last.role != "user" or not last.text.strip():
+        raise InvalidRequest("The last message must be the user's question, and not empty.", param="messages")
+    svc.check_question(last.text, len(dialogue), param="messages")
+    namespace = body.model.removeprefix(PREFIX)
+    try:
+        _NAMESPACE.validate_python(namespace)
+    except ValidationError:
+        raise _no_model(body.model) from None
+    settings = svc.settings
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Query(
+        question=last.text,
+        namespace=namespace,
+        k=body.k or settings.top_k,
+        strategy=body.strategy or settings.strategy,
+        sampling=Sampling(
+            max_new_tokens=body.max_completion_tokens or body.max_tokens or settings.max_new_tokens,
+            temperature=body.temperature or 0.0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            stop=tuple(stop),
+            seed=body.seed,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+        ),
+        request_id=request_id,
+        filter=body.filter,
+        system=system or None,
+        history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
+        documents=None if body.documents is None else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
+    )
+
+
+def _annotations(final: FinalAnswer) -> list[Annotation]:
+    """One per marker, where it stands; one per citation over the whole answer where the answer has no markers."""
+    cited = {citation.index: citation for citation in final.answer.citations}
+    spans = [(marker.index, marker.start, marker.end) for marker in final.markers]
+    spans = spans or [(index, 0, len(final.answer.answer)) for index in cited]
+    return [
+        Annotation(url_citation=UrlCitation(start_index=start, end_index=end, title=cited[index].title, url=_url(cited[index].source)))
+        for index, start, end in spans
+    ]
+
+
+def _completion(body: ChatRequest, final: FinalAnswer) -> ChatAnswer:
+    answer = final.answer
+    return ChatAnswer(
+        id=f"chatcmpl-{answer.request_id}",
+        created=int(time.time()),
+        model=body.model,
+        choices=[Choice(message=AnswerMessage(content=answer.answer, annotations=_annotations(final)), finish_reason=answer.finish_reason)],
+        usage=_usage(final),
+        citations=answer.citations,
+        ragserve=_extras(final),
+    )
+
+
+def _usage(final: FinalAnswer) -> ChatUsage:
+    usage = final.answer.usage
+    return ChatUsage(
+        prompt_tokens=usage.prompt,
+        completion_tokens=usage.completion,
+        total_tokens=usage.prompt + usage.completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached),
+    )
+
+
+def _extras(final: FinalAnswer) -> Extras:
+    answer = final.answer
+    return Extras(
+        context=answer.context,
+        timings=answer.timings,
+        index_version=answer.index_version,
+        namespace=answer.namespace,
+        request_id=answer.request_id,
+    )
+
+
+class _Chunks:
+    """Writes events as OpenAI's stream does."""
+
+    def __init__(self, body: ChatRequest, request_id: str) -> None:
+        self._request_id = request_id
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{request_id}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    def encode(self, event: Event) -> Iterator[bytes]:
+        if isinstance(event, MessageDelta):
+            yield self._choice({"content": event.text})
+        elif isinstance(event, FinalAnswer):
+            answer = event.answer
+            extra = {
+                "citations": [citation.model_dump() for citation in answer.citations],
+                "ragserve": _extras(event).model_dump(),
+            }
+            yield self._choice({"annotations": [one.model_dump() for one in _annotations(event)]}, answer.finish_reason, extra)
+            if self._with_usage:
+                yield _data({**self._head, "choices": [], "usage": _usage(event).model_dump()})
+        elif isinstance(event, SearchResults):
+            yield self._choice({"role": "assistant", "content": ""})
+
+    def error(self, error: RagserveError) -> bytes:
+        return _data(error.body(self._request_id))
+
+    def _choice(self, delta: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._with_usage else {}
+        return _data({**self._head, "choices": [choice], **usage, **(extra or {})})
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _url(source: str | None) -> str:
+    if source is None or _URL.match(source):
+        return source or ""
+    return PurePosixPath(source).as_uri() if source.startswith("/") else source
+
+
+def _no_model(name: str) -> NotFound:
+    return NotFound(
+        f"There is no model {name[:128]!r}.",
+        hint="GET /v1/models lists them; ingesting into a namespace makes one.",
+        code="model_not_found",
+        param="model",
+    )

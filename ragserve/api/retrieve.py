@@ -1,0 +1,46 @@
+"""`POST /rag/retrieve`: the search of `/rag/query` without the answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Request, Response
+
+from ragserve.answer import passages
+from ragserve.api import examples
+from ragserve.api.body import JsonRoute
+from ragserve.api.openapi import documented
+from ragserve.api.schemas import RetrieveAnswer, RetrieveRequest, RetrieveTimings
+from ragserve.api.services import RequestId, Svc
+from ragserve.api.sse import until_disconnect
+
+router = APIRouter(tags=["query"], route_class=JsonRoute)
+
+
+@router.post(
+    "/rag/retrieve",
+    summary="Find passages, without an answer",
+    response_model=RetrieveAnswer,
+    responses=documented(examples.RETRIEVED, 400, 404, 409, 413, 415, 429, 503, description="Passages, best first"),
+)
+async def retrieve(
+    request: Request,
+    body: Annotated[RetrieveRequest, Body(openapi_examples=examples.RETRIEVE_REQUESTS)],
+    svc: Svc,
+    request_id: RequestId,
+) -> Response:
+    """Exactly the passages that `/rag/query` would put before the model, in the same order."""
+    start = time.perf_counter()
+    svc.check_question(body.query)
+    with svc.limiter.slot():
+        search = svc.retriever.retrieve(body.namespace, body.query, body.k or svc.settings.top_k, filter=body.filter)
+        found = await until_disconnect(request, search)
+    answer = RetrieveAnswer(
+        results=passages(found.hits),
+        namespace=body.namespace,
+        index_version=found.version,
+        timings=RetrieveTimings(embed_ms=found.embed_ms, search_ms=found.search_ms, total_ms=(time.perf_counter() - start) * 1e3),
+        request_id=request_id,
+    )
+    return Response(answer.model_dump_json(), media_type="application/json")

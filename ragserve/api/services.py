@@ -1,0 +1,118 @@
+"""What the routes work with: opened when the server starts, closed in the opposite order when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Depends, Request
+
+from ragserve.answer import Answerer, QueryLimiter
+from ragserve.config import Settings
+from ragserve.engine.base import Engine
+from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.prompt import PromptBuilder
+from ragserve.retrieval.retriever import Retriever
+
+if TYPE_CHECKING:
+    from ragserve.ingest.runner import JobRunner
+    from ragserve.ingest.service import Ingestor
+    from ragserve.retrieval.embedder import Embedder
+    from ragserve_index import IndexStore, JobStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Services:
+    """One per running server."""
+
+    settings: Settings
+    engine: Engine
+    store: IndexStore
+    jobs: JobStore
+    embedder: Embedder
+    prompts: PromptBuilder
+    retriever: Retriever
+    ingestor: Ingestor
+    runner: JobRunner
+    limiter: QueryLimiter
+    answerer: Answerer
+
+    def check_question(self, question: str, history_length: int = 0, *, param: str = "query") -> None:
+        """Raises InvalidRequest where a limit of the settings is exceeded."""
+        limit = self.settings.max_query_chars
+        if len(question) > limit:
+            raise InvalidRequest(
+                f"The question has {len(question):,} characters; at most {limit:,} are taken.",
+                hint="Shorten it, or raise max_query_chars.",
+                code="query_too_long",
+                param=param,
+            )
+        if history_length > self.settings.max_history_messages:
+            raise InvalidRequest(
+                f"The history has {history_length} messages; at most {self.settings.max_history_messages} are taken.",
+                hint="Send the latest ones only, or raise max_history_messages.",
+                param="history" if param == "query" else param,
+            )
+
+
+@asynccontextmanager
+async def open_services(settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any]) -> AsyncIterator[Services]:
+    """The embedder, which takes longest, loads in a thread while the engine starts. Raises what keeps a part from starting."""
+    from ragserve.ingest.runner import JobRunner
+    from ragserve.ingest.service import Ingestor
+    from ragserve_index import IndexStore
+
+    async with AsyncExitStack() as stack:
+        embedder_loading = asyncio.create_task(asyncio.to_thread(load_embedder, settings))
+        stack.push_async_callback(_settled, embedder_loading)
+        store = await asyncio.to_thread(IndexStore, settings.data_dir, index_type=settings.index_type, device=settings.index_device)
+        stack.push_async_callback(asyncio.to_thread, store.close)
+        info = await engine.start()
+        stack.push_async_callback(engine.close)
+        prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
+        embedder = await embedder_loading
+        retriever = Retriever(store, embedder)
+        stack.push_async_callback(retriever.close)
+        ingestor = Ingestor(settings, store, embedder, tokenizer=info.tokenizer)
+        runner = JobRunner(ingestor)
+        await asyncio.to_thread(runner.start)
+        stack.push_async_callback(asyncio.to_thread, runner.stop)
+        limiter = QueryLimiter(settings.max_concurrent_queries)
+        answerer = Answerer(engine, retriever, prompts, limiter)
+        yield Services(settings, engine, store, ingestor.jobs, embedder, prompts, retriever, ingestor, runner, limiter, answerer)
+        log.info("shutting down")
+
+
+def load_embedder(settings: Settings) -> Embedder:
+    """The embedder that the settings name; imports torch."""
+    from ragserve.retrieval.embedder import Embedder
+
+    return Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
+
+
+async def _settled(task: asyncio.Task[Any]) -> None:
+    """A start that failed elsewhere still waits for the thread, so that nothing is left running."""
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def services(request: Request) -> Services:
+    """Dependency of the routes. Raises Unavailable before and after the server's life."""
+    found: Services | None = getattr(request.app.state, "services", None)
+    if found is None:
+        raise Unavailable("The server is starting or stopping.", hint="Retry when /ready answers 200.")
+    return found
+
+
+async def request_id(request: Request) -> str:
+    """Dependency: the id that the outermost middleware gave the request."""
+    return str(request.state.request_id)
+
+
+Svc = Annotated[Services, Depends(services)]
+RequestId = Annotated[str, Depends(request_id)]

@@ -1,0 +1,109 @@
+"""`/info` and `/ready`, and `/metrics` where SGLang does not serve it."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+
+from ragserve import __version__
+from ragserve.api import examples
+from ragserve.api.openapi import documented
+from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, Info, Ready
+from ragserve.api.services import RequestId, Services, Svc
+from ragserve.errors import Unavailable
+from ragserve.metrics import exposition
+
+router = APIRouter(tags=["system"])
+metrics_router = APIRouter(tags=["system"])
+_ENGINE_ANSWERS_WITHIN_S = 5.0
+
+
+@router.get(
+    "/info",
+    summary="What is serving",
+    response_model=Info,
+    responses=documented(examples.INFO, 503, description="Versions, model, engine, embedder, defaults, limits and index"),
+)
+async def info(svc: Svc) -> Info:
+    """All that a client needs to know, and what a bug report should hold."""
+    settings, engine = svc.settings, svc.engine.info
+    namespaces = await asyncio.to_thread(svc.store.namespaces)
+    versions = {"ragserve": __version__, "sglang": engine.version, "python": platform.python_version()}
+    for package in ("torch", "faiss-cpu", "sentence-transformers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return Info(
+        versions=versions,
+        model=engine.model,
+        tokenizer=engine.tokenizer,
+        system_prompt=settings.system_prompt,
+        engine=asdict(engine),
+        embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
+        strategies=list(engine.strategies),
+        defaults={"k": settings.top_k, "strategy": settings.strategy, "max_new_tokens": settings.max_new_tokens, "temperature": 0.0},
+        limits={
+            "max_query_chars": settings.max_query_chars,
+            "max_history_messages": settings.max_history_messages,
+            "max_body_bytes": settings.max_body_bytes,
+            "max_upload_bytes": settings.max_upload_bytes,
+            "max_upload_files": settings.max_upload_files,
+            "max_concurrent_queries": settings.max_concurrent_queries,
+            "max_k": MAX_K,
+            "max_documents": MAX_DOCUMENTS,
+            "max_context_tokens": engine.max_prompt_tokens,
+        },
+        index={
+            "default_type": settings.index_type,
+            "device": settings.index_device,
+            "chunk_tokens": settings.chunk_tokens,
+            "namespaces": len(namespaces),
+            "documents": sum(one.n_documents for one in namespaces),
+            "chunks": sum(one.n_chunks for one in namespaces),
+        },
+    )
+
+
+@router.get(
+    "/ready",
+    summary="Whether queries are answered now",
+    response_model=Ready,
+    responses=documented(examples.READY, 503, description="Ready"),
+)
+async def ready(request: Request, request_id: RequestId) -> Response:
+    """503 until everything a query needs is there; `missing` says what is not, beside the usual error body."""
+    missing = await _missing(getattr(request.app.state, "services", None))
+    if not missing:
+        return JSONResponse(Ready(ready=True, missing=[]).model_dump())
+    error = Unavailable(f"Not ready: {'; '.join(missing)}.", hint="Ask again in a moment; the server's log says more.", code="not_ready")
+    body = {**Ready(ready=False, missing=missing).model_dump(), **error.body(request_id)}
+    return JSONResponse(body, error.status, {"Retry-After": "1"})
+
+
+async def _missing(svc: Services | None) -> list[str]:
+    if svc is None:
+        return ["the server is starting or stopping"]
+    try:
+        async with asyncio.timeout(_ENGINE_ANSWERS_WITHIN_S):
+            answers = await svc.engine.ready()
+    except TimeoutError:
+        answers = False
+    return [] if answers else ["the engine does not serve requests"]
+
+
+@metrics_router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={**documented(None, description="Text exposition format"), 200: {"content": {"text/plain": {"example": examples.METRICS}}}},
+)
+async def metrics() -> Response:
+    """`ragserve_*`; those of SGLang are on its own address."""
+    body, content_type = await asyncio.to_thread(exposition)
+    return Response(body, media_type=content_type)

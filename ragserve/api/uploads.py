@@ -1,0 +1,92 @@
+"""Multipart bodies: files to disk as they arrive, each within its limit, before anything is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, UploadFile
+from starlette.datastructures import FormData
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from ragserve.api.body import drain, parse_json
+from ragserve.errors import InvalidRequest, TooLarge
+
+_FILE_FIELDS = {"files", "file"}
+_TEXT_FIELDS = {"namespace", "metadata"}
+_MAX_FIELD_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class UploadForm:
+    """``fields`` holds the text fields, ``metadata`` parsed from its JSON. Files are open until the form is closed."""
+
+    files: list[UploadFile]
+    fields: dict[str, Any]
+
+
+@asynccontextmanager
+async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) -> AsyncIterator[UploadForm]:
+    """The form of the request. Raises TooLarge for a file over its limit and InvalidRequest for anything malformed."""
+    try:
+        async with aclosing(request.stream()) as stream:
+            parser = _Parser(request.headers, stream, max_files=max_files, max_fields=len(_TEXT_FIELDS), max_part_size=_MAX_FIELD_BYTES)
+            parser.max_file_bytes = max_file_bytes
+            form = await parser.parse()
+    except TooLarge:
+        await drain(request.receive)
+        raise
+    except MultiPartException as error:
+        raise InvalidRequest(f"The form is malformed: {error.message}", hint=f"At most {max_files} files in fields 'files'.") from None
+    try:
+        yield await _sorted(form)
+    finally:
+        await form.close()
+
+
+async def _sorted(form: FormData) -> UploadForm:
+    files: list[UploadFile] = []
+    fields: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        if name in _FILE_FIELDS and not isinstance(value, str):
+            if not value.filename:
+                raise InvalidRequest("A file has no name.", hint="Give each file a filename; its ending helps to read it.", param=name)
+            files.append(UploadFile(value.file, size=value.size, filename=value.filename, headers=value.headers))
+        elif name in _TEXT_FIELDS and isinstance(value, str):
+            fields[name] = await parse_json(value.encode()) if name == "metadata" else value
+        else:
+            raise InvalidRequest(
+                f"The form has a field {name[:64]!r} that is not known, or of the wrong kind.",
+                hint="Files go into 'files'; 'namespace' is text and 'metadata' a JSON object.",
+                param=name[:64],
+            )
+    if not files:
+        raise InvalidRequest(
+            "The form holds no file.", hint="Send files in fields named 'files', e.g. curl -F files=@a.pdf.", param="files"
+        )
+    return UploadForm(files, fields)
+
+
+class _Parser(MultiPartParser):
+    """Counts the bytes of each file while they arrive."""
+
+    max_file_bytes = 0
+    _size = 0
+
+    def on_part_begin(self) -> None:
+        self._size = 0
+        super().on_part_begin()
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        file = self._current_part.file
+        if file is not None:
+            self._size += end - start
+            if self._size > self.max_file_bytes:
+                raise TooLarge(
+                    f"The file {file.filename!r} is over {self.max_file_bytes:,} bytes.",
+                    hint="Split it, or raise max_upload_bytes.",
+                    param="files",
+                )
+        super().on_part_data(data, start, end)

@@ -1,0 +1,116 @@
+"""Question in, passages out: embeds the questions that arrive together in one batch, searches in threads, never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ragserve.errors import Conflict, Unavailable
+from ragserve_index.types import Hit
+
+if TYPE_CHECKING:
+    from ragserve_index import IndexStore
+    from ragserve_index.filters import Filter
+
+_MAX_BATCH = 32
+_SEARCH_THREADS = 2
+
+
+class QueryEmbedder(Protocol):
+    """What retrieval needs of the embedder."""
+
+    name: str
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        """float32 [len(texts), dim], L2-normalised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage."""
+
+    hits: list[Hit]
+    version: int
+    embed_ms: float
+    search_ms: float
+
+
+class Retriever:
+    """Lives on one event loop. ``close`` waits for the threads."""
+
+    def __init__(self, store: IndexStore, embedder: QueryEmbedder) -> None:
+        self._store = store
+        self._embedder = embedder
+        self._embed_thread = ThreadPoolExecutor(1, thread_name_prefix="embed-query")
+        self._search_threads = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="search")
+        self._waiting: list[tuple[str, asyncio.Future[np.ndarray]]] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def retrieve(self, namespace: str, question: str, k: int, *, filter: Filter | None = None) -> Retrieved:
+        """The ``k`` nearest passages, or as many as there are.
+
+        Raises ``NotFound`` for an unknown namespace and ``Conflict`` for one embedded with another model.
+        """
+        start = time.perf_counter()
+        vector = await self.embed(question)
+        embedded = time.perf_counter()
+        hits, version = await asyncio.get_running_loop().run_in_executor(self._search_threads, self._search, namespace, vector, k, filter)
+        done = time.perf_counter()
+        return Retrieved(hits, version, embed_ms=(embedded - start) * 1e3, search_ms=(done - embedded) * 1e3)
+
+    async def embed(self, text: str) -> np.ndarray:
+        """float32 [dim]. Texts that arrive while a batch is being embedded form the next one, so one client never waits for others."""
+        future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self._waiting.append((text, future))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._embed_waiting())
+        return await future
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        for pool in (self._embed_thread, self._search_threads):
+            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+
+    async def _embed_waiting(self) -> None:
+        loop = asyncio.get_running_loop()
+        batch: list[tuple[str, asyncio.Future[np.ndarray]]] = []
+        try:
+            while self._waiting:
+                # who went away while waiting costs nothing
+                batch = [(text, future) for text, future in self._waiting[:_MAX_BATCH] if not future.done()]
+                del self._waiting[:_MAX_BATCH]
+                if not batch:
+                    continue
+                try:
+                    vectors = await loop.run_in_executor(self._embed_thread, self._embedder.encode, [text for text, _ in batch])
+                except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who asked
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
+                else:
+                    for (_, future), vector in zip(batch, vectors, strict=True):
+                        if not future.done():
+                            future.set_result(vector)
+        finally:  # closing: nobody is left waiting for ever
+            for _, future in [*batch, *self._waiting]:
+                if not future.done():
+                    future.set_exception(Unavailable("The server is shutting down.", hint="Retry."))
+
+    def _search(self, namespace: str, vector: np.ndarray, k: int, filter: Filter | None) -> tuple[list[Hit], int]:
+        info = self._store.namespace(namespace)
+        if info.embedder != self._embedder.name:
+            raise Conflict(
+                f"Namespace {namespace!r} was embedded with {info.embedder!r}, this server embeds with {self._embedder.name!r}.",
+                hint="Start the server with that --embedder, or ingest the documents again into another namespace.",
+                code="embedder_mismatch",
+            )
+        result = self._store.search(namespace, vector[None, :], k, filter=filter)
+        return result.hits[0], result.version
