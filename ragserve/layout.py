@@ -207,5 +207,5 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     """Text and id of every token that the tokenizer would take out of running text."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     found = {str(token): int(i) for i, token in added.items()}
-    found |= {token: i for token, i in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)}
+    found |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {token: i for token, i in found.items() if token}

@@ -22,8 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def serve(settings: Settings) -> None:
     """Start the engine (or connect to --engine-url) and serve until SIGINT or SIGTERM."""
-    # Models and data sets come from this machine unless the user asks otherwise; a hub that cannot be reached would cost minutes of retries.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and our forks do not mix
     settings = settings.model_copy(update={"port": _claim_port(settings.host, settings.port)})
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     _log_to_stderr(settings.log_level)
