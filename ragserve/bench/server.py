@@ -32,6 +32,7 @@ class RunningServer:
     log: Path
     start_s: float
     api_key: str | None = None
+    detached: bool = False  # set it to leave the server running when the block ends
 
     def client(self, **options: Any) -> httpx.Client:
         """An HTTP client for it, with its API key."""
@@ -72,10 +73,9 @@ def running_server(*, data_dir: Path | None = None, env: dict[str, str] | None =
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
-        stack.callback(log.unlink, missing_ok=True)
-        stack.callback(_stop, process)
         api_key = str(flags["api_key"]) if "api_key" in flags else None
         server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
+        stack.callback(_stop, server)
         _wait_ready(server)
         server.start_s = time.monotonic() - started
         yield server
@@ -98,8 +98,11 @@ def _tail(log: Path, size: int = 4000) -> str:
     return log.read_bytes()[-size:].decode("utf-8", "replace")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(server: RunningServer) -> None:
     """SIGTERM, so that it saves what it has; then SIGKILL to its whole session, so that no engine process is left."""
+    if server.detached:
+        return
+    process = server.process
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -107,6 +110,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    server.log.unlink(missing_ok=True)
 
 
 def _free_port() -> int:
