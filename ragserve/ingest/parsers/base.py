@@ -1,0 +1,61 @@
+"""What a parser gets and gives. Parsers run in the worker process (`ragserve.ingest.worker`): no torch, no SGLang, no network."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+__all__ = ["PARSER_VERSION", "Parsed", "Raw", "join_pages", "tidy"]
+
+PARSER_VERSION = 1
+"""Part of every content hash: raise it when a parser gives other text for the same bytes, and files are ingested anew."""
+
+_LONG_GAP = re.compile(r"\s{65,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The bytes of one file and what is known of it. ``charset`` is what the HTTP server said; ``ext`` is lower case with its dot."""
+
+    data: bytes
+    filename: str
+    ext: str
+    url: str | None = None
+    charset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A document as text. ``pages`` holds (offset in ``text``, page number from 1) in order, empty where the format has no pages.
+
+    Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty where the document names none.
+    """
+
+    text: str
+    mime: str
+    title: str = ""
+    pages: tuple[tuple[int, int], ...] = ()
+    metadata: dict[str, str | int] = field(default_factory=dict)
+
+
+def tidy(text: str) -> str:
+    """Shorten runs of more than 64 white space characters, which carry nothing and would fill chunks of their own."""
+    return _LONG_GAP.sub(lambda gap: "\n\n" if "\n" in gap.group() or "\r" in gap.group() else " ", text)
+
+
+def join_pages(pages: list[str]) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The pages' texts as one, a blank line between them, and where each page that has text starts."""
+    parts: list[str] = []
+    starts: list[tuple[int, int]] = []
+    offset = 0
+    for number, page in enumerate(pages, 1):
+        page = page.strip()
+        if not page:
+            continue
+        if parts:
+            parts[-1] += "\n\n"
+            offset += 2
+        starts.append((offset, number))
+        parts.append(page)
+        offset += len(page)
+    return "".join(parts), tuple(starts)

@@ -1,0 +1,93 @@
+"""Word documents: paragraphs, headings and tables in document order, with text that python-docx's ``Paragraph.text`` leaves out."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.base import Parsed, Raw
+
+__all__ = ["parse"]
+
+MIME = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+
+
+def parse(raw: Raw) -> Parsed:
+    import docx
+    from docx.opc.exceptions import PackageNotFoundError
+    from lxml import etree  # type: ignore[import-untyped]
+
+    try:
+        document = docx.Document(BytesIO(raw.data))
+        blocks = [block for block in _blocks(document.element.body, document) if block.strip()]
+        title = (document.core_properties.title or "").strip()
+    except (PackageNotFoundError, zipfile.BadZipFile, etree.XMLSyntaxError, KeyError, ValueError, AttributeError, EOFError) as error:
+        raise UnsupportedDocument(f"corrupt: not readable as a Word document ({error})", code="corrupt_document") from error
+    except (NotImplementedError, RuntimeError) as error:  # zipfile's words for encryption and unknown compression
+        raise UnsupportedDocument(f"encrypted: {error}", code="encrypted_document") from error
+    if not title:
+        title = next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
+    return Parsed("\n\n".join(blocks), MIME, title=title)
+
+
+def _blocks(container: Any, document: Any) -> Iterator[str]:
+    """Texts of the block-level children. Content controls (w:sdt) are opened: python-docx passes over them."""
+    from docx.oxml.ns import qn
+
+    for child in container.iterchildren():
+        if child.tag == qn("w:p"):
+            yield _heading_mark(child, document) + _inline_text(child)
+        elif child.tag == qn("w:tbl"):
+            yield _table(child, document)
+        elif child.tag == qn("w:sdt"):
+            for content in child.iterchildren(qn("w:sdtContent")):
+                yield from _blocks(content, document)
+
+
+def _table(table: Any, document: Any) -> str:
+    """One line per row, `` | `` between cells; a cell that spans columns is one element and so appears once."""
+    from docx.oxml.ns import qn
+
+    rows = []
+    for row in table.iterchildren(qn("w:tr")):
+        cells = (" ".join(block.replace("\n", " ") for block in _blocks(cell, document)).strip() for cell in row.iterchildren(qn("w:tc")))
+        rows.append(" | ".join(cells))
+    return "\n".join(row for row in rows if row.strip(" |"))
+
+
+def _heading_mark(paragraph: Any, document: Any) -> str:
+    from docx.text.paragraph import Paragraph
+
+    style = Paragraph(paragraph, document._body).style
+    name = (style.name or "") if style is not None else ""
+    if name == "Title":
+        return "# "
+    level = name.removeprefix("Heading ")
+    return "#" * int(level) + " " if name.startswith("Heading ") and level.isdigit() else ""
+
+
+def _inline_text(paragraph: Any) -> str:
+    """Runs, links, insertions and text boxes; not what a tracked change deleted, nor the fallback copy of a drawing."""
+    from docx.oxml.ns import qn
+
+    skipped = {qn("w:del"), qn("w:moveFrom"), "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
+    plain = {qn("w:tab"): "\t", qn("w:br"): "\n", qn("w:cr"): "\n", qn("w:noBreakHyphen"): "-"}
+    tabs = qn("w:tabs")  # tab stops, whose children are w:tab too
+    parts: list[str] = []
+    stack = list(reversed(paragraph))
+    while stack:
+        node = stack.pop()
+        if node.tag in skipped or node.tag == tabs:
+            continue
+        if node.tag == qn("w:t"):
+            parts.append(node.text or "")
+        elif node.tag in plain:
+            parts.append(plain[node.tag])
+        else:
+            if node.tag == qn("w:p") and parts:  # a paragraph within a text box
+                parts.append("\n")
+            stack.extend(reversed(node))
+    return "".join(parts).strip()

@@ -1,0 +1,79 @@
+"""HTML: the main text through trafilatura; where it finds none, all text that a browser would show."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.base import Parsed, Raw
+from ragserve.ingest.parsers.decode import decode
+
+__all__ = ["parse"]
+
+_META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
+_INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
+_BLOCKS = {
+    "address", "article", "aside", "blockquote", "br", "caption", "dd", "details", "dialog", "div", "dl", "dt", "fieldset", "figcaption",
+    "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main", "nav", "ol", "p", "pre", "section",
+    "summary", "table", "td", "th", "tr", "ul",
+}  # fmt: skip
+_MAIN_TEXT_IS_SMALL = 200  # characters: below that trafilatura often took a caption or a cookie notice for the article
+
+
+def parse(raw: Raw) -> Parsed:
+    declared = raw.charset
+    if declared is None:
+        meta = _META_CHARSET.search(raw.data[:4096])
+        declared = meta.group(1).decode("ascii") if meta else None
+    source = decode(raw.data, declared)
+
+    from lxml import etree  # type: ignore[import-untyped]
+    from lxml import html as lxml_html
+
+    try:
+        # libxml2 wants no declaration of an encoding in text that is decoded already
+        tree = lxml_html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*\?>", "", source))
+    except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
+        raise UnsupportedDocument(f"corrupt: not readable as HTML ({error})", code="corrupt_document") from error
+    title, text = _main_text(source, raw.url)
+    everything = _all_text(tree)
+    if len(text) < _MAIN_TEXT_IS_SMALL and len(everything) > len(text):
+        text = everything
+    if not title:
+        title = " ".join((tree.findtext(".//title") or tree.findtext(".//h1") or "").split())
+    return Parsed(text, "text/html", title=title)
+
+
+def _main_text(source: str, url: str | None) -> tuple[str, str]:
+    import trafilatura
+
+    found = trafilatura.bare_extraction(
+        source, url=url, include_comments=False, include_tables=True, include_formatting=False, deduplicate=False, with_metadata=True
+    )
+    if found is None:
+        return "", ""
+    return (found.title or "").strip(), (found.text or "").strip()
+
+
+def _all_text(tree: Any) -> str:
+    """Every visible text in document order, blocks on lines of their own."""
+    parts: list[str] = []
+    # an explicit stack: nesting in a hostile page is deeper than Python's recursion limit
+    stack: list[tuple[Any, bool]] = [(tree, False)]
+    while stack:
+        node, leaving = stack.pop()
+        visible = isinstance(node.tag, str) and node.tag not in _INVISIBLE
+        if leaving:
+            if visible and node.tag in _BLOCKS:
+                parts.append("\n")
+            parts.append(node.tail or "")
+            continue
+        stack.append((node, True))
+        if visible:
+            if node.tag in _BLOCKS:
+                parts.append("\n")
+            parts.append(node.text or "")
+            stack.extend((child, False) for child in reversed(node))
+    lines = (" ".join(line.split()) for line in "".join(parts).split("\n"))
+    return "\n".join(line for line in lines if line)

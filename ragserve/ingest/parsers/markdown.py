@@ -1,0 +1,40 @@
+"""Markdown: the source as it is, since its marks help a reader and a model alike; front matter is taken off."""
+
+from __future__ import annotations
+
+import re
+
+from ragserve.ingest.parsers.base import Parsed, Raw
+from ragserve.ingest.parsers.decode import decode
+
+__all__ = ["parse"]
+
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n(---|\.\.\.)[ \t]*(\r?\n|\Z)", re.S)
+_FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
+_HEADING = re.compile(r"^# +(.+?)(?: +#+)? *\r?$", re.M)
+_SETEXT = re.compile(r"^(\S.*?) *\r?\n=+ *\r?$", re.M)
+
+
+def parse(raw: Raw) -> Parsed:
+    text = decode(raw.data, raw.charset)
+    title = ""
+    front = _FRONT_MATTER.match(text)
+    if front:
+        title = _title_in(front.group(1))
+        text = text[front.end() :]
+    if not title:
+        prose = _FENCE.sub("", text)  # a comment in a shell example is no heading
+        found = min((m for m in (_HEADING.search(prose), _SETEXT.search(prose)) if m), key=lambda m: m.start(), default=None)
+        title = found.group(1) if found else ""
+    return Parsed(text, "text/markdown", title=title)
+
+
+def _title_in(front_matter: str) -> str:
+    import yaml
+
+    try:
+        fields = yaml.safe_load(front_matter)
+    except yaml.YAMLError:  # front matter of another kind; the first heading names the document then
+        return ""
+    title = fields.get("title") if isinstance(fields, dict) else None
+    return title if isinstance(title, str) else ""

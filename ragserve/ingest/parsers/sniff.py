@@ -1,0 +1,119 @@
+"""Which parser a file needs, by its content; the extension only tells apart what content cannot (Markdown, code, plain text)."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from io import BytesIO
+
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.base import Raw
+from ragserve.ingest.parsers.languages import LANGUAGES
+
+__all__ = ["detect", "language_of"]
+
+_HTML_START = re.compile(rb"^\s*(<\?xml[^>]*\?>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>])", re.I | re.S)
+_HTML_TAG = re.compile(rb"<(p|div|h[1-6]|body|head|article|section|span|table|ul|ol|a|br)[\s/>]", re.I)
+_HTML_EXT = {".html", ".htm", ".xhtml"}
+_MARKDOWN_EXT = {".md", ".markdown", ".mdown", ".mkd", ".mdx", ".qmd", ".rmd"}
+_TEMPLATE_EXT = {
+    ".php",
+    ".jsp",
+    ".erb",
+    ".ejs",
+    ".vue",
+    ".svelte",
+    ".hbs",
+    ".mustache",
+    ".jinja",
+    ".j2",
+    ".tmpl",
+}  # code that starts as HTML
+
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
+    (b"\x1f\x8b", "gzip-compressed data"),
+    (b"BZh", "bzip2-compressed data"),
+    (b"\xfd7zXZ\x00", "xz-compressed data"),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed data"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"Rar!\x1a\x07", "a RAR archive"),
+    (b"\x7fELF", "an ELF program"),
+    (b"SQLite format 3\x00", "an SQLite database"),
+    (b"{\\rtf", "an RTF document (save it as .docx)"),
+    (b"%!PS", "a PostScript file (convert it to PDF)"),
+)
+_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+_MAX_UNZIPPED = 512 * 2**20  # bytes; a .docx that unpacks to more is a zip bomb or no document
+
+_FILENAMES = {"dockerfile": "dockerfile", "makefile": "makefile", "cmakelists.txt": "cmake", "jenkinsfile": "groovy"}
+_SHEBANGS = (("python", "python"), ("node", "javascript"), ("ruby", "ruby"), ("perl", "perl"), ("sh", "shell"))
+
+
+def detect(raw: Raw) -> str:
+    """A key of ``PARSERS``. Raises ``UnsupportedDocument`` for what no parser reads, saying what it is.
+
+    Text is not decoded here: whether bytes without a known signature are text is for the text parsers' decoding to say.
+    """
+    head = raw.data[:4096]
+    if b"%PDF-" in head[:1024]:
+        return "pdf"
+    if head.startswith(b"PK\x03\x04"):
+        return _zip_kind(raw.data)
+    if head.startswith(_OLE):
+        # an encrypted Office file is an OLE container with this stream
+        encrypted = "EncryptedPackage".encode("utf-16-le") in raw.data
+        raise UnsupportedDocument(
+            "encrypted: an Office document with a password (remove the password)"
+            if encrypted
+            else "a legacy Office file, .doc, .xls or .ppt (save it as .docx or PDF)",
+            code="encrypted_document" if encrypted else None,
+        )
+    for magic, what in _MAGIC:
+        if head.startswith(magic):
+            raise UnsupportedDocument(f"binary: {what}, not a document")
+    plain = head.removeprefix(b"\xef\xbb\xbf")
+    if plain.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16: its ASCII characters are every other byte
+        plain = plain.replace(b"\x00", b"")[2:]
+    if _HTML_START.search(plain) and raw.ext not in _TEMPLATE_EXT:
+        return "html"
+    if raw.ext in _HTML_EXT and _HTML_TAG.search(plain):
+        return "html"
+    if raw.ext in _MARKDOWN_EXT:
+        return "markdown"
+    return "code" if language_of(raw) else "text"
+
+
+def language_of(raw: Raw) -> str | None:
+    """The programming or data language by extension, well-known file name, or ``#!`` line."""
+    named = LANGUAGES.get(raw.ext) or _FILENAMES.get(raw.filename.lower())
+    if named or not raw.data.startswith(b"#!"):
+        return named
+    line = raw.data.split(b"\n", 1)[0].decode("ascii", "replace")
+    return next((language for word, language in _SHEBANGS if word in line), None)
+
+
+def _zip_kind(data: bytes) -> str:
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise UnsupportedDocument(
+            f"corrupt: a broken zip container such as a truncated .docx ({error})", code="corrupt_document"
+        ) from error
+    names = {entry.filename for entry in entries}
+    if "word/document.xml" in names:
+        if sum(entry.file_size for entry in entries) > _MAX_UNZIPPED:
+            raise UnsupportedDocument(f"the .docx unpacks to more than {_MAX_UNZIPPED >> 20} MiB")
+        return "docx"
+    for path, what in (
+        ("xl/workbook.xml", "an Excel workbook (export it as CSV or PDF)"),
+        ("ppt/presentation.xml", "a PowerPoint file (export it as PDF)"),
+        ("META-INF/container.xml", "an EPUB book (convert it to HTML or PDF)"),
+        ("content.xml", "an OpenDocument file (save it as .docx or PDF)"),
+    ):
+        if path in names:
+            raise UnsupportedDocument(f"no parser for {what}")
+    raise UnsupportedDocument("binary: a zip archive, not a document (unpack it)")

@@ -1,0 +1,82 @@
+"""The serving model's tokenizer, for counting: chunks are measured in the tokens that the model will be given."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragserve.errors import InvalidRequest
+
+__all__ = ["Counter", "TokenizerSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """A tokenizer as the JSON of the `tokenizers` library: one string that reaches the worker process without transformers or torch.
+
+    ``fingerprint`` is part of every content hash, since another tokenizer cuts other chunks.
+    """
+
+    json: str
+    fingerprint: str
+
+    @classmethod
+    def load(cls, name: str) -> TokenizerSource:
+        """From ``name/tokenizer.json`` or, where that is not there, through transformers' AutoTokenizer (path, or id in its cache).
+
+        Raises ``InvalidRequest`` (code ``tokenizer_not_found``) where there is none, or where it has no fast implementation.
+        """
+        file = Path(name).expanduser() / "tokenizer.json"
+        text = file.read_text(encoding="utf-8") if file.is_file() else _through_transformers(name)
+        return cls(text, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def _through_transformers(name: str) -> str:
+    from ragserve.engine.compat import prepare
+
+    prepare()
+    from transformers import AutoTokenizer
+
+    hint = "Give --tokenizer a folder with a tokenizer.json, or an id that is in the Hugging Face cache."
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidRequest(
+            f"The tokenizer of {name!r} could not be loaded: {reason}", hint=hint, code="tokenizer_not_found", param="tokenizer"
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidRequest(
+            f"The tokenizer of {name!r} has no fast implementation, so text offsets are unknown.", hint=hint, code="tokenizer_not_found"
+        )
+    text: str = backend.to_str()
+    return text
+
+
+class Counter:
+    """Counts tokens and cuts at token boundaries. Also what chonkie calls as its tokenizer."""
+
+    def __init__(self, source: TokenizerSource) -> None:
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+        self._tokenizer: Any = Tokenizer.from_str(source.json)
+        # a tokenizer.json may say to cut or pad every text, which is about model inputs and not about counting
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # a document that contains the text of a special token contains text
+        self._tokenizer.encode_special_tokens = True
+
+    def __call__(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def counts(self, texts: list[str]) -> list[int]:
+        """Tokens of each text."""
+        return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """(start, end) in characters of each token of ``text``. Tokens that are parts of one character share its offsets."""
+        spans: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return spans
