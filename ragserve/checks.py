@@ -79,7 +79,7 @@ def _versions(_: Settings) -> Check:
 
 def _pins() -> dict[str, str]:
     """name -> version of the pins for this kind of machine; empty where the project was installed without its requirements folder."""
-    path = _REQUIREMENTS / ("cuda.txt" if _cuda() else "cpu.txt")
+    path = _REQUIREMENTS / ("product.txt" if _cuda() else "cpu.txt")
     if not path.exists():
         return {}
     found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", path.read_text(), re.MULTILINE)

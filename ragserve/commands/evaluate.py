@@ -41,10 +41,10 @@ def evaluate(
     records: Annotated[Path | None, typer.Option(help="Write one JSON line a question there.")] = None,
 ) -> None:
     """Score answers over a question set as SQuAD does, decoding greedily. Exits with 1 if a request failed."""
+    from ragserve.bench.server import running_server
     from ragserve.client import Client
     from ragserve.eval.data import load
     from ragserve.eval.run import Options
-    from ragserve.eval.server import own_server
 
     chosen = [name.strip() for name in strategies.split(",") if name.strip()]
     if unknown := [name for name in chosen if name not in get_args(StrategyName)]:
@@ -52,8 +52,11 @@ def evaluate(
     if url and model:
         raise InvalidRequest("--model starts a server and --url names a running one.", hint="Give one of them.")
     questions = load(data, limit)
-    serving = contextlib.nullcontext(url) if url else own_server({"model": model} if model else {})
-    with serving as address, Client(str(address), api_key=api_key) as client:
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            flags = {"model": model, "api_key": api_key}
+            url = stack.enter_context(running_server(**{name: value for name, value in flags.items() if value is not None})).url
+        client = stack.enter_context(Client(url, api_key=api_key))
         info = client.info()
         runs = [Options(strategy, k, max_new_tokens, concurrency) for strategy in chosen]
         run = _given if mode is Mode.given else _retrieved

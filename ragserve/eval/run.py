@@ -10,12 +10,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.client import Client
-from ragserve.errors import RagserveError
+from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import Passage, Question, distinct_passages
 from ragserve.eval.metrics import contains_answer, exact_match, token_f1
 from ragserve.results import Answer, RetrievedPassage
@@ -124,7 +124,7 @@ def ingested(
             on_progress(done, len(passages))
         yield namespace, {"documents": len(passages), "ingest_s": round(time.perf_counter() - started, 1)}
     finally:
-        if done:
+        with suppress(NotFound):  # nothing was indexed
             client.drop_namespace(namespace)
 
 

@@ -38,8 +38,7 @@ class PromptText:
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: str | None, system: str | None) -> PromptText:
         """From what ``GET /info`` says. Raises ``InvalidRequest`` where the server's tokenizer is not on this machine."""
-        engine = info["engine"]
-        name = tokenizer or str(engine["tokenizer"])
+        name = tokenizer or str(info["tokenizer"])
         try:
             loaded = load_tokenizer(name)
         except (OSError, ValueError) as error:
@@ -47,8 +46,7 @@ class PromptText:
                 f"The server's tokenizer {name!r} cannot be loaded here: {str(error).splitlines()[0]}",
                 hint="Give Rag(tokenizer=...) a folder on this machine or a Hugging Face id.",
             ) from error
-        limit = min(int(engine["context_length"]), int(engine["max_total_tokens"]))
-        return cls(loaded, limit, system if system is not None else info.get("system_prompt"))
+        return cls(loaded, int(info["limits"]["max_context_tokens"]), system if system is not None else info.get("system_prompt"))
 
     def fitting(self, documents: Sequence[tuple[str, str]], reserve: int) -> int:
         """How many of these ``(title, text)``, from the first on, leave ``reserve`` tokens of the context. Raises ``PromptTooLong``."""
