@@ -54,7 +54,7 @@ def evaluate(
     questions = load(data, limit)
     with contextlib.ExitStack() as stack:
         if url is None:
-            flags = {"model": model, "api_key": api_key}
+            flags: dict[str, Any] = {"model": model, "api_key": api_key}
             url = stack.enter_context(running_server(**{name: value for name, value in flags.items() if value is not None})).url
         client = stack.enter_context(Client(url, api_key=api_key))
         info = client.info()

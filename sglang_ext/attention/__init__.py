@@ -1,0 +1,1 @@
+"""The attention backend; nothing yet, see README.md."""

@@ -1,0 +1,1 @@
+"""Strategies that compose contexts; nothing yet, see README.md."""

@@ -1,0 +1,1 @@
+"""The hierarchical document cache; nothing yet, see README.md."""
