@@ -1,1 +1,1 @@
-"""GPU kernels, one folder per operation; none yet, see `kernels/README.md`."""
+"""GPU kernels, one folder per operation, see `kernels/README.md`."""

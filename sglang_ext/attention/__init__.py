@@ -1,1 +1,1 @@
-"""The attention backend; nothing yet, see README.md."""
+"""Attention backends inside SGLang: the CPU platform's; sparse decoding comes later, see README.md."""
