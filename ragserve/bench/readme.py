@@ -1,0 +1,104 @@
+"""The README's tables, made from what they are about: the settings, and the benchmarks' JSON.
+
+A section stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. ``settings`` is made from `ragserve.config.Settings`; any other
+name is a file ``NAME.json`` of examples/results, as `ragserve.bench.report.write` leaves it, optionally followed by the columns to show.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ragserve.config import Settings
+from ragserve.errors import InvalidRequest
+
+_SECTION = re.compile(r"(<!-- table: (?P<name>[\w-]+)(?: (?P<columns>[^>]*?))? -->\n).*?(<!-- /table -->)", re.DOTALL)
+_REPO = Path(__file__).resolve().parent.parent.parent
+
+
+def rewritten(text: str, results: Path) -> str:
+    """``text`` with every marked section made anew. Raises ``InvalidRequest`` for a file that is no report, or a column it does not have."""
+
+    def section(found: re.Match[str]) -> str:
+        if found["name"] == "settings":
+            body = settings_table()
+        else:
+            columns = [column.strip() for column in (found["columns"] or "").split(",") if column.strip()]
+            body = result_table(results / f"{found['name']}.json", columns)
+        return f"{found[1]}{body}{found[4]}"
+
+    return _SECTION.sub(section, text)
+
+
+def settings_table() -> str:
+    """One row a setting: name, default, description."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = "" if default is None or default == {} else f"`{_default(name, default)}`"
+        rows.append([f"`{name}`", shown, field.description or ""])
+    return _table(["setting", "default", "what it is"], rows)
+
+
+def result_table(path: Path, columns: Sequence[str] = ()) -> str:
+    """The rows of one benchmark, and below them the machine and the note; a line that says so where it was not run yet."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        rows, environment = report["rows"], report["environment"]
+    except FileNotFoundError:
+        return f"Not measured yet: no `{path.name}` in `examples/results`.\n"
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} is not a benchmark's report: {error!r}.") from error
+    known = list(dict.fromkeys(key for row in rows for key in row))
+    if missing := [column for column in columns if column not in known]:
+        raise InvalidRequest(f"{path.name} has no column {missing[0]!r}.", hint=f"It has: {', '.join(known)}.")
+    chosen = list(columns) or known
+    table = _table(chosen, [[_cell(row.get(column)) for column in chosen] for row in rows])
+    workload = ", ".join(f"{key}: {value}" for key, value in report["workload"].items())
+    machine = f"{environment['cpu']}, {environment['cores']} cores, GPU: {environment['gpu'] or 'none'}, {environment['date']}"
+    note = f" {report['note']}" if report.get("note") else ""
+    return f"{table}\n{workload}. {machine}.{note}\n"
+
+
+def _default(name: str, default: Any) -> str:
+    if name == "model":
+        return str(Path(default).relative_to(_REPO))  # bundled with the project, wherever that is
+    return str(default)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else ("yes" if value else "no")
+    if isinstance(value, float):
+        return f"{value:,.3f}".rstrip("0").rstrip(".") if abs(value) < 100 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``README [--check]``; 1 where ``--check`` finds it out of date."""
+    path = Path(arguments[0])
+    text = path.read_text(encoding="utf-8")
+    wanted = rewritten(text, _REPO / "examples" / "results")
+    if wanted == text:
+        return 0
+    if "--check" in arguments[1:]:
+        print(f"{path} is out of date: run scripts/readme-tables", file=sys.stderr)
+        return 1
+    path.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
