@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 MetadataValue = str | int | float | bool | None | list[str]
 
 
@@ -22,7 +23,7 @@ class NewChunk:
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document to index. ``source`` (absolute path, URL or given name) identifies it within its namespace; the same source replaces it."""
+    """A document to index. ``source`` (absolute path, URL or given name) is its identity in the namespace; the same source replaces it."""
 
     source: str
     title: str
@@ -67,9 +68,10 @@ class Chunk:
     metadata: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """A retrieved chunk; ``score`` is the inner product of L2-normalised vectors (cosine), higher is better."""
+
+    # a tuple, not a frozen dataclass: ten of them are made per search, and a search may take 50 microseconds
 
     chunk: Chunk
     score: float
@@ -95,3 +97,66 @@ class NamespaceInfo:
     n_documents: int
     n_chunks: int
     n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReport:
+    """What :meth:`IndexStore.check` found out about one namespace. ``problems`` is empty when all is well."""
+
+    namespace: str
+    index_type: str
+    structure: str  # what is in memory: sq8 and ivf are flat until there are enough vectors to train on
+    version: int
+    n_documents: int
+    n_chunks: int
+    n_indexed: int  # vectors that a search can find
+    n_tombstones: int  # removed vectors still in an hnsw graph, filtered out of every search
+    index_bytes: int  # size of the saved index file, 0 without one
+    file: str  # "current", "behind", "missing", or "damaged: why"; behind and missing are normal, the next open catches up
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+JOB_STATES = ("queued", "running", "done", "failed", "cancelled")
+ITEM_STATES = ("pending", "indexed", "unchanged", "removed", "failed", "skipped")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An ingestion job. ``counts`` has the number of items per state, zeros included; times are Unix seconds."""
+
+    job_id: str
+    namespace: str
+    state: str  # one of JOB_STATES
+    spec: Mapping[str, Any]
+    counts: Mapping[str, int]
+    n_items: int
+    chunks: int
+    tokens: int
+    size_bytes: int
+    error: str | None
+    cancel_requested: bool
+    worker: str | None
+    lease_until: float | None
+    created_at: float
+    updated_at: float
+
+    @property
+    def finished(self) -> bool:
+        return self.state in {"done", "failed", "cancelled"}
+
+
+@dataclass(frozen=True, slots=True)
+class JobItem:
+    """One source of a job, in the order it was added. ``reason`` says why it failed or was skipped."""
+
+    source: str
+    state: str  # one of ITEM_STATES
+    reason: str | None
+    chunks: int
+    tokens: int
+    size_bytes: int
+    doc_id: str | None

@@ -1,0 +1,94 @@
+"""Documents on their way in: everything that can be wrong with a batch is found before a transaction starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ragserve_index.errors import InvalidRequest
+from ragserve_index.structures.base import Floats
+from ragserve_index.types import NewChunk, NewDocument
+
+_UNIT_TOLERANCE = 1e-3
+_INT64 = 2**63
+
+
+def document_id(namespace_name: str, source: str) -> str:
+    """The same for the same source in the same namespace, for ever."""
+    return "doc_" + hashlib.sha256(f"{namespace_name}\0{source}".encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked document of a batch, ready to be written."""
+
+    document: NewDocument
+    doc_id: str
+    metadata: str
+    chunks: Sequence[NewChunk]
+    vectors: Floats
+
+
+def prepare(namespace: str, dim: int, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]) -> list[Prepared]:
+    """Check a batch before any transaction starts. Raises InvalidRequest that names the document."""
+    prepared: list[Prepared] = []
+    seen: set[str] = set()
+    for document, chunks, vectors in batch:
+        place = f"document {document.source!r}"
+        if not document.source or "\0" in document.source:
+            raise InvalidRequest(f"{place}: a source must not be empty nor contain NUL.", code="invalid_source")
+        if document.source in seen:
+            raise InvalidRequest(f"{place} stands twice in one batch.", code="duplicate_source")
+        seen.add(document.source)
+        array = np.ascontiguousarray(vectors, dtype="<f4")
+        if array.shape != (len(chunks), dim):
+            raise InvalidRequest(
+                f"{place}: vectors of shape {list(array.shape)} for {len(chunks)} chunks of {dim} components.", code="invalid_vectors"
+            )
+        # NaN fails the comparison, too
+        if len(array) and not (np.abs(np.einsum("nd,nd->n", array, array) - 1) <= 2 * _UNIT_TOLERANCE).all():
+            raise InvalidRequest(f"{place}: vectors must be finite and of length 1.", code="invalid_vectors")
+        for chunk in chunks:
+            if not 0 <= chunk.start <= chunk.end:
+                raise InvalidRequest(f"{place}: a chunk from {chunk.start} to {chunk.end}.", code="invalid_chunk")
+        doc_id = document_id(namespace, _encodable(document.source, place))
+        prepared.append(Prepared(document, doc_id, _metadata(document.metadata, place), chunks, array))
+    return prepared
+
+
+def _encodable(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{place}: text with a lone surrogate cannot be stored.", code="invalid_text") from None
+    return text
+
+
+def _metadata(metadata: Any, place: str) -> str:
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise InvalidRequest(f"{place}: metadata key {key!r} is no text.", code="invalid_metadata", param="metadata")
+        parts = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and not all(isinstance(part, str) for part in value):
+            raise InvalidRequest(f"{place}: metadata {key!r} may be a list of text only.", code="invalid_metadata", param="metadata")
+        for part in [key, *parts]:
+            bad = (
+                not isinstance(part, str | int | float | None)
+                or (isinstance(part, float) and not math.isfinite(part))
+                or (isinstance(part, int) and not -_INT64 <= part < _INT64)
+                or (isinstance(part, str) and "\0" in part)
+            )
+            if bad:
+                raise InvalidRequest(
+                    f"{place}: metadata {key!r} has a value that cannot be stored: {part!r:.60}.",
+                    hint="Values are text without NUL, finite numbers of 64 bits, true, false, null, and lists of text.",
+                    code="invalid_metadata",
+                    param="metadata",
+                )
+    return _encodable(json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")), place)

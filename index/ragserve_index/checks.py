@@ -1,0 +1,78 @@
+"""Integrity of one namespace: what SQLite holds agrees with itself, and FAISS holds exactly that."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+
+from ragserve_index import registry
+from ragserve_index.database import Database
+from ragserve_index.live import LiveIndex
+from ragserve_index.types import IndexReport
+
+
+def check_namespace(database: Database, live: LiveIndex) -> IndexReport:
+    """All of it at one version. The file is judged before the index is opened, since opening replaces a damaged one in memory."""
+    with live.updating, database.read() as connection:
+        ns = registry.namespace_by_id(connection, live.namespace_id)
+        if ns is None:
+            raise registry.namespace_not_found(live.name)
+        file = live.file.status(connection, ns)
+        index_bytes = live.file.path.stat().st_size if file != "missing" else 0
+        problems, expected = _registry_problems(connection, ns)
+        live.follow(connection)
+        structure = live.structure
+        n_indexed, tombstones, name = 0, 0, "none"
+        if structure is not None:
+            have = structure.ids()
+            n_indexed, tombstones, name = len(have), structure.tombstones, structure.name
+            for found, text in (
+                (np.setdiff1d(expected, have), "chunks are missing from the index"),
+                (np.setdiff1d(have, expected), "indexed ids have no chunk"),
+            ):
+                if len(found):
+                    problems.append(f"{len(found)} {text}: {found[:5].tolist()}")
+            if len(np.unique(have)) != len(have) or structure.count != len(have):
+                problems.append(f"{structure.count} vectors in the index under {len(np.unique(have))} ids")
+    if file.startswith("damaged"):
+        problems.append(f"{live.file.path} is {file}; it is not used, and replaced at the next save")
+    return IndexReport(
+        namespace=ns.name,
+        index_type=ns.index_type,
+        structure=name,
+        version=ns.version,
+        n_documents=ns.n_documents,
+        n_chunks=ns.n_chunks,
+        n_indexed=n_indexed,
+        n_tombstones=tombstones,
+        index_bytes=index_bytes,
+        file=file,
+        problems=tuple(problems),
+    )
+
+
+def _registry_problems(connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[list[str], registry.Ids]:
+    """What disagrees, and the chunk ids that documents claim."""
+    problems = []
+    counted = connection.execute(
+        "SELECT count(*), coalesce(sum(n_chunks), 0), coalesce(sum(n_tokens), 0) FROM documents WHERE namespace_id = ?", (ns.id,)
+    ).fetchone()
+    if counted != (ns.n_documents, ns.n_chunks, ns.n_tokens):
+        kept = (ns.n_documents, ns.n_chunks, ns.n_tokens)
+        problems.append(f"documents, chunks and tokens are {counted}, the namespace says {kept}")
+    ranges = "SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0"
+    claimed = registry.expand(connection.execute(ranges, (ns.id,)).fetchall())
+    rows = connection.execute(
+        "SELECT c.chunk_id FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? ORDER BY c.chunk_id", (ns.id,)
+    )
+    chunk_ids = np.fromiter((row[0] for row in rows), dtype=np.int64)
+    if not np.array_equal(claimed, chunk_ids):
+        problems.append(f"documents claim {len(claimed)} chunks, {len(chunk_ids)} rows are there")
+    blocks = connection.execute("SELECT first_id, n, length(data) FROM vectors WHERE namespace_id = ?", (ns.id,)).fetchall()
+    if not np.array_equal(claimed, registry.expand([(first_id, n) for first_id, n, _ in blocks])):
+        problems.append("the vectors are not those of the chunks")
+    wrong = [first_id for first_id, n, size in blocks if size != n * ns.dim * 4]
+    if wrong:
+        problems.append(f"{len(wrong)} rows of vectors have a wrong length: {wrong[:5]}")
+    return problems, claimed

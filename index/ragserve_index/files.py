@@ -1,0 +1,167 @@
+"""Saved indexes: one file per namespace, FAISS's own bytes followed by a footer that says what they are and proves they are whole.
+
+    FAISS payload | footer, JSON | footer length uint32 | CRC-32 of footer and length uint32 | b"RGSVIDX1"
+
+The footer carries size and CRC-32 of the payload. Both are checked before FAISS parses a byte: its reader trusts lengths it finds
+in the file. A file is written under a temporary name, synced and renamed, so a name always leads to a whole file; a process killed
+on the way leaves only a temporary file, which the next save removes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ragserve_index.database import is_full, storage_full
+from ragserve_index.errors import Unavailable
+from ragserve_index.locks import file_lock
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_MAGIC = b"RGSVIDX1"
+_TAIL = struct.Struct("<II8s")
+_BLOCK = 1 << 20
+
+
+class Damaged(Exception):
+    """The file is no whole index of ours; the message says why. Never reaches a user: the index is rebuilt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What a saved index is: whose, of which version, of which kind; ``stamp`` is the version's random mark in the registry."""
+
+    namespace_uid: str
+    version: int
+    stamp: int | None
+    changed: int
+    index_type: str
+    structure: str
+    dim: int
+    count: int
+    payload_bytes: int = 0
+    payload_crc: int = 0
+    format: int = FORMAT
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def index_path(directory: Path, namespace_id: int) -> Path:
+    return directory / f"ns-{namespace_id:06d}.faiss"
+
+
+class _Counted:
+    """Writes through and keeps size and CRC of what went by."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+        self.crc = 0
+
+    def __call__(self, data: bytes) -> int:
+        self._file.write(data)
+        self.size += len(data)
+        self.crc = zlib.crc32(data, self.crc)
+        return len(data)
+
+
+def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], None]) -> int:
+    """Write atomically; ``save`` gets a callable that takes the payload piece by piece. Returns the file's bytes. Raises StorageFull."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            counted = _Counted(file)
+            save(counted)
+            whole = json.dumps(asdict(footer) | {"payload_bytes": counted.size, "payload_crc": counted.crc}).encode()
+            length = struct.pack("<I", len(whole))
+            file.write(whole + length + struct.pack("<I", zlib.crc32(whole + length)) + _MAGIC)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        if is_full(error):
+            raise storage_full(path, error) from error
+        raise Unavailable(
+            f"The index file {path} cannot be written: {error}.", hint="Check its directory.", code="index_not_writable"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return size
+
+
+def read_footer(path: Path) -> Footer | None:
+    """The footer, or None without a file. Reads only the file's end. Raises Damaged."""
+    try:
+        with path.open("rb") as file:
+            return _footer(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Damaged(f"unreadable: {error}") from error
+
+
+def _footer(file: BinaryIO) -> Footer:
+    size = file.seek(0, os.SEEK_END)
+    if size < _TAIL.size:
+        raise Damaged(f"only {size} bytes")
+    file.seek(size - _TAIL.size)
+    length, crc, magic = _TAIL.unpack(file.read(_TAIL.size))
+    if magic != _MAGIC:
+        raise Damaged("its end is missing, or it is no index of ours")
+    if length > size - _TAIL.size:
+        raise Damaged("its footer does not fit into it")
+    file.seek(size - _TAIL.size - length)
+    whole = file.read(length)
+    if zlib.crc32(whole + struct.pack("<I", length)) != crc:
+        raise Damaged("its footer fails its checksum")
+    content = json.loads(whole)
+    if content.get("format") != FORMAT:
+        raise Damaged(f"format {content.get('format')}, this ragserve reads {FORMAT}")
+    footer = Footer(**content)
+    if footer.payload_bytes != size - _TAIL.size - length:
+        raise Damaged(f"{size - _TAIL.size - length} bytes of index instead of {footer.payload_bytes}")
+    return footer
+
+
+def verify(path: Path) -> Footer | None:
+    """The footer after checking every byte of the payload; None without a file. Raises Damaged."""
+    try:
+        with path.open("rb") as file:
+            footer = _footer(file)
+            file.seek(0)
+            crc, left = 0, footer.payload_bytes
+            while left > 0:
+                block = file.read(min(_BLOCK, left))
+                if not block:
+                    raise Damaged("it was cut while being read")
+                crc = zlib.crc32(block, crc)
+                left -= len(block)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Damaged(f"unreadable: {error}") from error
+    if crc != footer.payload_crc:
+        raise Damaged("its content fails its checksum")
+    return footer
+
+
+def remove_leftovers(directory: Path, list_known: Callable[[], set[Path]]) -> None:
+    """Remove temporary files of killed savers, and index files of namespaces that are gone. Waits for a save under way."""
+    with file_lock(directory / ".lock"):
+        known = list_known()  # under the lock, so a namespace made since cannot have saved yet
+        for path in [*directory.glob("ns-*.tmp"), *(p for p in directory.glob("ns-*.faiss") if p not in known)]:
+            log.warning("removing %s, left behind by a process that was killed or a namespace that was dropped", path)
+            path.unlink(missing_ok=True)

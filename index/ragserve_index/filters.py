@@ -1,0 +1,243 @@
+"""Metadata filters: a small bounded grammar, checked by pydantic, that becomes one parameterised SQL condition on documents.
+
+Fields are the metadata keys of a document, plus ``doc_id``, ``source``, ``title`` and ``mime`` (these four win over a metadata key
+of the same name). What matches:
+
+* ``eq``/``in``: a value of the same kind (text, number, true/false); an integer equals a float of the same value, but never true or
+  false. A field that holds a list matches when one of its elements does. ``null`` matches a field that is null or absent.
+* ``range``: numbers against numbers, text against text (by code point); lists, true/false and null never match.
+* ``and``/``or``/``not`` are two-valued: ``not`` of a condition on an absent field is true.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from ragserve_index.errors import InvalidRequest
+
+__all__ = ["COLUMNS", "And", "AnyFilter", "Eq", "Filter", "In", "Not", "Or", "Range", "compile_filter", "parse_filter"]
+
+MAX_DEPTH = 8
+MAX_NODES = 64
+MAX_VALUES = 1000
+COLUMNS = ("doc_id", "source", "title", "mime")
+
+# A quoted label of an SQLite JSON path ends at the next quote and knows no escapes: names that would need one are refused.
+FieldName = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=128,
+        pattern=r'^[^"\\\x00-\x1f\x7f]+$',
+        description="A metadata key, or doc_id, source, title, mime.",
+        examples=["lang"],
+    ),
+]
+Text = Annotated[StrictStr, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+Integer = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]
+Float = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+Value = StrictBool | Integer | Float | Text | None
+Bound = Integer | Float | Text
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Eq(_Node):
+    """The field has this value."""
+
+    op: Literal["eq"] = "eq"
+    field: FieldName
+    value: Value
+
+
+class In(_Node):
+    """The field has one of these values."""
+
+    op: Literal["in"] = "in"
+    field: FieldName
+    values: Annotated[tuple[Value, ...], Field(min_length=1, max_length=MAX_VALUES)]
+
+
+class Range(_Node):
+    """The field lies between the bounds given, all numbers or all text."""
+
+    op: Literal["range"] = "range"
+    field: FieldName
+    gt: Bound | None = None
+    gte: Bound | None = None
+    lt: Bound | None = None
+    lte: Bound | None = None
+
+    def bounds(self) -> list[tuple[str, int | float | str]]:
+        """SQL comparison and value of each bound given."""
+        given = ((">", self.gt), (">=", self.gte), ("<", self.lt), ("<=", self.lte))
+        return [(sign, value) for sign, value in given if value is not None]
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Range:
+        kinds = {isinstance(value, str) for _, value in self.bounds()}
+        if not kinds:
+            raise ValueError("a range needs at least one of gt, gte, lt, lte")
+        if len(kinds) > 1:
+            raise ValueError("the bounds of a range are all numbers or all text")
+        return self
+
+
+class And(_Node):
+    """All of the filters match."""
+
+    op: Literal["and"] = "and"
+    filters: Annotated[tuple[_Tagged, ...], Field(min_length=1, max_length=MAX_NODES)]
+
+
+class Or(_Node):
+    """At least one of the filters matches."""
+
+    op: Literal["or"] = "or"
+    filters: Annotated[tuple[_Tagged, ...], Field(min_length=1, max_length=MAX_NODES)]
+
+
+class Not(_Node):
+    """The filter does not match."""
+
+    op: Literal["not"] = "not"
+    filter: _Tagged
+
+
+_Tagged = Annotated["Eq | In | Range | And | Or | Not", Field(discriminator="op")]
+AnyFilter = Eq | In | Range | And | Or | Not
+And.model_rebuild()
+Or.model_rebuild()
+Not.model_rebuild()
+
+
+def _check_size(node: AnyFilter) -> AnyFilter:
+    """Raise ValueError when the tree is deeper than MAX_DEPTH or has more than MAX_NODES nodes."""
+    level: list[Any] = [node]
+    nodes = depth = 0
+    while level:
+        depth += 1
+        nodes += len(level)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"a filter may be at most {MAX_DEPTH} levels deep")
+        if nodes > MAX_NODES:
+            raise ValueError(f"a filter may have at most {MAX_NODES} conditions")
+        level = [child for parent in level for child in _children(parent)]
+    return node
+
+
+def _children(node: Any) -> tuple[Any, ...]:
+    if isinstance(node, And | Or):
+        return node.filters
+    return (node.filter,) if isinstance(node, Not) else ()
+
+
+Filter = Annotated[_Tagged, AfterValidator(_check_size)]
+"""The type for request models: any of the six, with its size checked."""
+
+_ADAPTER: TypeAdapter[AnyFilter] = TypeAdapter(Filter)
+
+
+def parse_filter(data: object) -> AnyFilter:
+    """A filter from decoded JSON, or from its JSON text. Raises InvalidRequest that names the place and the reason."""
+    try:
+        return _ADAPTER.validate_json(data) if isinstance(data, str | bytes) else _ADAPTER.validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(["filter", *(str(part) for part in first["loc"][:16])])
+        hint = 'A filter looks like {"op": "eq", "field": "lang", "value": "en"}; op is one of eq, in, range, and, or, not.'
+        raise InvalidRequest(f"{place}: {first['msg']}.", hint=hint, code="invalid_filter", param="filter") from None
+
+
+def compile_filter(node: AnyFilter) -> tuple[str, list[Any]]:
+    """An SQL condition over the table alias ``d`` (documents) that is 0 or 1, never NULL, and its parameters.
+
+    Only fixed text enters the SQL; names and values travel as parameters. Raises InvalidRequest for a tree over the limits,
+    which a model built in code may be.
+    """
+    try:
+        _check_size(node)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.", code="invalid_filter", param="filter") from None
+    parameters: list[Any] = []
+    return _condition(node, parameters), parameters
+
+
+def _condition(node: Any, out: list[Any]) -> str:
+    match node:
+        case And(filters=children):
+            return "(" + " AND ".join(_condition(child, out) for child in children) + ")"
+        case Or(filters=children):
+            return "(" + " OR ".join(_condition(child, out) for child in children) + ")"
+        case Not(filter=child):
+            return f"(NOT {_condition(child, out)})"
+        case Eq(field=field, value=value):
+            return _one_of(field, (value,), out)
+        case In(field=field, values=values):
+            return _one_of(field, values, out)
+        case Range():
+            return _range(node, out)
+    raise InvalidRequest(f"{type(node).__name__} is no filter.", code="invalid_filter", param="filter")
+
+
+def _one_of(field: str, values: tuple[Any, ...], out: list[Any]) -> str:
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    truths = ["true" if value else "false" for value in values if isinstance(value, bool)]
+    if field in COLUMNS:
+        if not texts:
+            return "0"
+        out.append(json.dumps(texts, ensure_ascii=False))
+        return f"(d.{field} IN (SELECT value FROM json_each(?)))"
+    path = f'$."{field}"'
+    parts = []
+    for kinds, wanted in (("('text')", texts), ("('integer','real')", numbers)):
+        if wanted:
+            listed = json.dumps(wanted, ensure_ascii=False)
+            out += [path, path, listed, path, path, listed]
+            parts.append(
+                f"(json_type(d.metadata, ?) IN {kinds} AND json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?)))"
+                f" OR (json_type(d.metadata, ?) = 'array' AND EXISTS (SELECT 1 FROM json_each(d.metadata, ?) e"
+                f" WHERE e.type IN {kinds} AND e.value IN (SELECT value FROM json_each(?))))"
+            )
+    if truths:
+        out += [path, json.dumps(truths)]
+        parts.append("json_type(d.metadata, ?) IN (SELECT value FROM json_each(?))")
+    if None in values:
+        out.append(path)
+        parts.append("COALESCE(json_type(d.metadata, ?), 'null') = 'null'")
+    return f"COALESCE({' OR '.join(parts)}, 0)"
+
+
+def _range(node: Range, out: list[Any]) -> str:
+    bounds = node.bounds()
+    text = isinstance(bounds[0][1], str)
+    if node.field in COLUMNS:
+        if not text:
+            return "0"
+        out += [value for _, value in bounds]
+        return "(" + " AND ".join(f"d.{node.field} {sign} ?" for sign, _ in bounds) + ")"
+    path = f'$."{node.field}"'
+    kinds = "('text')" if text else "('integer','real')"
+    out.append(path)
+    for _, value in bounds:
+        out += [path, value]
+    compared = " AND ".join(f"json_extract(d.metadata, ?) {sign} ?" for sign, _ in bounds)
+    return f"COALESCE(json_type(d.metadata, ?) IN {kinds} AND {compared}, 0)"

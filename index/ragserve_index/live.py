@@ -1,0 +1,288 @@
+"""One namespace's index in this process: opened from its file, kept up with the registry, built anew, saved.
+
+The registry is the truth and the index follows it. A version is applied as a whole under the write lock, so that a search, which
+holds the read lock, always sees one committed version. Three locks, always taken in this order:
+
+* ``_building``: one rebuild at a time; held for as long as training takes, while searches and updates go on;
+* ``updating``: one thread at a time changes or saves the structure;
+* ``lock``: readers search, the writer changes or swaps the structure.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from threading import Lock, RLock
+
+import numpy as np
+
+from ragserve_index import files, registry, structures, vectors
+from ragserve_index.database import Database
+from ragserve_index.gpu import GpuMirror
+from ragserve_index.locks import ReadWriteLock
+from ragserve_index.saved import SavedIndex
+from ragserve_index.structures import Floats, Ids, Results, Selection, Structure
+from ragserve_index.structures.base import load_faiss
+
+log = logging.getLogger(__name__)
+
+_LOWEST = np.finfo(np.float32).min  # FAISS's own score of "no result"
+
+
+class Behind(Exception):
+    """The index is not at the version asked for. Never reaches a user: the caller catches up and asks again."""
+
+
+class LiveIndex:
+    """Thread-safe. ``version`` is the committed version that searches see, -1 while nothing is loaded."""
+
+    def __init__(self, database: Database, directory: Path, ns: registry.Namespace, gpu: GpuMirror | None) -> None:
+        self.namespace_id = ns.id
+        self.name = ns.name
+        self.dim = ns.dim
+        self.index_type = ns.index_type
+        self.file = SavedIndex(database, directory, ns)
+        self.version = -1
+        self.changed = 0
+        self.file_unfit = False  # there is no file of use, or a rebuilt structure should replace an equally new one
+        self.structure: Structure | None = None
+        self.lock = ReadWriteLock()
+        self.updating = RLock()
+        self._saved_changed: int | None = None  # `changed` as of the file, 0 without one; None: not looked yet
+        self._wanted_type = ns.index_type
+        self._building = Lock()
+        self._stamp: int | None = None
+        self._database = database
+        self._gpu = gpu
+
+    # searching
+
+    def search(self, queries: Floats, k: int, version: int, selection: Selection | None) -> tuple[Floats, Ids, int]:
+        """Scores [n, k], ids [n, k] (-1 padded) and the version they are of.
+
+        Without a selection at ``version`` or later, with one exactly at ``version``. Raises Behind when the index is elsewhere.
+        """
+        lock = self.lock
+        lock.acquire_read()
+        try:
+            structure, at = self.structure, self.version
+            if structure is None or at < version or (selection is not None and at != version):
+                raise Behind
+            candidates = structure.count if selection is None else len(selection)
+            if not candidates:
+                scores, ids = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
+            elif self._gpu is not None and selection is None:
+                scores, ids = self._gpu.search(structure, queries, min(k, candidates))
+            else:
+                scores, ids = _search(structure, queries, min(k, candidates), selection)
+        finally:
+            lock.release_read()
+        if candidates < k:
+            missing = ((0, 0), (0, k - ids.shape[1]))
+            scores = np.pad(scores, missing, constant_values=_LOWEST)
+            ids = np.pad(ids, missing, constant_values=-1)
+        return scores, ids, at
+
+    # following the registry
+
+    def catch_up(self) -> None:
+        """Bring the index to the registry's newest version; opens it if need be. Raises NotFound when the namespace is gone."""
+        with self.updating, self._database.read() as connection:
+            self.follow(connection)
+
+    def follow(self, connection: sqlite3.Connection) -> registry.Namespace:
+        """Bring the index to the version that this read transaction sees; the namespace as it is there.
+
+        While the caller holds ``updating`` from before the transaction began, the index stays at exactly that version.
+        """
+        with self.updating:
+            ns = registry.namespace_by_id(connection, self.namespace_id)
+            if ns is None:
+                raise registry.namespace_not_found(self.name)
+            self._wanted_type = ns.index_type
+            if self.structure is None:
+                loaded = self._load(connection, ns)
+                self._install(loaded if loaded is not None else self._build(connection, ns), connection, ns)
+            elif self.version < ns.version:
+                self._apply(connection, ns)
+            return ns
+
+    def _install(self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+        stamp = registry.stamp_of(connection, ns.id, ns.version)
+        with self.lock.writing():
+            self.structure, self.index_type, self._wanted_type = structure, ns.index_type, ns.index_type
+            self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
+
+    def _apply(self, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+        """Apply what was committed since, as a whole: from the change log, or by comparing ids where the log no longer reaches back."""
+        structure, changes = self.structure, ns.changed - self.changed
+        if structure is None:
+            return
+        stamp = registry.stamp_of(connection, ns.id, ns.version)
+        log_reaches = self.version >= ns.log_floor
+        gone = connection.execute("SELECT first_id, n FROM removals WHERE namespace_id = ? AND version > ?", (ns.id, self.version))
+        removed = registry.expand(gone.fetchall()) if log_reaches else None
+        added: Iterable[tuple[Ids, Floats]] = vectors.slabs(connection, ns, self.version)
+        if changes <= vectors.SLAB:
+            added = list(added)  # read before searches have to wait
+        try:
+            with self.lock.writing():
+                whole = (
+                    _change(structure, removed, added) if removed is not None else self._reconcile(structure, connection, ns, self.version)
+                )
+                if not whole or structure.count != ns.n_chunks:
+                    raise files.Damaged(f"it holds {structure.count} vectors at version {ns.version} instead of {ns.n_chunks}")
+                self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
+        except BaseException as error:
+            self.structure = None  # half changed: the next search opens it anew
+            self.version = -1
+            if not isinstance(error, files.Damaged):
+                raise
+            log.error("namespace %s: the index in memory cannot be right (%s); building it anew from the registry", ns.name, error)
+            self._install(self._build(connection, ns), connection, ns)
+            self.file_unfit = True
+
+    def _reconcile(self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace, version: int) -> bool:
+        """Make the ids of a structure of ``version`` those of ``ns`` by comparing the sets. False when the two have no common past."""
+        ranges = connection.execute("SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0", (ns.id,)).fetchall()
+        wanted, have = registry.expand(ranges), structure.ids()
+        gone, missing = np.setdiff1d(have, wanted, assume_unique=True), np.setdiff1d(wanted, have, assume_unique=True)
+        if len(missing) and len(have) and missing[0] < have[-1]:
+            return False  # ids only grow: no later version leaves a gap among old ones
+        return _change(structure, gone, vectors.slabs(connection, ns, version)) and structure.count == len(wanted)
+
+    def _build(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure:
+        structure = structures.create(ns.index_type, ns.dim, ns.n_chunks, lambda m: vectors.sample(connection, ns, m))
+        for ids, rows in vectors.slabs(connection, ns):
+            structure.add(ids, rows)
+        return structure
+
+    # keeping it fit
+
+    def maintain(self) -> None:
+        """Build the index anew if it has outgrown its training or carries too many tombstones. Searches go on meanwhile."""
+        if self._why_rebuild() is None:
+            return
+        with self._building:
+            reason = self._why_rebuild()  # someone else may have done it while we waited
+            if reason is not None and not self._adopt():
+                self._rebuild(reason)
+
+    def rebuild(self, reason: str) -> None:
+        """Build the index anew from the registry, whatever state it is in. Searches go on meanwhile."""
+        with self._building:
+            self._rebuild(reason)
+
+    def _why_rebuild(self) -> str | None:
+        structure = self.structure
+        if structure is None:
+            return None
+        if self._wanted_type != self.index_type:
+            return f"the namespace is now of type {self._wanted_type}"
+        return structures.why_rebuild(self.index_type, structure)
+
+    def _rebuild(self, reason: str) -> None:
+        log.info("namespace %s: building its %s index anew: %s", self.name, self.index_type, reason)
+        while True:
+            with self._database.read() as connection:
+                ns = registry.namespace_by_id(connection, self.namespace_id)
+                if ns is None:
+                    raise registry.namespace_not_found(self.name)
+                structure = self._build(connection, ns)
+            if self._bring_in(structure, ns):
+                self.file_unfit = True
+                return
+
+    def _adopt(self) -> bool:
+        """Take over the saved index if another process has saved a fit one since we read it."""
+        try:
+            footer = files.read_footer(self.file.path)
+        except files.Damaged:
+            return False
+        if footer is None or footer.changed <= (self._saved_changed or 0):
+            return False
+        with self._database.read() as connection:
+            ns = registry.namespace_by_id(connection, self.namespace_id)
+            structure = None if ns is None else self._load(connection, ns)
+        if ns is None or structure is None or structures.why_rebuild(ns.index_type, structure) is not None:
+            return False
+        return self._bring_in(structure, ns)
+
+    def _bring_in(self, structure: Structure, ns: registry.Namespace) -> bool:
+        """Put a structure of ``ns`` in place of the present one, caught up with what was committed while it was made."""
+        with self.updating, self._database.read() as connection:
+            now = registry.namespace_by_id(connection, self.namespace_id)
+            if now is None:
+                raise registry.namespace_not_found(self.name)
+            if now.index_type != ns.index_type or not self._reconcile(structure, connection, now, ns.version):
+                return False
+            self._install(structure, connection, now)
+            return True
+
+    # its file
+
+    def _load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure | None:
+        """The saved structure, caught up to ``ns``; None when there is none of use, and then the log says why."""
+        self.file_unfit, self._saved_changed = ns.n_chunks > 0, 0
+        try:
+            found = self.file.load(connection, ns)
+            if found is None:
+                if ns.n_chunks:
+                    log.info("namespace %s: no saved index, building it from %d vectors", ns.name, ns.n_chunks)
+                return None
+            structure, footer = found
+            if not self._reconcile(structure, connection, ns, footer.version):
+                raise files.Damaged("its vectors are not those of the registry")
+        except files.Damaged as error:
+            log.warning("namespace %s: %s cannot be used (%s); building it anew from the registry", ns.name, self.file.path, error)
+            return None
+        self.file_unfit, self._saved_changed = False, footer.changed
+        return structure
+
+    def unsaved(self, ns: registry.Namespace) -> int:
+        """Vectors added or removed since the file was written."""
+        if self._saved_changed is None:
+            there = self.file.ours_on_disk()
+            self._saved_changed = there.changed if there is not None else 0
+        return ns.changed - self._saved_changed
+
+    def needs_upkeep(self) -> bool:
+        return self.file_unfit or self._why_rebuild() is not None
+
+    def save(self) -> bool:
+        """Write the index to its file unless what is there is as new. Whether it wrote. Searches go on meanwhile.
+
+        Raises StorageFull or Unavailable, and then leaves the old file as it was.
+        """
+        with self.updating:
+            structure = self.structure
+            if structure is None or self.index_type != self._wanted_type or (self.changed == self._saved_changed and not self.file_unfit):
+                return False
+            there = self.file.save(structure, self.version, self._stamp, self.changed, self.index_type, force=self.file_unfit)
+            self.file_unfit, self._saved_changed = False, self.changed if there is None else there.changed
+        return there is None
+
+
+def _change(structure: Structure, removed: Ids, added: Iterable[tuple[Ids, Floats]]) -> bool:
+    if len(removed):
+        structure.remove(removed)
+    for ids, rows in added:
+        structure.add(ids, rows)
+    return True
+
+
+def _search(structure: Structure, queries: Floats, k: int, selection: Selection | None) -> Results:
+    """FAISS spreads queries over threads, never one query: for one, a team of threads only costs, milliseconds when cores are busy."""
+    if len(queries) > 1:
+        return structure.search(queries, k, selection)
+    faiss = load_faiss()
+    threads = faiss.omp_get_max_threads()
+    if threads == 1:
+        return structure.search(queries, k, selection)
+    faiss.omp_set_num_threads(1)  # of this thread alone
+    try:
+        return structure.search(queries, k, selection)
+    finally:
+        faiss.omp_set_num_threads(threads)

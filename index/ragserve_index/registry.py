@@ -1,0 +1,279 @@
+"""Namespaces, documents and chunks in SQL. Functions over a connection: the caller owns the transaction."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ragserve_index.batch import Prepared
+from ragserve_index.errors import InvalidRequest, NotFound
+from ragserve_index.schema import VECTORS_PER_ROW
+from ragserve_index.structures.base import Ids
+from ragserve_index.types import Chunk, Document, NamespaceInfo
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+_NAMESPACE = "id, name, embedder, dim, index_type, version, changed, n_documents, n_chunks, n_tokens, uid, log_floor"
+_DOCUMENT = (
+    "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, d.created_at, d.updated_at, d.metadata"
+)
+_CHUNK = 'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, d.source, d.title, d.metadata'
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A row of ``namespaces``, as of one transaction."""
+
+    id: int
+    name: str
+    embedder: str
+    dim: int
+    index_type: str
+    version: int
+    changed: int
+    n_documents: int
+    n_chunks: int
+    n_tokens: int
+    uid: str
+    log_floor: int
+
+    def info(self) -> NamespaceInfo:
+        return NamespaceInfo(
+            self.name, self.embedder, self.dim, self.index_type, self.version, self.n_documents, self.n_chunks, self.n_tokens
+        )
+
+
+def namespaces(connection: sqlite3.Connection) -> list[Namespace]:
+    return [Namespace(*row) for row in connection.execute(f"SELECT {_NAMESPACE} FROM namespaces ORDER BY name")]
+
+
+def find_namespace(connection: sqlite3.Connection, name: str) -> Namespace | None:
+    row = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE name = ?", (name,)).fetchone()
+    return Namespace(*row) if row else None
+
+
+def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
+    """Raises NotFound."""
+    found = find_namespace(connection, name)
+    if found is None:
+        raise namespace_not_found(name)
+    return found
+
+
+def namespace_by_id(connection: sqlite3.Connection, namespace_id: int) -> Namespace | None:
+    row = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE id = ?", (namespace_id,)).fetchone()
+    return Namespace(*row) if row else None
+
+
+def namespace_not_found(name: str) -> NotFound:
+    return NotFound(
+        f"There is no namespace {name!r}.", hint="Ingest something into it first, or list those there are.", code="namespace_not_found"
+    )
+
+
+def create_namespace(connection: sqlite3.Connection, name: str, embedder: str, dim: int, index_type: str) -> Namespace:
+    """Raises InvalidRequest for a bad name or dimension."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name!r} is no namespace name.",
+            hint="Letters, digits, '_', '.' and '-', at most 64, starting with a letter or digit.",
+            code="invalid_namespace",
+            param="namespace",
+        )
+    if not 1 <= dim <= 65_536:
+        raise InvalidRequest(f"Vectors of {dim} components cannot be indexed.", code="invalid_dim", param="dim")
+    connection.execute(
+        "INSERT INTO namespaces (name, embedder, dim, index_type, created_at, uid) VALUES (?, ?, ?, ?, ?, ?)",
+        (name, embedder, dim, index_type, time.time(), secrets.token_hex(16)),
+    )
+    created = namespace(connection, name)
+    connection.execute("INSERT INTO versions VALUES (?, 0, ?)", (created.id, _stamp()))
+    return created
+
+
+def set_index_type(connection: sqlite3.Connection, ns: Namespace, index_type: str) -> None:
+    """A version of its own, so that other processes notice."""
+    connection.execute("UPDATE namespaces SET index_type = ? WHERE id = ?", (index_type, ns.id))
+    _commit_version(connection, ns, ns.version + 1, ns.changed, ns.n_documents, ns.n_chunks, ns.n_tokens)
+
+
+def stamp_of(connection: sqlite3.Connection, namespace_id: int, version: int) -> int | None:
+    """The random mark of a version; None for one that the registry has not been through, or has forgotten."""
+    row = connection.execute("SELECT stamp FROM versions WHERE namespace_id = ? AND version = ?", (namespace_id, version)).fetchone()
+    return row[0] if row else None
+
+
+def _stamp() -> int:
+    return secrets.randbits(62)
+
+
+def to_document(namespace_name: str, row: tuple[Any, ...]) -> Document:
+    doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at, updated_at, metadata = row
+    return Document(
+        doc_id,
+        namespace_name,
+        source,
+        title,
+        content_hash,
+        mime,
+        size_bytes,
+        n_chunks,
+        n_tokens,
+        created_at,
+        updated_at,
+        json.loads(metadata),
+    )
+
+
+def write_documents(connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared]) -> list[Document]:
+    """Write the batch as version ``ns.version + 1``, each document in place of the one of the same source."""
+    now = time.time()
+    version = ns.version + 1
+    documents, chunks, tokens, changed = ns.n_documents, ns.n_chunks, ns.n_tokens, ns.changed
+    written = []
+    for item in batch:
+        old = _delete(connection, ns, version, item.doc_id)
+        if old is not None:
+            documents, chunks, tokens, changed = documents - 1, chunks - old[0], tokens - old[1], changed + old[0]
+        n, n_tokens = len(item.chunks), sum(chunk.n_tokens for chunk in item.chunks)
+        row = (
+            item.doc_id, item.document.source, item.document.title, item.document.content_hash, item.document.mime,
+            item.document.size_bytes, n, n_tokens, old[2] if old else now, now, item.metadata,
+        )  # fmt: skip
+        first_id = _next_chunk_id(connection)
+        cursor = connection.execute(
+            "INSERT INTO documents (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at, updated_at,"
+            " metadata, namespace_id, first_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*row, ns.id, first_id),
+        )
+        _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)
+        documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
+        written.append(to_document(ns.name, row))
+    _commit_version(connection, ns, version, changed, documents, chunks, tokens)
+    return written
+
+
+def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
+    """Remove it as version ``ns.version + 1``. Raises NotFound."""
+    removed = get_document(connection, ns, doc_id)
+    _delete(connection, ns, ns.version + 1, doc_id)
+    _commit_version(
+        connection, ns, ns.version + 1, ns.changed + removed.n_chunks,
+        ns.n_documents - 1, ns.n_chunks - removed.n_chunks, ns.n_tokens - removed.n_tokens,
+    )  # fmt: skip
+    return removed
+
+
+def _delete(connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str) -> tuple[int, int, float] | None:
+    """(chunks, tokens, created_at) of what was removed."""
+    row = connection.execute(
+        "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ? RETURNING first_id, n_chunks, n_tokens, created_at", (ns.id, doc_id)
+    ).fetchone()
+    if row is None:
+        return None
+    first_id, n_chunks, n_tokens, created_at = row
+    if n_chunks:
+        connection.execute("INSERT INTO removals VALUES (?, ?, ?, ?)", (ns.id, version, first_id, n_chunks))
+    return n_chunks, n_tokens, created_at
+
+
+def _next_chunk_id(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'").fetchone()
+    return (row[0] if row else 0) + 1
+
+
+def _insert_chunks(
+    connection: sqlite3.Connection, ns: Namespace, version: int, document: int | None, first_id: int, item: Prepared
+) -> None:
+    connection.executemany(
+        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
+        ((first_id + i, document, i, c.start, c.end, c.page, c.n_tokens, c.text) for i, c in enumerate(item.chunks)),
+    )
+    for start in range(0, len(item.vectors), VECTORS_PER_ROW):
+        block = item.vectors[start : start + VECTORS_PER_ROW]
+        connection.execute(
+            "INSERT INTO vectors (first_id, namespace_id, version, n, document, data) VALUES (?, ?, ?, ?, ?, ?)",
+            (first_id + start, ns.id, version, len(block), document, block.tobytes()),
+        )
+
+
+def _commit_version(
+    connection: sqlite3.Connection, ns: Namespace, version: int, changed: int, documents: int, chunks: int, tokens: int
+) -> None:
+    connection.execute(
+        "UPDATE namespaces SET version = ?, changed = ?, n_documents = ?, n_chunks = ?, n_tokens = ? WHERE id = ?",
+        (version, changed, documents, chunks, tokens, ns.id),
+    )
+    connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, version, _stamp()))
+
+
+def get_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
+    """Raises NotFound."""
+    row = connection.execute(f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)).fetchone()
+    if row is None:
+        raise NotFound(f"There is no document {doc_id!r} in namespace {ns.name!r}.", hint="List its documents.", code="document_not_found")
+    return to_document(ns.name, row)
+
+
+def list_documents(
+    connection: sqlite3.Connection, ns: Namespace, condition: tuple[str, list[Any]], limit: int, after: str | None, prefix: str | None
+) -> list[Document]:
+    sql, parameters = condition
+    where = f"d.namespace_id = ? AND {sql}"
+    values: list[Any] = [ns.id, *parameters]
+    if after is not None:
+        where, values = where + " AND d.doc_id > ?", [*values, after]
+    if prefix:
+        where, values = where + " AND substr(d.source, 1, ?) = ?", [*values, len(prefix), prefix]
+    rows = connection.execute(f"SELECT {_DOCUMENT} FROM documents d WHERE {where} ORDER BY d.doc_id LIMIT ?", [*values, limit])
+    return [to_document(ns.name, row) for row in rows]
+
+
+def to_chunk(row: Any) -> Chunk:
+    return Chunk(*[*row[:10], json.loads(row[10])])
+
+
+def chunks_by_id(connection: sqlite3.Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
+    """Those of the chunks that are there and belong to the namespace."""
+    rows = connection.execute(
+        f"SELECT {_CHUNK} FROM json_each(?) wanted JOIN chunks c ON c.chunk_id = wanted.value JOIN documents d ON d.id = c.document"
+        " WHERE d.namespace_id = ?",
+        (json.dumps(list(chunk_ids)), ns.id),
+    )
+    return {row[0]: to_chunk(row) for row in rows}
+
+
+def document_chunks(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> list[Chunk]:
+    """In the order of the text. Raises NotFound."""
+    get_document(connection, ns, doc_id)
+    rows = connection.execute(
+        f"SELECT {_CHUNK} FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal",
+        (ns.id, doc_id),
+    )
+    return [to_chunk(row) for row in rows]
+
+
+def expand(ranges: Sequence[tuple[int, int]]) -> Ids:
+    """All ids of (first, n) ranges, ascending."""
+    if not ranges:
+        return np.empty(0, dtype=np.int64)
+    first, n = np.array(sorted(ranges), dtype=np.int64).T
+    starts = np.cumsum(n) - n
+    return np.repeat(first - starts, n) + np.arange(int(n.sum()), dtype=np.int64)
+
+
+def selected_ids(connection: sqlite3.Connection, ns_id: int, condition: tuple[str, list[Any]]) -> Ids:
+    """Ids of all chunks whose document meets the condition, ascending."""
+    sql, parameters = condition
+    rows = connection.execute(
+        f"SELECT d.first_id, d.n_chunks FROM documents d WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}", [ns_id, *parameters]
+    )
+    return expand(rows.fetchall())

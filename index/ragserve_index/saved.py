@@ -1,0 +1,109 @@
+"""A namespace's index file: whether it is this registry's, reading it, writing it unless a newer one is there."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from ragserve_index import files, registry, structures
+from ragserve_index.database import Database
+from ragserve_index.locks import file_lock
+from ragserve_index.structures import Structure
+from ragserve_index.structures.base import load_faiss
+
+
+class SavedIndex:
+    """The file of one namespace. Several processes may read and write it at once."""
+
+    def __init__(self, database: Database, directory: Path, ns: registry.Namespace) -> None:
+        self.path = files.index_path(directory, ns.id)
+        self._lock = directory / ".lock"
+        self._namespace_id = ns.id
+        self._uid = ns.uid
+        self._dim = ns.dim
+        self._database = database
+
+    def load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[Structure, files.Footer] | None:
+        """The structure as it was saved; None without a file. Raises Damaged for one that cannot be used."""
+        with file_lock(self._lock):  # nobody replaces the file between its check and its reading
+            footer = files.verify(self.path)
+            if footer is None:
+                return None
+            self._must_be_ours(footer, connection, ns)
+            try:
+                structure = structures.load(footer.structure, load_faiss().read_index(str(self.path)), footer.state)
+            except (ValueError, KeyError, RuntimeError) as error:
+                raise files.Damaged(str(error)) from error
+        if structure.dim != self._dim:
+            raise files.Damaged(f"its vectors have {structure.dim} components instead of {self._dim}")
+        return structure, footer
+
+    def status(self, connection: sqlite3.Connection, ns: registry.Namespace) -> str:
+        """ "current", "behind", "missing", or "damaged: why", after checking every byte."""
+        try:
+            footer = files.verify(self.path)
+            if footer is None:
+                return "missing"
+            if footer.namespace_uid == ns.uid and footer.index_type != ns.index_type:
+                return "behind"
+            self._must_be_ours(footer, connection, ns)
+        except files.Damaged as error:
+            return f"damaged: {error}"
+        return "current" if footer.version == ns.version else "behind"
+
+    def _must_be_ours(self, footer: files.Footer, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+        """Raises Damaged unless the file holds a version of this namespace that the registry has been through."""
+        if footer.namespace_uid != ns.uid or footer.dim != ns.dim:
+            raise files.Damaged("it is another namespace's")
+        if footer.index_type != ns.index_type:
+            raise files.Damaged(f"it is of type {footer.index_type}, the namespace now of type {ns.index_type}")
+        if registry.stamp_of(connection, ns.id, footer.version) != footer.stamp:
+            raise files.Damaged(f"its version {footer.version} is not the registry's, which is at {ns.version}")
+
+    def save(
+        self, structure: Structure, version: int, stamp: int | None, changed: int, index_type: str, *, force: bool = False
+    ) -> files.Footer | None:
+        """Write it, and forget the change log up to it. Returns the footer of the file there if that is newer and was left as it is.
+
+        ``force`` replaces a file of the same version. Raises StorageFull or Unavailable, and then the old file is as it was.
+        """
+        with file_lock(self._lock):
+            there = self.ours_on_disk()
+            if there is not None and (there.version > version or (there.version == version and not force)):
+                return there
+            footer = files.Footer(
+                namespace_uid=self._uid,
+                version=version,
+                stamp=stamp,
+                changed=changed,
+                index_type=index_type,
+                structure=structure.name,
+                dim=self._dim,
+                count=structure.count,
+                state=structure.state(),
+            )
+            files.write(self.path, footer, structure.write)
+        self._prune_log(version)
+        return None
+
+    def ours_on_disk(self) -> files.Footer | None:
+        """The footer, if the file is this registry's; the payload is not read."""
+        try:
+            footer = files.read_footer(self.path)
+            if footer is None:
+                return None
+            with self._database.read() as connection:
+                ns = registry.namespace_by_id(connection, self._namespace_id)
+                if ns is None:
+                    return None
+                self._must_be_ours(footer, connection, ns)
+        except files.Damaged:
+            return None
+        return footer
+
+    def _prune_log(self, version: int) -> None:
+        """An index in another process that is older than ``version`` compares ids from now on instead of reading the log."""
+        with self._database.write() as connection:
+            connection.execute("DELETE FROM removals WHERE namespace_id = ? AND version <= ?", (self._namespace_id, version))
+            connection.execute("DELETE FROM versions WHERE namespace_id = ? AND version < ?", (self._namespace_id, version))
+            connection.execute("UPDATE namespaces SET log_floor = max(log_floor, ?) WHERE id = ?", (version, self._namespace_id))

@@ -1,0 +1,238 @@
+"""IndexStore: documents, chunks and vectors of a data directory, and searching them. See the README beside this file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ragserve_index import batch as batches
+from ragserve_index import files, registry, structures
+from ragserve_index.checks import check_namespace
+from ragserve_index.database import Database, is_full, storage_full
+from ragserve_index.errors import Conflict, InvalidRequest, NotFound, RegistryDamaged, Unavailable
+from ragserve_index.filters import AnyFilter, compile_filter
+from ragserve_index.gpu import ON_GPU, GpuMirror
+from ragserve_index.indexes import Indexes
+from ragserve_index.search import Searcher
+from ragserve_index.structures import Floats, Ids
+from ragserve_index.types import Chunk, Document, IndexReport, NamespaceInfo, NewChunk, NewDocument, SearchResult
+
+
+class IndexStore:
+    """One data directory. Thread-safe, and safe beside other processes that use the same directory.
+
+    Errors are those of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``, ``chunk_not_found``),
+    InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and RegistryDamaged when SQLite cannot read its file.
+    """
+
+    def __init__(self, data_dir: Path, *, index_type: str = "flat", device: str = "cpu") -> None:
+        """Open ``data_dir``, made if absent. ``index_type`` is for new namespaces; ``device`` is cpu or gpu."""
+        structures.check_type(index_type)
+        if device not in ("cpu", "gpu"):
+            raise InvalidRequest(f"No index device {device!r}.", hint="Devices are: cpu, gpu.", param="device")
+        if device == "gpu" and index_type not in ON_GPU:
+            raise InvalidRequest(
+                f"An index of type {index_type} has no GPU form.",
+                hint=f"With device gpu the type is one of: {', '.join(ON_GPU)}.",
+                param="device",
+            )
+        gpu = GpuMirror() if device == "gpu" else None
+        self.data_dir = Path(data_dir)
+        self.index_type = index_type
+        self._directory = self.data_dir / "indexes"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self.database = Database(self.data_dir / "ragserve.sqlite3")
+            files.remove_leftovers(self._directory, self._known_files)
+        except OSError as error:
+            if is_full(error):
+                raise storage_full(self._directory, error) from error
+            raise Unavailable(
+                f"The data directory {self.data_dir} cannot be used: {error}.", hint="Check its owner and permissions.", code="data_dir"
+            ) from error
+        self._indexes = Indexes(self.database, self._directory, gpu)
+        self._searcher = Searcher(self.database, self._indexes)
+        self._closed = False
+
+    def _known_files(self) -> set[Path]:
+        with self.database.read() as connection:
+            return {files.index_path(self._directory, ns.id) for ns in registry.namespaces(connection)}
+
+    def __enter__(self) -> IndexStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # namespaces
+
+    def ensure_namespace(self, name: str, *, embedder: str, dim: int, index_type: str | None = None) -> NamespaceInfo:
+        """The namespace, made if absent. ``index_type`` counts only then (see :meth:`rebuild`). Raises Conflict for another embedder."""
+        kind = structures.check_type(index_type or self.index_type)
+        with self.database.read() as connection:
+            ns = registry.find_namespace(connection, name)
+        if ns is None:
+            with self.database.write() as connection:
+                ns = registry.find_namespace(connection, name) or registry.create_namespace(connection, name, embedder, dim, kind)
+        if (ns.embedder, ns.dim) != (embedder, dim):
+            raise Conflict(
+                f"Namespace {name!r} holds vectors of {ns.embedder} with {ns.dim} components, not of {embedder} with {dim}.",
+                hint="Use that embedder, or another namespace, or drop this one and ingest again.",
+                code="embedder_mismatch",
+            )
+        return ns.info()
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        """All of them, by name."""
+        with self.database.read() as connection:
+            return [ns.info() for ns in registry.namespaces(connection)]
+
+    def namespace(self, name: str) -> NamespaceInfo:
+        """Raises NotFound."""
+        with self.database.read() as connection:
+            return registry.namespace(connection, name).info()
+
+    def drop_namespace(self, name: str) -> NamespaceInfo:
+        """Remove it with all its documents; what it was. Raises NotFound."""
+        with self.database.write() as connection:
+            ns = registry.namespace(connection, name)
+            connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
+        self._indexes.forget(ns.id)
+        files.index_path(self._directory, ns.id).unlink(missing_ok=True)
+        return ns.info()
+
+    # documents
+
+    def replace_documents(self, namespace: str, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]) -> list[Document]:
+        """Write documents with their chunks and vectors [n_chunks, dim] float32 of length 1, each in place of the one of the same source.
+
+        One transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it is.
+        """
+        ns = self._namespace(namespace)
+        prepared = batches.prepare(ns.name, ns.dim, batch)
+        if not prepared:
+            return []
+        with self.database.write() as connection:
+            now = registry.namespace(connection, namespace)
+            if now.dim != ns.dim:
+                raise Conflict(f"Namespace {namespace!r} was dropped and made anew with another embedder.", code="embedder_mismatch")
+            written = registry.write_documents(connection, now, prepared)
+        self._indexes.after_write(ns.id)
+        return written
+
+    def remove_document(self, namespace: str, doc_id: str) -> Document:
+        """What was removed. Raises NotFound."""
+        with self.database.write() as connection:
+            ns = registry.namespace(connection, namespace)
+            removed = registry.delete_document(connection, ns, doc_id)
+        self._indexes.after_write(ns.id)
+        return removed
+
+    def document(self, namespace: str, doc_id: str) -> Document:
+        """Raises NotFound."""
+        with self.database.read() as connection:
+            return registry.get_document(connection, registry.namespace(connection, namespace), doc_id)
+
+    def find_source(self, namespace: str, source: str) -> Document | None:
+        """The document of that source, or None. Raises NotFound for the namespace."""
+        try:
+            return self.document(namespace, batches.document_id(namespace, source))
+        except NotFound as error:
+            if error.code == "document_not_found":
+                return None
+            raise
+
+    def documents(
+        self,
+        namespace: str,
+        *,
+        filter: AnyFilter | None = None,
+        limit: int = 100,
+        after: str | None = None,
+        source_prefix: str | None = None,
+    ) -> list[Document]:
+        """Up to ``limit`` documents by doc_id, from the one behind ``after`` on."""
+        if limit < 1:
+            raise InvalidRequest("limit must be at least 1.", param="limit")
+        condition = compile_filter(filter) if filter is not None else ("1", [])
+        with self.database.read() as connection:
+            ns = registry.namespace(connection, namespace)
+            return registry.list_documents(connection, ns, condition, limit, after, source_prefix)
+
+    def chunks(self, namespace: str, chunk_ids: Sequence[int]) -> list[Chunk]:
+        """The chunks in the order asked for. Raises NotFound if one of them is not in the namespace (any more)."""
+        with self.database.read() as connection:
+            found = registry.chunks_by_id(connection, registry.namespace(connection, namespace), (int(i) for i in chunk_ids))
+        try:
+            return [found[int(i)] for i in chunk_ids]
+        except KeyError as error:
+            raise NotFound(f"There is no chunk {error} in namespace {namespace!r}.", hint="Search again.", code="chunk_not_found") from None
+
+    def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
+        """All chunks of a document, in order. Raises NotFound."""
+        with self.database.read() as connection:
+            return registry.document_chunks(connection, registry.namespace(connection, namespace), doc_id)
+
+    # searching
+
+    def search(self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None) -> SearchResult:
+        """The k best chunks per query [n, dim] float32, all of one committed version; fewer than k only where there are fewer.
+
+        flat is exact, sq8 compares all vectors rounded to 8 bits, ivf and hnsw are approximate (exact when few are selected).
+        Raises InvalidRequest for k outside 1..10,000, queries of another shape or not finite, and a filter over its limits.
+        """
+        return self._searcher.search(namespace, queries, k, filter)
+
+    def search_ids(self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None) -> tuple[Floats, Ids, int]:
+        """As :meth:`search`, without the rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 where there is none), the version."""
+        return self._searcher.search_ids(namespace, queries, k, filter)
+
+    # upkeep
+
+    def check(self, namespace: str | None = None) -> list[IndexReport]:
+        """Compare everything that should agree, per namespace (or for one). Raises RegistryDamaged if SQLite finds its file damaged."""
+        lines = self.database.quick_check()
+        if lines:
+            raise RegistryDamaged(
+                f"The registry {self.database.path} is damaged: {'; '.join(lines)}.",
+                hint="Restore it from a backup, or move the data directory away and ingest again.",
+            )
+        with self.database.read() as connection:
+            found = registry.namespaces(connection) if namespace is None else [registry.namespace(connection, namespace)]
+        return [check_namespace(self.database, self._indexes.of(ns)) for ns in found]
+
+    def rebuild(self, namespace: str, *, index_type: str | None = None) -> NamespaceInfo:
+        """Build the index anew from the registry and save it, with ``index_type`` as another type. Searches go on meanwhile."""
+        ns = self._namespace(namespace)
+        if index_type is not None and structures.check_type(index_type) != ns.index_type:
+            with self.database.write() as connection:
+                registry.set_index_type(connection, registry.namespace(connection, namespace), index_type)
+        live = self._indexes.of(ns)
+        live.rebuild("asked for")
+        live.save()
+        return self.namespace(namespace)
+
+    def save(self, namespace: str | None = None) -> None:
+        """Bring the index of one or all namespaces up and write its file, if it is not as new. Raises StorageFull."""
+        with self.database.read() as connection:
+            found = registry.namespaces(connection) if namespace is None else [registry.namespace(connection, namespace)]
+        for ns in found:
+            live = self._indexes.of(ns)
+            live.catch_up()
+            live.maintain()
+            live.save()
+
+    def close(self) -> None:
+        """Save what is worth it and close. Idempotent; a failing save is logged, for the registry holds all of it."""
+        if not self._closed:
+            self._closed = True
+            self._indexes.close()
+            self.database.close()
+
+    def _namespace(self, name: str) -> registry.Namespace:
+        with self.database.read() as connection:
+            return registry.namespace(connection, name)

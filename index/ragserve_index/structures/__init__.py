@@ -1,0 +1,81 @@
+"""The index types a namespace may have, and which structure serves one at a given size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from ragserve_index.errors import InvalidRequest
+from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss
+from ragserve_index.types import IndexType
+
+INDEX_TYPES: tuple[str, ...] = get_args(IndexType)
+
+__all__ = ["INDEX_TYPES", "Floats", "Ids", "Results", "Selection", "Structure", "check_type", "create", "load", "why_rebuild"]
+
+
+def check_type(index_type: str) -> str:
+    """The type itself if it is on the list. Raises InvalidRequest: no FAISS factory string gets further than here."""
+    if index_type not in INDEX_TYPES:
+        raise InvalidRequest(
+            f"No index type {index_type!r}.", hint=f"Types are: {', '.join(INDEX_TYPES)}.", code="invalid_index_type", param="index_type"
+        )
+    return index_type
+
+
+def create(index_type: str, dim: int, n: int, sample: Callable[[int], Floats]) -> Structure:
+    """An empty structure for ``n`` vectors; ``sample(m)`` gives up to m of them [m, dim] to train on, evenly spread."""
+    from ragserve_index.structures.flat import Flat, Sq8
+    from ragserve_index.structures.hnsw import Hnsw
+    from ragserve_index.structures.ivf import Ivf, lists_for
+
+    if index_type == "hnsw":
+        return Hnsw.empty(dim)
+    if index_type == "sq8" and n >= Sq8.TRAIN_FROM:
+        return Sq8.train(sample(Sq8.TRAIN_SAMPLE))
+    if index_type == "ivf" and n >= Ivf.TRAIN_FROM:
+        return Ivf.train(sample(lists_for(n) * Ivf.POINTS_PER_LIST), n)
+    return Flat.empty(dim)
+
+
+def why_rebuild(index_type: str, structure: Structure) -> str | None:
+    """Why the structure should be built anew at its present size; None when it should not."""
+    from ragserve_index.structures.flat import Flat, Sq8
+    from ragserve_index.structures.hnsw import Hnsw
+    from ragserve_index.structures.ivf import Ivf
+
+    if isinstance(structure, Hnsw):
+        return structure.wants_building()
+    if isinstance(structure, Sq8 | Ivf):
+        return structure.wants_training()
+    for kind in (Sq8, Ivf):
+        if isinstance(structure, Flat) and index_type == kind.name and structure.count >= kind.TRAIN_FROM:
+            return f"there are {structure.count:,} vectors now, enough to train {index_type} on"
+    return None
+
+
+def load(name: str, index: Any, state: dict[str, Any]) -> Structure:
+    """The structure called ``name`` around an index that FAISS has read. Raises ValueError when the two do not fit."""
+    faiss = load_faiss()
+
+    from ragserve_index.structures.flat import Flat, Sq8
+    from ragserve_index.structures.hnsw import Hnsw
+    from ragserve_index.structures.ivf import Ivf
+
+    expected = {
+        "flat": (faiss.IndexIDMap2, faiss.IndexFlat),
+        "sq8": (faiss.IndexIDMap2, faiss.IndexScalarQuantizer),
+        "ivf": (faiss.IndexIVFFlat, None),
+        "hnsw": (faiss.IndexIDMap, faiss.IndexHNSWFlat),
+    }
+    if name not in expected:
+        raise ValueError(f"no structure {name!r}")
+    outer, inner = expected[name]
+    found = faiss.downcast_index(index.index) if inner is not None and hasattr(index, "index") else None
+    if type(index) is not outer or (inner is not None and not isinstance(found, inner)) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ValueError(f"a {type(index).__name__} is no {name}")
+    if name == "hnsw":
+        return Hnsw(index)
+    if name == "flat":
+        return Flat(index)
+    return (Sq8 if name == "sq8" else Ivf)(index, int(state["trained_on"]))

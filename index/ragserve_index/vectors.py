@@ -1,0 +1,45 @@
+"""Vectors out of SQLite, in slabs that fit FAISS's ``add``."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+
+import numpy as np
+
+from ragserve_index import registry
+from ragserve_index.structures import Floats, Ids
+
+SLAB = 16_384  # vectors that go from SQLite into FAISS at a time
+
+
+def slabs(connection: sqlite3.Connection, ns: registry.Namespace, after: int = -1) -> Iterator[tuple[Ids, Floats]]:
+    """Ids [n] ascending and vectors [n, dim] float32 of all that was written after version ``after`` and is still there."""
+    rows = connection.execute(
+        # ids grow with versions: this order, which the table's index gives without sorting, is ascending in ids too
+        "SELECT first_id, n, data FROM vectors WHERE namespace_id = ? AND version > ? ORDER BY version, first_id",
+        (ns.id, after),
+    )
+    ranges: list[tuple[int, int]] = []
+    parts: list[Floats] = []
+    size = 0
+    for first_id, n, data in rows:
+        ranges.append((first_id, n))
+        parts.append(np.frombuffer(data, dtype="<f4").reshape(n, ns.dim))
+        size += n
+        if size >= SLAB:
+            yield registry.expand(ranges), np.concatenate(parts)
+            ranges, parts, size = [], [], 0
+    if parts:
+        yield registry.expand(ranges), np.concatenate(parts)
+
+
+def sample(connection: sqlite3.Connection, ns: registry.Namespace, m: int) -> Floats:
+    """At most ``m`` of the namespace's vectors [<= m, dim], every so-manieth: the same for the same content."""
+    stride = max(1, -(-ns.n_chunks // m))
+    picked: list[Floats] = []
+    seen = 0
+    for ids, vectors in slabs(connection, ns):
+        picked.append(vectors[-seen % stride :: stride])
+        seen += len(ids)
+    return np.concatenate(picked) if picked else np.empty((0, ns.dim), dtype=np.float32)
