@@ -241,6 +241,10 @@ def _index(settings: Settings) -> Check:
     if broken:
         found = "; ".join(f"{report.namespace}: {', '.join(report.problems)}" for report in broken)
         return Check("index", "fail", found, "Stop the server and start it again: damaged indexes are rebuilt from SQLite.")
+    damaged = [report.namespace for report in reports if report.file.startswith("damaged")]
+    if damaged:
+        advice = "Nothing is lost: the next start of the server rebuilds them from SQLite."
+        return Check("index", "warn", f"damaged index files: {', '.join(damaged)}", advice)
     other = sorted({info.name for info in namespaces if info.embedder != settings.embedder})
     documents, chunks = sum(n.n_documents for n in namespaces), sum(n.n_chunks for n in namespaces)
     found = f"{len(namespaces)} namespaces, {documents:,} documents, {chunks:,} chunks"

@@ -21,7 +21,7 @@ _REPO = Path(__file__).resolve().parent.parent.parent
 
 
 def rewritten(text: str, results: Path) -> str:
-    """``text`` with every marked section made anew. Raises ``InvalidRequest`` for a file that is no report, or a column it does not have."""
+    """``text`` with every marked section made anew. Raises ``InvalidRequest`` for a file that is no report, or an unknown column."""
 
     def section(found: re.Match[str]) -> str:
         if found["name"] == "settings":

@@ -1,0 +1,68 @@
+"""The retrieval benchmark over a small collection, with the real embedder and index; the figures can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ragserve.bench import retrieval
+from ragserve.commands import bench
+from ragserve.errors import InvalidRequest
+
+DOCUMENTS = {
+    "cats": ("Cats", "Cats purr when they are content and sleep most of the day."),
+    "rivers": ("Rivers", "Rivers carry water from the mountains to the sea."),
+    "bread": ("Bread", "Bread is baked from flour, water, salt and yeast."),
+    "engines": ("Engines", "A petrol engine burns fuel in its cylinders to turn a crankshaft."),
+}
+QUERIES = {
+    "q1": ("what does a purring animal feel", {"cats": 1}),
+    "q2": ("how is bread baked", {"bread": 2}),
+    "q3": ("which machine turns a crankshaft", {"engines": 1}),
+}
+
+
+@pytest.fixture
+def collection(tmp_path: Path) -> Path:
+    folder = tmp_path / "small"
+    (folder / "qrels").mkdir(parents=True)
+    rows = [{"_id": name, "title": title, "text": text} for name, (title, text) in DOCUMENTS.items()]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "queries.jsonl").write_text("".join(json.dumps({"_id": q, "text": text}) + "\n" for q, (text, _) in QUERIES.items()))
+    judged = "".join(f"{q}\t{doc}\t{gain}\n" for q, (_, gains) in QUERIES.items() for doc, gain in gains.items())
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    return folder
+
+
+def test_our_index_and_its_rival_are_measured_on_the_same_queries(collection: Path, tmp_path: Path) -> None:
+    found = retrieval.run(tmp_path / "out", data=[collection], index_types=["flat", "hnsw"])
+    assert [row["system"] for row in found["rows"]] == ["bm25s", "ragserve flat", "ragserve hnsw"]
+    bm25, *ours = found["rows"]
+    # no word of q1 is in the collection, so BM25 finds nothing; q2 and q3 share words with one document alone
+    assert bm25["ndcg@10"] == pytest.approx(2 / 3, abs=1e-4)
+    assert [row["ndcg@10"] for row in ours] == [1.0, 1.0]
+    assert [row["recall@10"] for row in ours] == [1.0, 1.0]
+    assert {row["queries"] for row in found["rows"]} == {3}
+    assert json.loads((tmp_path / "out" / "retrieval.json").read_text())["rows"] == found["rows"]
+
+
+def test_the_command(collection: Path, tmp_path: Path) -> None:
+    app = typer.Typer()
+    bench.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    runner = CliRunner()
+    done = runner.invoke(app, ["bench", "retrieval", "--quick", "--data", str(collection), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "retrieval.json").exists()
+    for wrong, says in (
+        (["bench", "retrieval"], "--data DIR"),
+        (["bench", "retrieval", "--data", "x", "--index-types", "flat,round"], "'round'"),
+        (["bench", "retrieval", "--data", str(tmp_path)], r"corpus.jsonl does not exist"),
+    ):
+        error = runner.invoke(app, wrong).exception
+        assert isinstance(error, InvalidRequest)
+        assert says in str(error)
