@@ -1,6 +1,6 @@
-"""What every operation shares: the switch between the plain and the Triton forward, argument checks, and per-layer KV tables.
+"""What every operation shares: the switch between the plain and the Triton forward, argument checks, per-layer KV tables.
 
-Errors are ``ValueError`` (a shape, a size, a value) and ``TypeError`` (a dtype or device); each names the argument and says what is expected.
+Errors are ``ValueError`` (a shape, a size, a value) and ``TypeError`` (a dtype or device); each names the argument and what is expected.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def next_power_of_2(n: int) -> int:
 class KVLayers:
     """The K and V of all layers, each ``[slots, kv_heads, head_dim]``, with their addresses in tables that a kernel can read.
 
-    That is the layout of SGLang's ``MHATokenToKVPool`` (``KVLayers(pool.k_buffer, pool.v_buffer)``). Build it once: the tables are copied to the
-    device, which a CUDA graph cannot capture. The tensors are kept alive as long as this object.
+    That is the layout of SGLang's ``MHATokenToKVPool`` (``KVLayers(pool.k_buffer, pool.v_buffer)``). Build it once: the tables are
+    copied to the device, which a CUDA graph cannot capture. The tensors are kept alive as long as this object.
     """
 
     k: Sequence[torch.Tensor]

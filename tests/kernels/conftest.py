@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,9 +40,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+def seed() -> int:
     """A fresh seed for torch's generators; pytest shows the printed line when the test fails."""
     value = int(os.environ.get("KERNEL_TEST_SEED") or secrets.randbits(31))
     torch.manual_seed(value)
     print(f"KERNEL_TEST_SEED={value}")
-    yield value
+    return value

@@ -1,0 +1,72 @@
+"""Load scattered blocks from pinned host memory into device blocks with one kernel (SparseServe's FlashH2D, section 3.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ragserve_kernels._common import INT_DTYPES, check_dtype, check_same_device, check_shape, use_triton
+from ragserve_kernels.gather_h2d.naive import gather_h2d_naive
+
+__all__ = ["gather_h2d", "gather_h2d_naive"]
+
+
+def gather_h2d(
+    host: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    out_index: torch.Tensor,
+    *,
+    programs: int | None = None,
+) -> None:
+    """``out[a][out_index[i]] = host[a][index[i]]`` for every ``i`` with ``index[i] >= 0``, for one arena ``a`` or two (K and V).
+
+    Args:
+        host: one or two arenas ``[blocks, ...]`` in host memory, contiguous, pinned if ``out`` is on a GPU. Usually
+            ``[blocks, block_tokens, head_dim]``: one block of one KV head is contiguous.
+        out: as many tensors ``[device_blocks, ...]``, the same dtype and block shape, contiguous.
+        index: int32 or int64 ``[n]``, on ``out``'s device: host blocks; negative entries are skipped, so that a captured CUDA graph serves
+            any number of blocks up to ``n``.
+        out_index: like ``index``: device blocks, all different. A block must have a multiple of 16 bytes.
+        programs: how many programs run; default 32, enough for the link and few enough to leave the chip to decode.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit. Index values are not checked against the arenas' sizes.
+    """
+    if len(host) != len(out) or len(host) not in (1, 2):
+        raise ValueError(f"Got {len(host)} host arenas and {len(out)} outputs; expected one of each, or two.")
+    for i, (arena, target) in enumerate(zip(host, out, strict=True)):
+        if arena.dim() < 2 or arena.shape[1:] != host[0].shape[1:]:
+            raise ValueError(f"host[{i}] has shape {list(arena.shape)}; expected [blocks, ...] with the same block shape in all arenas.")
+        check_shape(f"out[{i}]", target, (None, *arena.shape[1:]))
+        check_dtype(f"out[{i}]", target, (arena.dtype,))
+        check_dtype(f"host[{i}]", arena, (host[0].dtype,))
+        if arena.is_cuda:
+            raise TypeError(f"host[{i}] is on {arena.device}; expected host memory.")
+        if target.is_cuda and not arena.is_pinned():
+            raise ValueError(f"host[{i}] is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+        if not arena.is_contiguous() or not target.is_contiguous():
+            raise ValueError(f"host[{i}] and out[{i}] must be contiguous.")
+        if arena.data_ptr() % 16 or target.data_ptr() % 16:
+            raise ValueError(f"host[{i}] and out[{i}] must be aligned to 16 bytes.")
+    block_bytes = host[0][0].nbytes if host[0].shape[0] else 16
+    if block_bytes == 0 or block_bytes % 16:
+        raise ValueError(f"A block has {block_bytes} bytes; expected a multiple of 16.")
+    check_shape("index", index, (None,))
+    check_dtype("index", index, INT_DTYPES)
+    check_shape("out_index", out_index, tuple(index.shape))
+    check_dtype("out_index", out_index, INT_DTYPES)
+    check_same_device(out[0], index=index, out_index=out_index, **{f"out_{i}": t for i, t in enumerate(out)})
+    if not index.is_contiguous() or not out_index.is_contiguous():
+        raise ValueError("index and out_index must be contiguous.")
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}; expected at least 1.")
+    if index.numel() == 0 or host[0].shape[0] == 0:
+        return
+    if use_triton(out[0]):
+        from ragserve_kernels.gather_h2d.triton import gather_h2d_triton
+
+        gather_h2d_triton(host, out, index, out_index, programs=programs)
+    else:
+        gather_h2d_naive(host, out, index, out_index)

@@ -1,0 +1,93 @@
+"""The recompute pass: queries of many requests, each row attending to the first ``row_len`` of its request's kept slots."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ragserve_kernels._common import (
+    INT_DTYPES,
+    check_dtype,
+    check_head_dim,
+    check_last_contiguous,
+    check_same_device,
+    check_shape,
+    query_group,
+    use_triton,
+)
+from ragserve_kernels.prefix_rows_attention.naive import prefix_rows_attention_naive
+
+__all__ = ["prefix_rows_attention", "prefix_rows_attention_naive"]
+
+
+def prefix_rows_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    slot_start: torch.Tensor,
+    row_start: torch.Tensor,
+    row_len: torch.Tensor,
+    *,
+    max_rows: int,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one layer for all requests of a batch (SamKV section 3.3: slots are sorted by position, so causality is a length).
+
+    Args:
+        q: ``[rows, query_heads, head_dim]``, the rows of request ``b`` at ``row_start[b]`` to ``row_start[b + 1]``. Any order is
+            right; sorted by ``row_len`` is fast.
+        k, v: ``[pool slots, kv_heads, head_dim]``, this layer of the pool.
+        slots: int32 or int64 ``[total]``: the kept slots of all requests; those of request ``b`` begin at ``slot_start[b]``.
+        slot_start: int32 or int64 ``[requests]``.
+        row_start: int32 or int64 ``[requests + 1]``. Rows from ``row_start[requests]`` on are padding: their output is not written.
+        row_len: int32 ``[rows]``: how many of its request's first slots a row attends to, that layer's count of kept tokens at
+            positions up to the row's own; 0 gives a zero row.
+        max_rows: at least the most rows of any request (a launch size, known on the host; a captured graph keeps it).
+        scale: of the scores; default ``1 / sqrt(head_dim)``.
+        out: like ``q``, contiguous; allocated if left out.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit. Slot values and lengths are not checked here.
+    """
+    check_dtype("q", q)
+    check_shape("q", q, (None, None, None))
+    check_head_dim(q.shape[2])
+    check_shape("k", k, (None, None, q.shape[2]))
+    check_shape("v", v, tuple(k.shape))
+    check_dtype("k", k, (q.dtype,))
+    check_dtype("v", v, (q.dtype,))
+    query_group(q.shape[1], k.shape[1])
+    check_shape("slots", slots, (None,))
+    check_dtype("slots", slots, INT_DTYPES)
+    check_shape("slot_start", slot_start, (None,))
+    check_dtype("slot_start", slot_start, INT_DTYPES)
+    check_shape("row_start", row_start, (slot_start.shape[0] + 1,))
+    check_dtype("row_start", row_start, INT_DTYPES)
+    check_shape("row_len", row_len, (q.shape[0],))
+    check_dtype("row_len", row_len, (torch.int32,))
+    check_same_device(q, k=k, v=v, slots=slots, slot_start=slot_start, row_start=row_start, row_len=row_len)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("slots", slots), ("slot_start", slot_start), ("row_len", row_len)):
+        check_last_contiguous(name, tensor)
+    if max_rows < 0:
+        raise ValueError(f"max_rows is {max_rows}; expected 0 or more.")
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    check_shape("out", out, tuple(q.shape))
+    check_dtype("out", out, (q.dtype,))
+    check_same_device(q, out=out)
+    if not out.is_contiguous():
+        raise ValueError("out is not contiguous.")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[2])
+    if q.shape[0] == 0 or slot_start.shape[0] == 0 or max_rows == 0:
+        return out
+    if use_triton(q):
+        from ragserve_kernels.prefix_rows_attention.triton import prefix_rows_attention_triton
+
+        prefix_rows_attention_triton(q, k, v, slots, slot_start, row_start, row_len, out, max_rows=max_rows, scale=scale)
+    else:
+        prefix_rows_attention_naive(q, k, v, slots, slot_start, row_start, row_len, out, scale=scale, precision=torch.float32)
+    return out

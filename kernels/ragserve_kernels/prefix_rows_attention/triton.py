@@ -1,0 +1,194 @@
+# mypy: disable-error-code="no-untyped-def"
+"""``prefix_rows_attention`` in Triton: flash attention over gathered slots, with the bound of each row instead of a mask tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ragserve_kernels._common import next_power_of_2
+from ragserve_kernels._dot import dot, dot_precision
+
+
+class Tile(NamedTuple):
+    rows: int  # of the score tile: query rows x query heads of one group
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def attend_keys(
+    b_acc,  # float32 [M, D]
+    b_max,  # float32 [M], of scores in base 2
+    b_sum,  # float32 [M]
+    b_q,  # [M, D]
+    p_k,
+    p_v,
+    p_slots,
+    n_len,  # int32 [M]
+    i_begin,
+    i_end,
+    stride_k,
+    stride_v,
+    scale_2,
+    HEAD_DIM: tl.constexpr,
+    B_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold slots ``i_begin`` to ``i_end`` into the running softmax; without ``MASKED`` every row attends to all of them."""
+    o_dim = tl.arange(0, HEAD_DIM)
+    o_key = tl.arange(0, B_KEYS)
+    for i_key in tl.range(i_begin, i_end, B_KEYS):
+        if MASKED:
+            m_key = i_key + o_key < i_end
+            i_slot = tl.load(p_slots + i_key + o_key, mask=m_key, other=0).to(tl.int64)
+            # [D, N]
+            b_k = tl.load(p_k + i_slot[None, :] * stride_k + o_dim[:, None], mask=m_key[None, :], other=0.0)
+        else:
+            i_slot = tl.load(p_slots + i_key + o_key).to(tl.int64)
+            b_k = tl.load(p_k + i_slot[None, :] * stride_k + o_dim[:, None])
+        b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], B_KEYS], tl.float32), PRECISION) * scale_2
+        if MASKED:
+            b_s = tl.where((i_key + o_key)[None, :] < n_len[:, None], b_s, -float("inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        # a row without keys so far: exp2(-inf - 0) = 0, not NaN
+        b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
+        b_p = tl.exp2(b_s - b_base[:, None])
+        b_decay = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        # [N, D]
+        if MASKED:
+            b_v = tl.load(p_v + i_slot[:, None] * stride_v + o_dim[None, :], mask=m_key[:, None], other=0.0)
+        else:
+            b_v = tl.load(p_v + i_slot[:, None] * stride_v + o_dim[None, :])
+        b_acc = dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], PRECISION)
+        b_max = b_new
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def prefix_rows_attention_kernel(
+    p_q,  # [R, Hq, D]
+    p_k,  # [slots, Hkv, D]
+    p_v,
+    p_out,  # [R, Hq, D], contiguous
+    p_slots,
+    p_slot_start,
+    p_row_start,
+    p_row_len,
+    stride_q_row,
+    stride_q_head,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_slot,
+    stride_v_head,
+    scale_2,
+    QUERY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    B_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    i_kv_head = tl.program_id(0)
+    i_request = tl.program_id(1)
+    i_row_first = tl.load(p_row_start + i_request).to(tl.int64)
+    i_row_last = tl.load(p_row_start + i_request + 1).to(tl.int64)
+    # the last rows see the most slots: start them first
+    i_tile = tl.cdiv((i_row_last - i_row_first).to(tl.int32), B_ROWS) - 1 - tl.program_id(2)
+    if i_tile < 0:
+        return
+    o_m = tl.arange(0, B_ROWS * B_GROUP)
+    i_row = i_row_first + i_tile * B_ROWS + o_m // B_GROUP
+    o_head = o_m % B_GROUP
+    i_head = i_kv_head * GROUP + o_head
+    m_q = (i_row < i_row_last) & (o_head < GROUP)
+    n_len = tl.load(p_row_len + i_row, mask=m_q, other=0)
+    n_most = tl.max(n_len, 0)
+    n_least = tl.min(tl.where(m_q, n_len, 2147483647), 0)
+    n_unmasked = n_least // B_KEYS * B_KEYS
+
+    o_dim = tl.arange(0, HEAD_DIM)
+    p_slots += tl.load(p_slot_start + i_request).to(tl.int64)
+    p_k += i_kv_head.to(tl.int64) * stride_k_head
+    p_v += i_kv_head.to(tl.int64) * stride_v_head
+    # [M, D], M = rows x group
+    b_q = tl.load(p_q + i_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :], mask=m_q[:, None], other=0.0)
+    b_acc = tl.zeros([B_ROWS * B_GROUP, HEAD_DIM], tl.float32)
+    b_max = tl.full([B_ROWS * B_GROUP], -float("inf"), tl.float32)
+    b_sum = tl.zeros([B_ROWS * B_GROUP], tl.float32)
+    b_acc, b_max, b_sum = attend_keys(
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, 0, n_unmasked, stride_k_slot, stride_v_slot, scale_2,
+        HEAD_DIM, B_KEYS, False, PRECISION,
+    )  # fmt: skip
+    b_acc, b_max, b_sum = attend_keys(
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, n_unmasked, n_most, stride_k_slot, stride_v_slot, scale_2,
+        HEAD_DIM, B_KEYS, True, PRECISION,
+    )  # fmt: skip
+    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    o_out = (i_row * QUERY_HEADS + i_head) * HEAD_DIM
+    tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
+
+
+def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
+    """The fastest tiles measured on the H200 (README.md); float32 is computed without tensor cores and needs small ones."""
+    least = max(16, next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tile(max(least, 16), 32, 4, 1)
+    if head_dim == 256:
+        return Tile(max(least, 64), 32, 4, 2)
+    return Tile(max(least, 128), 64, 8, 2)
+
+
+def prefix_rows_attention_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    slot_start: torch.Tensor,
+    row_start: torch.Tensor,
+    row_len: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_rows: int,
+    scale: float,
+    tile: Tile | None = None,
+) -> None:
+    query_heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[1]
+    group = query_heads // kv_heads
+    tile = tile or choose_tile(head_dim, group, q.dtype)
+    block_group = next_power_of_2(group)
+    block_rows = max(1, tile.rows // block_group)
+    prefix_rows_attention_kernel[(kv_heads, slot_start.shape[0], triton.cdiv(max_rows, block_rows))](
+        q,
+        k,
+        v,
+        out,
+        slots,
+        slot_start,
+        row_start,
+        row_len,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        scale * 1.4426950408889634,
+        QUERY_HEADS=query_heads,
+        GROUP=group,
+        B_GROUP=block_group,
+        HEAD_DIM=head_dim,
+        B_ROWS=block_rows,
+        B_KEYS=tile.keys,
+        PRECISION=dot_precision(q.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,109 @@
+"""Where documents' KV lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ragserve_kernels._common import INT_DTYPES, KVLayers, check_dtype, check_same_device, check_shape
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSource:
+    """Documents in slots of a device pool, with any page size: token ``t`` of document ``d`` has slot ``slots[start[d] + t]``."""
+
+    kv: KVLayers
+    slots: torch.Tensor  # int32 or int64 [all documents' tokens]
+    start: torch.Tensor  # int64 [documents]
+
+    def __post_init__(self) -> None:
+        check_shape("DeviceSource.slots", self.slots, (None,))
+        check_dtype("DeviceSource.slots", self.slots, INT_DTYPES)
+        check_shape("DeviceSource.start", self.start, (None,))
+        check_dtype("DeviceSource.start", self.start, (torch.int64,))
+        check_same_device(self.kv.k[0], slots=self.slots, start=self.start)
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.start
+
+    @property
+    def documents(self) -> int:
+        return self.start.shape[0]
+
+    @property
+    def layers(self) -> int:
+        return self.kv.layers
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kv.dtype
+
+    def read(self, layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[n, kv_heads, head_dim]`` of tokens given by document and position."""
+        slot = self.slots[self.start[document] + token].long()
+        return self.kv.k[layer][slot], self.kv.v[layer][slot]
+
+
+@dataclass(frozen=True, eq=False)
+class HostSource:
+    """Documents in host memory, each ``[layer, kv_head, tokens, head_dim]`` (that is ``[layer, kv_head, block, block_tokens, head_dim]``).
+
+    One arena for K and one for V, pinned if a GPU is to read them, the same offsets in both: token ``t`` of head ``h`` of layer ``l`` of
+    document ``d`` begins at element ``base[d] + ((l * kv_heads + h) * capacity[d] + t) * head_dim``.
+    """
+
+    k: torch.Tensor  # [elements], on the CPU
+    v: torch.Tensor
+    base: torch.Tensor  # int64 [documents], elements, a multiple of 16; on the device of the destination
+    capacity: torch.Tensor  # int64 [documents]: tokens stored per layer and head, whole blocks
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for name, arena in (("k", self.k), ("v", self.v)):
+            check_shape(f"HostSource.{name}", arena, (None,))
+            if arena.is_cuda:
+                raise TypeError(f"HostSource.{name} is on {arena.device}; expected host memory.")
+            if arena.stride(0) != 1 or arena.data_ptr() % 16:
+                raise ValueError(f"HostSource.{name} must be contiguous and aligned to 16 bytes.")
+            if self.base.is_cuda and not arena.is_pinned():
+                raise ValueError(f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+        if self.k.dtype != self.v.dtype:
+            raise TypeError(f"HostSource.v has dtype {self.v.dtype}; expected K's, {self.k.dtype}.")
+        check_shape("HostSource.base", self.base, (None,))
+        check_dtype("HostSource.base", self.base, (torch.int64,))
+        check_shape("HostSource.capacity", self.capacity, tuple(self.base.shape))
+        check_dtype("HostSource.capacity", self.capacity, (torch.int64,))
+        check_same_device(self.base, capacity=self.capacity)
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.base
+
+    @property
+    def documents(self) -> int:
+        return self.base.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k.dtype
+
+    def read(self, layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[n, kv_heads, head_dim]`` of tokens given by document and position."""
+        document, token = document.cpu(), token.cpu()
+        base, capacity = self.base.cpu()[document], self.capacity.cpu()[document]
+        head = layer * self.kv_heads + torch.arange(self.kv_heads)
+        row = head[None, :] * capacity[:, None] + token[:, None]
+        element = base[:, None, None] + row[:, :, None] * self.head_dim + torch.arange(self.head_dim)
+        return self.k[element], self.v[element]
