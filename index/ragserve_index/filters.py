@@ -149,7 +149,7 @@ def _children(node: Any) -> tuple[Any, ...]:
     return (node.filter,) if isinstance(node, Not) else ()
 
 
-Filter = Annotated[_Tagged, AfterValidator(_check_size)]
+Filter = Annotated[AnyFilter, Field(discriminator="op"), AfterValidator(_check_size)]
 """The type for request models: any of the six, with its size checked."""
 
 _ADAPTER: TypeAdapter[AnyFilter] = TypeAdapter(Filter)
