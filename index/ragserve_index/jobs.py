@@ -111,17 +111,23 @@ class JobStore:
         doc_id: str | None = None,
     ) -> None:
         """Set what became of an item; ``size`` in bytes. Raises NotFound (``job_item_not_found``)."""
-        if state not in ITEM_STATES:
-            raise InvalidRequest(f"No item state {state!r}.", hint=f"States are: {', '.join(ITEM_STATES)}.", param="state")
+        self.update_items(job_id, [JobItem(source, state, reason, chunks, tokens, size, doc_id)])
+
+    def update_items(self, job_id: str, outcomes: Sequence[JobItem]) -> None:
+        """Set what became of several items in one transaction: all of them or, on an error, none. Raises NotFound as `update_item` does."""
+        for item in outcomes:
+            if item.state not in ITEM_STATES:
+                raise InvalidRequest(f"No item state {item.state!r}.", hint=f"States are: {', '.join(ITEM_STATES)}.", param="state")
         with self._database.write() as connection:
-            cursor = connection.execute(
-                "UPDATE job_items SET state = ?, reason = ?, chunks = ?, tokens = ?, size_bytes = ?, doc_id = ?"
-                " WHERE job_id = ? AND source = ?",
-                (state, reason, chunks, tokens, size, doc_id, job_id, source),
-            )
-            if cursor.rowcount == 0:
-                _job(connection, job_id)
-                raise NotFound(f"Job {job_id} has no item {source!r}.", code="job_item_not_found")
+            for item in outcomes:
+                cursor = connection.execute(
+                    "UPDATE job_items SET state = ?, reason = ?, chunks = ?, tokens = ?, size_bytes = ?, doc_id = ?"
+                    " WHERE job_id = ? AND source = ?",
+                    (item.state, item.reason, item.chunks, item.tokens, item.size_bytes, item.doc_id, job_id, item.source),
+                )
+                if cursor.rowcount == 0:
+                    _job(connection, job_id)
+                    raise NotFound(f"Job {job_id} has no item {item.source!r}.", code="job_item_not_found")
             connection.execute("UPDATE jobs SET updated_at = ? WHERE job_id = ?", (time.time(), job_id))
 
     def items(self, job_id: str, state: str | None = None) -> Items:
