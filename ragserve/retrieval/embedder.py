@@ -80,6 +80,9 @@ class Embedder:
 def _load(name: str, device: str) -> Any:
     from ragserve.engine.compat import prepare
 
+    # libgomp's threads spin at every barrier; where another process wants the core (the engine, the parser, a second worker), two
+    # spinning threads took 80 ms for a question that two sleeping ones answer in 11. Read once, when torch loads the library.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare()  # transformers imports torchvision, which needs help where it is a CUDA build on a machine without CUDA
     import torch
     from sentence_transformers import SentenceTransformer

@@ -1,0 +1,72 @@
+"""The server's side of ingestion: one background thread that runs uploaded jobs, its own and those that a crashed server left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ragserve.errors import Conflict, NotFound, RagserveError
+from ragserve.ingest.service import Ingestor
+
+__all__ = ["JobRunner"]
+
+log = logging.getLogger(__name__)
+_POLL_S = 1.0
+
+
+class JobRunner:
+    """Runs jobs one after another, oldest first. Jobs over paths are left to the command line that made them."""
+
+    def __init__(self, ingestor: Ingestor) -> None:
+        self._ingestor = ingestor
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Remove uploads that no job needs, then start the thread. Once per object."""
+        if self._thread is not None:
+            raise RagserveError("The job runner was started already.")
+        removed = self._ingestor.spool.clean(self._ingestor.spools_in_use)
+        if removed:
+            log.info("Removed %d abandoned uploads", removed)
+        self._thread = threading.Thread(target=self._loop, name="ragserve-jobs", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A job was submitted: look now, not at the next poll."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Stop after the batch in progress; a job cut short is resumed by the next runner. Idempotent."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            self._wake.clear()
+            try:
+                ran = self._run_next()
+            except Exception:
+                log.exception("Looking for ingestion jobs failed; trying again")
+                ran = False
+            if not ran:
+                self._wake.wait(_POLL_S)
+
+    def _run_next(self) -> bool:
+        """Whether a job was run."""
+        for state in ("queued", "running"):
+            jobs = [job for job in self._ingestor.jobs.list(state=state, limit=1_000_000) if job.spec.get("kind") == "upload"]
+            for job in sorted(jobs, key=lambda job: job.created_at):
+                try:
+                    report = self._ingestor.run(job.job_id, stop=self._stop)
+                except (Conflict, NotFound):  # another process runs it, or it is gone with its namespace
+                    continue
+                except Exception:
+                    log.exception("Ingestion job %s failed", job.job_id)
+                    return True
+                log.info("Ingestion job %s: %s, %d chunks in %.1f s", job.job_id, report.state, report.progress.chunks, report.seconds)
+                return True
+        return False

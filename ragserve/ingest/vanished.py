@@ -1,0 +1,45 @@
+"""Documents whose file is gone from a directory that was ingested."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from ragserve.errors import NotFound
+from ragserve.ingest.sources import matches
+from ragserve_index import IndexStore
+from ragserve_index.types import Document
+
+__all__ = ["every_document", "vanished"]
+
+_PAGE = 1000
+
+
+def every_document(store: IndexStore, namespace: str, *, source_prefix: str | None = None) -> Iterator[Document]:
+    """All documents of a namespace, by doc_id, a page at a time."""
+    after: str | None = None
+    while True:
+        page = store.documents(namespace, limit=_PAGE, after=after, source_prefix=source_prefix)
+        yield from page
+        if len(page) < _PAGE:
+            return
+        after = page[-1].doc_id
+
+
+def vanished(store: IndexStore, namespace: str, roots: Sequence[str], *, recursive: bool, globs: Sequence[str]) -> list[Document]:
+    """Those under ``roots`` that a scan with these options would have found, had their file not gone. None where a root itself is gone:
+    that looks more like a disk not mounted than like a wish to forget it."""
+    gone: dict[str, Document] = {}
+    for root in roots:
+        prefix = os.path.join(root, "")
+        if not os.path.isdir(root):
+            continue
+        try:
+            for document in every_document(store, namespace, source_prefix=prefix):
+                relative = document.source.removeprefix(prefix)
+                within = (recursive or os.sep not in relative) and matches(relative, globs)
+                if within and not os.path.lexists(document.source):
+                    gone[document.doc_id] = document
+        except NotFound:  # nothing was ever indexed in this namespace
+            return []
+    return list(gone.values())

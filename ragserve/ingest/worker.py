@@ -1,0 +1,112 @@
+"""The parsing process: reads a file, hashes it, parses it, cuts it into chunks. Nothing here may import torch or SGLang.
+
+It speaks JSON lines, one request and one reply at a time, on stdin and on what was stdout when it started. JSON and not pickle: a
+parser that a hostile file took over could otherwise run code in the parent. The parent's side, with the time limit and restarts, is
+`parse_process`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import stat
+from typing import IO, Any
+
+from ragserve.errors import RagserveError, TooLarge, UnsupportedDocument
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # a library that prints must not be taken for a reply
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    _Worker(json.loads(requests.readline())).serve(requests, replies)
+
+
+class _Worker:
+    def __init__(self, config: dict[str, Any]) -> None:
+        limit = int(config["memory_bytes"])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        from ragserve.ingest.chunking import Chunker
+        from ragserve.ingest.tokenizer import Counter, TokenizerSource
+
+        self._chunker = Chunker(Counter(TokenizerSource(config["tokenizer_json"], "")), int(config["chunk_tokens"]))
+        self._max_bytes = int(config["max_bytes"])
+        self._memory_mib = limit >> 20
+        self._cpu_seconds = int(config["timeout_s"]) * 2 + 60
+
+    def serve(self, requests: IO[str], replies: IO[str]) -> None:
+        _reply(replies, {"ready": True})
+        for line in requests:
+            # an orphan of a killed parent that is stuck in a hostile file is ended by the kernel
+            spent = resource.getrusage(resource.RUSAGE_SELF)
+            deadline = int(spent.ru_utime + spent.ru_stime) + self._cpu_seconds
+            resource.setrlimit(resource.RLIMIT_CPU, (deadline, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+            _reply(replies, self._answer(json.loads(line)))
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._document(request)
+        except RagserveError as error:
+            return {"failed": str(error), "code": error.code}
+        except MemoryError:
+            return {"failed": f"needs more than {self._memory_mib} MiB of memory to parse", "code": "memory"}
+        except OSError as error:
+            return {"failed": f"unreadable: {error.strerror or error}", "code": "unreadable"}
+        except Exception as error:  # noqa: BLE001 - third parties' parsers raise anything; it is this file's failure with its reason
+            return {"failed": f"could not be parsed: {type(error).__name__}: {error}", "code": "parse_error"}
+
+    def _document(self, request: dict[str, Any]) -> dict[str, Any]:
+        from ragserve.ingest.parsers import Raw, parse
+
+        data = _read(request["path"], self._max_bytes)
+        digest = hashlib.blake2b(data, digest_size=20, key=request["salt"].encode()).hexdigest()
+        if digest == request.get("known_hash"):
+            return {"unchanged": digest, "size": len(data)}
+        raw = Raw(data, request["filename"], request["ext"], request.get("url"), request.get("charset"))
+        parsed = parse(raw, request.get("parser"))
+        chunks = self._chunker.split(parsed.text, parsed.pages)
+        if not chunks:
+            raise UnsupportedDocument("empty: no text to index", code="empty_document")
+        return {
+            "hash": digest,
+            "size": len(data),
+            "mime": parsed.mime,
+            "title": parsed.title[:500],
+            "metadata": parsed.metadata,
+            "chunks": [(c.text, c.start, c.end, c.n_tokens, c.page) for c in chunks],
+        }
+
+
+def _read(path: str, max_bytes: int) -> bytes:
+    """The file's bytes. O_NONBLOCK so that a named pipe cannot hang the open; only regular files are read."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if status.st_size > max_bytes:
+            raise _too_large(status.st_size, max_bytes)
+        data = file.read(max_bytes + 1)  # the file may grow while it is read
+    if len(data) > max_bytes:
+        raise _too_large(len(data), max_bytes)
+    return data
+
+
+def _too_large(size: int, limit: int) -> TooLarge:
+    return TooLarge(f"too large: {size:,} bytes, the limit is {limit:,} (RAGSERVE_MAX_UPLOAD_BYTES)")
+
+
+def _reply(replies: IO[str], message: dict[str, Any]) -> None:
+    # ensure_ascii keeps lone surrogates and line separators out of the protocol
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

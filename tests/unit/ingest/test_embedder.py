@@ -1,0 +1,56 @@
+"""The embedder: normalised, deterministic whatever the batch, safe in threads, and plain about what it cannot load."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragserve.errors import InvalidRequest
+from ragserve.retrieval.embedder import Embedder, canonical_name
+
+TEXTS = ["The harbour froze in January.", "short", "A long sentence about many things. " * 20, "Reykjavik is the capital of Iceland.", ""]
+
+
+def test_vectors_are_normalised_float32_in_the_order_given(embedder: Embedder) -> None:
+    together = embedder.encode(TEXTS)
+    assert (together.dtype, together.shape, embedder.dim) == (np.float32, (5, 384), 384)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+    for i, text in enumerate(TEXTS):
+        np.testing.assert_allclose(embedder.encode([text])[0], together[i], atol=1e-5)
+
+
+def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
+    assert embedder.encode([]).shape == (0, 384)
+
+
+def test_a_question_is_nearest_to_its_answer(embedder: Embedder) -> None:
+    scores = embedder.encode(TEXTS) @ embedder.encode_query("What is the capital of Iceland?")
+    assert int(np.argmax(scores)) == 3
+
+
+def test_threads_get_the_vectors_of_their_own_texts(embedder: Embedder) -> None:
+    expected = embedder.encode(TEXTS)
+    with ThreadPoolExecutor(len(TEXTS)) as pool:
+        for i, vectors in enumerate(pool.map(lambda i: [embedder.encode([TEXTS[i]])[0] for _ in range(5)], range(len(TEXTS)))):
+            for vector in vectors:
+                np.testing.assert_allclose(vector, expected[i], atol=1e-5)
+
+
+def test_a_model_that_is_not_there_is_said_plainly(tmp_path: Path) -> None:
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    (tmp_path / "empty").mkdir()
+    for name in ("nobody/has-this-model", str(tmp_path / "empty")):
+        with pytest.raises(InvalidRequest, match="could not be loaded") as caught:
+            Embedder(name)
+        assert caught.value.code == "embedder_not_found"
+
+
+def test_spellings_of_one_model_are_one_embedder(tmp_path: Path) -> None:
+    assert canonical_name("sentence-transformers/all-MiniLM-L6-v2") == canonical_name("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
+    assert canonical_name("BAAI/bge-small-en-v1.5") == "BAAI/bge-small-en-v1.5"
+    (tmp_path / "a").mkdir()
+    assert canonical_name(f"{tmp_path}/a/../a") == str(tmp_path / "a")
