@@ -30,7 +30,7 @@ _RESERVED_TOKENS = 8
 # Prompts from this size on are laid out in a thread, so that others' streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
 # A follow-up of fewer words ("And who wrote it?") seldom says what it is about: the user's turn before it is searched for as well.
-_SHORT_FOLLOW_UP_WORDS = 8
+_SHORT_FOLLOW_UP_WORDS = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 
 from ragserve.api import documents, errors, ingest, openai, openapi, query, retrieve, system
 from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
+from ragserve.api.openai_schemas import ChatChunk, ChatRequest
+from ragserve.api.schemas import IngestTexts
 from ragserve.api.services import load_embedder, open_services
 from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
@@ -60,7 +62,7 @@ def create_app(
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
     app.add_middleware(RequestContext)
     errors.install(app)
-    openapi.install(app)
+    openapi.install(app, [IngestTexts, ChatRequest, ChatChunk, *query.EVENTS.values()])
     return app
 
 

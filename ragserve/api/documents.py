@@ -22,11 +22,11 @@ DocId = Annotated[str, Path(min_length=1, max_length=128, description="As citati
 NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
 
 
-class In(RequestModel):
+class Where(RequestModel):
     namespace: Namespace = Field("default", description="The namespace of the document.")
 
 
-class DocumentsPage(In):
+class DocumentsPage(Where):
     filter: Annotated[Text, Field(max_length=65_536)] | None = Field(
         None, description="A filter as JSON text, as in /rag/query.", examples=['{"op":"eq","field":"lang","value":"en"}']
     )
@@ -35,7 +35,7 @@ class DocumentsPage(In):
     after: Annotated[Text, Field(max_length=128)] | None = Field(None, description="As `next` of the page before.")
 
 
-class ChunksPage(In):
+class ChunksPage(Where):
     limit: int = Field(100, ge=1, le=1000)
     after: int = Field(0, ge=0, description="As `next` of the page before.")
 
@@ -67,7 +67,7 @@ async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> Docume
     response_model=DocumentView,
     responses=documented(examples.DOCUMENT, 400, 404, 503, description="The document"),
 )
-async def document(doc_id: DocId, where: Annotated[In, Query()], svc: Svc) -> DocumentView:
+async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
     """What the registry knows of it; its text is in its chunks."""
     return _document(await asyncio.to_thread(svc.store.document, where.namespace, doc_id))
 
@@ -94,7 +94,7 @@ async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) 
     response_model=DocumentView,
     responses=documented(examples.DOCUMENT, 400, 404, 503, 507, description="What was removed"),
 )
-async def remove(doc_id: DocId, where: Annotated[In, Query()], svc: Svc) -> DocumentView:
+async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
     """Queries that begin after the answer do not see it any more."""
     return _document(await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 _ID = "5b0c6a3f6d5e4f5f9d0f7f3a2b1c4d5e"
@@ -71,25 +72,30 @@ ANSWER: dict[str, Any] = {
     "finish_reason": "stop",
     "request_id": _ID,
 }
-QUERY_SSE = f"""event: search_results
-data: {{"namespace":"docs","index_version":12,"results":[...],"documents_kept":3,"timings":{{...}},"request_id":"{_ID}"}}
 
-event: message
-data: {{"text":"Alan"}}
 
-event: message
-data: {{"text":" Stevenson [1]."}}
+def _sse(*events: tuple[str, Any]) -> str:
+    """A stream as it is on the wire; events without a name are OpenAI's."""
+    lines = [(f"event: {name}\n" if name else "", data if isinstance(data, str) else json.dumps(data)) for name, data in events]
+    return "".join(f"{head}data: {data}\n\n" for head, data in lines)
 
-event: citation
-data: {{"index":1,"doc_id":"d41f6c2a9b7e","chunk_id":17,...,"basis":"marker"}}
 
-event: final_answer
-data: {{"answer":"Alan Stevenson [1].","citations":[...],...}}
-
-event: done
-data: {{"request_id":"{_ID}"}}
-
-"""
+_SEARCH_RESULTS = {
+    "namespace": "docs",
+    "index_version": 12,
+    "results": [_FOUND],
+    "documents_kept": 1,
+    "timings": {"embed_ms": 8.1, "search_ms": 0.6},
+    "request_id": _ID,
+}
+QUERY_SSE = _sse(
+    ("search_results", _SEARCH_RESULTS),
+    ("message", {"text": "Alan"}),
+    ("message", {"text": " Stevenson [1]."}),
+    ("citation", ANSWER["citations"][0]),
+    ("final_answer", ANSWER),
+    ("done", {"request_id": _ID}),
+)
 
 RETRIEVE_REQUESTS: dict[str, Any] = {
     "simple": {"summary": "Search", "value": {"query": "Who built Skerryvore?", "k": 3}},
@@ -274,15 +280,27 @@ CHAT_ANSWER: dict[str, Any] = {
     "citations": ANSWER["citations"],
     "ragserve": _EXTRAS,
 }
-CHAT_SSE = f"""data: {{"id":"chatcmpl-{_ID}",...,"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}},...}}]}}
+_CHUNK = {"id": f"chatcmpl-{_ID}", "object": "chat.completion.chunk", "created": 1767225600, "model": "ragserve/docs"}
 
-data: {{"id":"chatcmpl-{_ID}",...,"choices":[{{"index":0,"delta":{{"content":"Alan Stevenson [1]."}},...}}]}}
 
-data: {{"id":"chatcmpl-{_ID}",...,"choices":[{{"index":0,"delta":{{"annotations":[...]}},"finish_reason":"stop"}}],"citations":[...]}}
+def _choice(delta: dict[str, Any], finish_reason: str | None = None) -> list[dict[str, Any]]:
+    return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]
 
-data: [DONE]
 
-"""
+CHAT_SSE = _sse(
+    ("", {**_CHUNK, "choices": _choice({"role": "assistant", "content": ""})}),
+    ("", {**_CHUNK, "choices": _choice({"content": "Alan Stevenson [1]."})}),
+    (
+        "",
+        {
+            **_CHUNK,
+            "choices": _choice({"annotations": [_URL_CITATION]}, "stop"),
+            "citations": ANSWER["citations"],
+            "ragserve": _EXTRAS,
+        },
+    ),
+    ("", "[DONE]"),
+)
 MODEL = {"id": "ragserve/docs", "object": "model", "created": 0, "owned_by": "ragserve"}
 MODELS = {
     "object": "list",

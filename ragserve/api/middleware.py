@@ -90,15 +90,14 @@ class LimitBody:
         self._limit_for = limit_for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        limit = self._limit_for(scope["path"], headers) if scope["type"] == "http" else None
+        limit = self._limit_for(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
         if limit is None:
             await self._app(scope, receive, send)
             return
         refusal = TooLarge(
             f"The request's body is over {limit:,} bytes.", hint="Send less at a time, or raise max_body_bytes or max_upload_bytes."
         )
-        length = headers.get("content-length", "")
+        length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:
             await _refuse(refusal, scope, receive, send)
             return

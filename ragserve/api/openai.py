@@ -8,10 +8,11 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from pydantic import TypeAdapter, ValidationError
+from starlette.responses import JSONResponse
 
 from ragserve.answer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
 from ragserve.api import errors, examples
@@ -20,6 +21,7 @@ from ragserve.api.openai_schemas import (
     Annotation,
     AnswerMessage,
     ChatAnswer,
+    ChatChunk,
     ChatRequest,
     ChatUsage,
     Choice,
@@ -67,7 +69,7 @@ _BODY = {
         502,
         503,
         description="The answer, or with `stream` its chunks",
-        sse=examples.CHAT_SSE,
+        sse=(examples.CHAT_SSE, {"": ChatChunk}),
     ),
     openapi_extra={"requestBody": _BODY},
 )
@@ -109,11 +111,12 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     response_model=ModelList,
     responses=documented(examples.MODELS, 502, 503, description="One model per namespace, then SGLang's"),
 )
-async def models(request: Request, svc: Svc) -> ModelList:
+async def models(request: Request, svc: Svc) -> Response:
     """Every namespace is a model to chat with; the models of SGLang answer without documents."""
     upstream: Upstream = request.app.state.upstream
     namespaces, others = await asyncio.gather(asyncio.to_thread(svc.store.namespaces), upstream.models())
-    return ModelList(data=[*(Model(id=PREFIX + one.name) for one in namespaces), *others])
+    ours = [Model(id=PREFIX + one.name).model_dump() for one in namespaces]
+    return JSONResponse({"object": "list", "data": [*ours, *others]})  # SGLang's as they are: they have fields of their own
 
 
 @router.get(
@@ -122,7 +125,7 @@ async def models(request: Request, svc: Svc) -> ModelList:
     response_model=Model,
     responses=documented(examples.MODEL, 404, 502, 503, description="The model"),
 )
-async def model(request: Request, model_id: str) -> Response:
+async def model(request: Request, model_id: Annotated[str, Path(description="`ragserve/NAMESPACE`, or a model of SGLang.")]) -> Response:
     """A namespace's model; other names go to SGLang."""
     if not model_id.startswith(PREFIX):
         upstream: Upstream = request.app.state.upstream

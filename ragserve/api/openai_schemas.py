@@ -134,6 +134,34 @@ class ChatAnswer(BaseModel):
     ragserve: Extras
 
 
+class ChunkDelta(BaseModel):
+    """Only what is new is there."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    annotations: list[Annotation] | None = None
+
+
+class ChunkChoice(BaseModel):
+    index: Literal[0] = 0
+    delta: ChunkDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(BaseModel):
+    """One `data` of a stream; after the last comes `[DONE]`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice] = Field(description="Empty on the chunk with the usage.")
+    usage: ChatUsage | None = Field(default=None, description="With `stream_options.include_usage`, on the last chunk.")
+    citations: list[Citation] | None = Field(default=None, description="On the last chunk that has a choice.")
+    ragserve: Extras | None = Field(default=None, description="On the last chunk that has a choice.")
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"
@@ -143,4 +171,4 @@ class Model(BaseModel):
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Model | dict[str, Any]] = Field(description="One per namespace, then SGLang's.")
+    data: list[Model] = Field(description="One per namespace, then SGLang's, which have more fields.")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 from ragserve import __version__
 from ragserve.api.schemas import ErrorBody
 
+# FastAPI leaves out every null of the document, also those of examples: this stands for them until it has.
+_NULL = "\ue000null\ue001"
+_REF = "#/components/schemas/{model}"
 _ERRORS: dict[int, tuple[str, str, str]] = {
     # status: (what it means, code of the example, message of the example)
     400: ("The request is malformed or out of range", "invalid_request", "k: Input should be greater than or equal to 1."),
@@ -27,14 +33,19 @@ _ERRORS: dict[int, tuple[str, str, str]] = {
 
 
 def documented(
-    example: Any, *statuses: int, success: int = 200, description: str, sse: str | None = None
+    example: Any, *statuses: int, success: int = 200, description: str, sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None
 ) -> dict[int | str, dict[str, Any]]:
-    """``responses`` of a route: what success looks like, and the errors it can give beside 401 and 500, which all can."""
-    content: dict[str, Any] = {} if example is None else {"application/json": {"example": example}}
+    """``responses`` of a route: what success looks like, and the errors it can give beside 401 and 500, which all can.
+
+    ``sse`` is an example of its stream and the model of each event's data, by the event's name (empty for events without one).
+    """
+    content: dict[str, Any] = {} if example is None else {"application/json": {"example": _swap(example, None, _NULL)}}
     if sse is not None:
+        stream, events = sse
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Server-sent events; the data of each is JSON."},
-            "example": sse,
+            "itemSchema": {"oneOf": [_event(name, model) for name, model in events.items()]},  # as OpenAPI 3.2 has it
+            "example": stream,
         }
     responses: dict[int | str, dict[str, Any]] = {success: {"description": description}}
     if content:
@@ -46,13 +57,31 @@ def documented(
         responses[status] = {
             "model": ErrorBody,
             "description": meaning,
-            "content": {"application/json": {"example": {"error": detail}}},
+            "content": {"application/json": {"example": _swap({"error": detail}, None, _NULL)}},
         }
     return responses
 
 
-def install(app: FastAPI) -> None:
-    """Our own document, built on first use: what FastAPI says, with the key's scheme and without the 422 that we never send."""
+def _swap(value: Any, old: Any, new: Any) -> Any:
+    """A JSON value with ``new`` wherever ``old`` stands."""
+    if isinstance(value, dict):
+        return {key: _swap(one, old, new) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_swap(one, old, new) for one in value]
+    return new if value == old else value
+
+
+def _event(name: str, model: type[BaseModel]) -> dict[str, Any]:
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"$ref": _REF.format(model=model.__name__)}}
+    named = {"event": {"const": name}} if name else {}
+    return {"type": "object", "required": [*named, "data"], "properties": {**named, "data": data}, "description": model.__doc__ or name}
+
+
+def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """Our own document, built on first use: what FastAPI says, with the key's scheme and without the 422 that we never send.
+
+    ``models`` are those that routes mention by reference only.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -64,10 +93,14 @@ def install(app: FastAPI) -> None:
             for path in schema["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
+            schemas = schema["components"]["schemas"]
+            _, referenced = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+            for name, definition in referenced["$defs"].items():
+                schemas.setdefault(name, definition)
             for unused in ("HTTPValidationError", "ValidationError"):
-                schema["components"]["schemas"].pop(unused, None)
-            app.openapi_schema = schema
-        return app.openapi_schema
+                schemas.pop(unused, None)
+            app.openapi_schema = _swap(schema, _NULL, None)
+        return dict(app.openapi_schema)
 
     app.openapi = openapi  # type: ignore[method-assign]
 

@@ -8,12 +8,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 from fastapi.sse import format_sse_event
+from pydantic import BaseModel
 
 from ragserve.answer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
 from ragserve.api import examples
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import QueryRequest
+from ragserve.api.schemas import DoneEvent, ErrorBody, MessageEvent, QueryRequest
 from ragserve.api.services import RequestId, Services, Svc
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.engine.base import Sampling
@@ -21,6 +22,14 @@ from ragserve.errors import EngineError, RagserveError
 from ragserve.prompt import Message
 from ragserve.results import Answer, Citation, SearchResults
 
+EVENTS: dict[str, type[BaseModel]] = {
+    "search_results": SearchResults,
+    "message": MessageEvent,
+    "citation": Citation,
+    "final_answer": Answer,
+    "done": DoneEvent,
+    "error": ErrorBody,
+}
 router = APIRouter(tags=["query"], route_class=JsonRoute)
 
 
@@ -39,7 +48,7 @@ router = APIRouter(tags=["query"], route_class=JsonRoute)
         502,
         503,
         description="The answer, or with `stream` its events",
-        sse=examples.QUERY_SSE,
+        sse=(examples.QUERY_SSE, EVENTS),
     ),
 )
 async def query(

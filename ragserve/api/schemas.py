@@ -60,7 +60,7 @@ class QueryRequest(RetrieveRequest):
     system: Annotated[Text, Field(max_length=8192)] | None = Field(None, description="Replaces the system text.")
     history: list[HistoryMessage] = Field(
         default_factory=list,
-        description="Earlier turns, oldest first. A question of fewer than 8 words is searched for together with the user's previous turn.",
+        description="Earlier turns, oldest first. A question of fewer than 6 words is searched for together with the user's previous turn.",
     )
     documents: list[GivenDocument] | None = Field(
         None,
@@ -212,6 +212,18 @@ class ErrorDetail(BaseModel):
     param: str | None = Field(description="The field at fault.")
     hint: str | None = Field(description="What to do, alone.")
     request_id: str | None
+
+
+class MessageEvent(BaseModel):
+    """SSE `message`: a piece of the answer; joined they are the whole of it."""
+
+    text: str
+
+
+class DoneEvent(BaseModel):
+    """SSE `done`: nothing follows. A stream that ends without it was broken off."""
+
+    request_id: str
 
 
 class ErrorBody(BaseModel):

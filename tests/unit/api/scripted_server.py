@@ -1,0 +1,207 @@
+"""The product's app on a real socket, with the real index, prompts and ingestion; only the model and the embedder are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from ragserve.api.app import create_app
+from ragserve.config import Settings
+from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.errors import RagserveError
+from ragserve_index.types import NewChunk, NewDocument
+
+DIM = 64
+
+
+class ScriptedEngine:
+    """Says what it is told to; ``running`` are the requests it has not finished, ``aborted`` those whose reader left."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        self._tokenizer = str(tokenizer)
+        self.reset()
+
+    def reset(self) -> None:
+        self.deltas: Sequence[str] = (" Alan", " Stevenson", " [1]", ".")
+        self.cached = 0
+        self.finish_reason = "stop"
+        self.error: Exception | None = None
+        self.error_after = 0
+        self.hold = threading.Event()  # clear: the engine never goes on after the first delta
+        self.hold.set()
+        self.is_ready = True
+        self.requests: list[GenerateRequest] = []
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+
+    async def start(self) -> EngineInfo:
+        return self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo("local", "scripted", self._tokenizer, "0", "cpu", "none", 2048, 4096, ("full", "prefix"))
+
+    async def ready(self) -> bool:
+        return self.is_ready
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self.requests.append(request)
+        self.running.add(request.rid)
+        finished = False
+        try:
+            for place, delta in enumerate(self.deltas):
+                if self.error is not None and place == self.error_after:
+                    finished = True
+                    raise self.error
+                last = place == len(self.deltas) - 1
+                usage = EngineUsage(len(request.input_ids), self.cached, place + 1)
+                finished = last
+                yield GenerateChunk(delta, usage, EngineTimings(0.5, 1.5), self.finish_reason if last else None)
+                await asyncio.sleep(0)
+                while not self.hold.is_set():
+                    await asyncio.sleep(0.005)
+        finally:
+            self.running.discard(request.rid)
+            if not finished:
+                self.aborted.append(request.rid)
+
+    async def close(self) -> None:
+        return None
+
+
+class WordEmbedder:
+    """Texts that share words are near each other. ``calls`` are the batches it was given."""
+
+    name = "words"
+    dim = DIM
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.error: Exception | None = None
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.calls.append(list(texts))
+        if self.error is not None:
+            raise self.error
+        vectors = np.full((len(texts), DIM), 1e-3, dtype=np.float32)
+        for row, text in enumerate(texts):
+            for word in text.lower().replace("?", " ").replace(".", " ").split():
+                vectors[row, zlib.crc32(word.encode()) % DIM] += 1
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    def encode_query(self, text: str) -> np.ndarray:
+        return self.encode([text])[0]
+
+
+@dataclass
+class Live:
+    """A running server with everything a test may want to look into."""
+
+    url: str
+    app: Any
+    engine: ScriptedEngine
+    embedder: WordEmbedder
+    settings: Settings
+    seen_upstream: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def services(self) -> Any:
+        return self.app.state.services
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def index(self, namespace: str, texts: dict[str, str], **metadata: Any) -> None:
+        """Documents of one chunk each, straight into the store."""
+        store = self.services.store
+        store.ensure_namespace(namespace, embedder="words", dim=DIM)
+        batch = []
+        for name, text in texts.items():
+            document = NewDocument(name, name.title(), str(zlib.crc32(text.encode())), "text/plain", len(text), {"name": name, **metadata})
+            batch.append((document, [NewChunk(text, 0, len(text), len(text.split()))], self.embedder.encode([text])))
+        store.replace_documents(namespace, batch)
+        self.embedder.calls.clear()
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that another thread does; fails after far longer than it takes."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"never happened: {what}")
+        time.sleep(0.005)
+
+
+def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
+    """Stands where SGLang's app does."""
+
+    async def echo(request: Request) -> Response:
+        body = await request.body()
+        seen.append({"path": request.url.path, "method": request.method, "body": body, "scope": dict(request.scope)})
+        return JSONResponse({"upstream": request.url.path, "size": len(body)})
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(
+            {"object": "list", "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "root": "x"}]}
+        )
+
+    async def fails(request: Request) -> Response:
+        raise RuntimeError("secret detail")
+
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/boom", fails),
+            WebSocketRoute("/v1/realtime", socket),
+            Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
+    )
+
+
+@contextmanager
+def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **options: Any) -> Iterator[Live]:
+    """The app behind uvicorn in a thread, on a free port, until the block ends."""
+    settings = Settings(data_dir=data_dir, model=str(model), **options)
+    engine, embedder = ScriptedEngine(model), WordEmbedder()
+    seen: list[dict[str, Any]] = []
+    app = create_app(settings, engine, upstream=upstream_app(seen), serve_metrics=serve_metrics, embedder=lambda _: embedder)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: server.started or not thread.is_alive(), "start-up")
+        if not server.started:
+            raise RagserveError("the app did not start")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Live(f"http://127.0.0.1:{port}", app, engine, embedder, settings, seen)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+DOCUMENTS = {
+    "skerryvore": "The lighthouse of Skerryvore was built by Alan Stevenson.",
+    "bell": "The lighthouse of Bell Rock was built by Robert Stevenson.",
+    "soup": "A soup of leeks and potatoes is made in half an hour.",
+}

@@ -1,0 +1,201 @@
+"""`/v1/chat/completions` and `/v1/models` through OpenAI's own client; everything that is not ours goes through untouched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_server import DOCUMENTS, Live
+
+from ragserve.errors import EngineError
+from ragserve.prompt import Message, PromptBuilder, PromptDocument
+
+QUESTION = "Who built the lighthouse of Skerryvore?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture
+def chat(live: Live, docs: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client.chat.completions
+
+
+def test_an_answer_with_citations(chat: Any) -> None:
+    answer = chat.create(model="ragserve/docs", messages=MESSAGES)
+    message = answer.choices[0].message
+    assert message.content == "Alan Stevenson [1]."
+    assert answer.choices[0].finish_reason == "stop"
+    (annotation,) = message.annotations
+    where = annotation.url_citation
+    assert annotation.type == "url_citation"
+    assert message.content[where.start_index : where.end_index] == "[1]"
+    assert (where.title, where.url) == ("Skerryvore", "skerryvore")
+    assert answer.citations[0]["text"] == DOCUMENTS["skerryvore"]
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 4
+    assert answer.ragserve["context"]["strategy"] == "prefix"
+    assert answer.model == "ragserve/docs"
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_a_stream_with_citations_on_its_last_choice(chat: Any, live: Live, with_usage: bool) -> None:
+    live.engine.deltas = (" Alan [", "9] Stevenson", " [1", "].")
+    live.engine.cached = 3
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    chunks = list(chat.create(model="ragserve/docs", messages=MESSAGES, stream=True, **options))
+    choices = [chunk for chunk in chunks if chunk.choices]
+    assert choices[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in choices) == "Alan Stevenson [1]."
+    assert [chunk.choices[0].finish_reason for chunk in choices] == [None] * (len(choices) - 1) + ["stop"]
+    last = choices[-1]
+    assert last.citations[0]["source"] == "skerryvore"
+    assert last.choices[0].delta.annotations[0]["url_citation"]["start_index"] == 15
+    assert all(not hasattr(chunk, "citations") for chunk in choices[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    if with_usage:
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == 4
+        assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+    else:
+        assert chunks[-1] is last
+
+
+def test_the_last_message_is_the_question_and_the_others_are_history(chat: Any, live: Live) -> None:
+    first = chat.create(model="ragserve/docs", messages=MESSAGES)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *MESSAGES,
+        first.choices[0].message,  # as the client library gives it back
+        {"role": "user", "content": [{"type": "text", "text": "And who built Bell Rock, please, in two words?"}]},
+    ]
+    answer = chat.create(model="ragserve/docs", messages=messages, extra_body={"k": 1})
+    passage = answer.citations[0]
+    expected = PromptBuilder.load(live.settings.model).build(
+        "And who built Bell Rock, please, in two words?",
+        [PromptDocument("", passage["title"], passage["text"])],
+        max_prompt_tokens=1500,
+        history=[Message("user", QUESTION), Message("assistant", "Alan Stevenson [1].")],
+        system="Be brief.",
+    )
+    assert live.engine.requests[-1].input_ids == expected.input_ids
+
+
+def test_options_reach_the_engine(chat: Any, live: Live) -> None:
+    chat.create(
+        model="ragserve/docs",
+        messages=MESSAGES,
+        max_completion_tokens=9,
+        temperature=0.7,
+        top_p=0.8,
+        seed=4,
+        stop="x",
+        presence_penalty=0.5,
+    )
+    sampling = live.engine.requests[-1].sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (9, 0.7, 0.8, 4)
+    assert (sampling.stop, sampling.presence_penalty) == (("x",), 0.5)
+    chat.create(model="ragserve/docs", messages=MESSAGES, max_tokens=5, extra_body={"documents": [{"text": "x"}], "strategy": "full"})
+    assert live.engine.requests[-1].sampling.max_new_tokens == 5
+    assert live.engine.requests[-1].strategy == "full"
+
+
+@pytest.mark.parametrize(
+    ("source", "url"),
+    [("https://x.org/a b", "https://x.org/a b"), ("/srv/a b.md", "file:///srv/a%20b.md"), ("notes", "notes"), (None, "")],
+)
+def test_sources_as_urls(chat: Any, source: str | None, url: str) -> None:
+    document = {"title": "T", "text": "x", **({"source": source} if source else {})}
+    answer = chat.create(model="ragserve/docs", messages=MESSAGES, extra_body={"documents": [document]})
+    assert answer.choices[0].message.annotations[0].url_citation.url == url
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["ragserve/nowhere", "ragserve/", "ragserve/../x"])
+def test_an_unknown_namespace_is_an_unknown_model(chat: Any, model: str, stream: bool) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        chat.create(model=model, messages=MESSAGES, stream=stream)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "messages"),
+        ({"messages": MESSAGES * 66}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"temperature": 3}, "temperature"),
+        ({"extra_body": {"k": 0}}, "k"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
+)
+def test_bad_requests_are_openais_errors(chat: Any, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat.create(**{"model": "ragserve/docs", "messages": MESSAGES, **options})
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_an_error_in_the_stream_is_raised_by_the_client(chat: Any, live: Live) -> None:
+    live.engine.error, live.engine.error_after = EngineError("The engine failed."), 2
+    with pytest.raises(openai.APIError, match="The engine failed"):
+        list(chat.create(model="ragserve/docs", messages=MESSAGES, stream=True))
+
+
+def test_a_body_too_large_for_ours_may_be_sglangs(client: httpx.Client, live: Live, docs: str) -> None:
+    filler = "x" * (live.settings.max_body_bytes + 1)
+    ours = client.post("/v1/chat/completions", json={"model": "ragserve/docs", "messages": MESSAGES, "user": filler})
+    assert ours.status_code == 413
+    body = {"model": "tiny", "messages": MESSAGES, "user": filler}
+    theirs = client.post("/v1/chat/completions", json=body)
+    assert theirs.json()["upstream"] == "/v1/chat/completions"
+    assert json.loads(live.seen_upstream[-1]["body"]) == body
+
+
+@pytest.mark.parametrize("body", [{"model": "tiny", "tools": [1]}, {"messages": []}, {"model": 7}, []])
+def test_other_models_are_sglangs(client: httpx.Client, live: Live, body: Any) -> None:
+    raw = json.dumps(body, indent=3).encode()
+    response = client.post("/v1/chat/completions?x=1", content=raw, headers={"Content-Type": "application/json"})
+    assert response.json() == {"upstream": "/v1/chat/completions", "size": len(raw)}
+    scope = live.seen_upstream[-1]["scope"]
+    assert live.seen_upstream[-1]["body"] == raw
+    assert scope["query_string"] == b"x=1"
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/health", "/rag", "/rag/query/", "/anything/else"])
+def test_what_no_route_of_ours_claims_is_sglangs(client: httpx.Client, live: Live, path: str) -> None:
+    assert client.post(path, content=b"abc").json() == {"upstream": path, "size": 3}
+    ours = {"router", "route", "endpoint", "path_params", "fastapi", "fastapi_inner_astack"}
+    assert live.seen_upstream[-1]["scope"]["app"] is not live.app
+    assert not ours & {name for name, value in live.seen_upstream[-1]["scope"].items() if value is getattr(live.app, name, object())}
+
+
+def test_an_error_of_sglangs_app_is_its_own(client: httpx.Client) -> None:
+    response = client.get("/boom")
+    assert response.status_code == 500
+    assert "secret" not in response.text
+
+
+def test_models_of_both(client: httpx.Client, live: Live, docs: str) -> None:
+    live.index("more", {"a": "b"})
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused") as connection:
+        names = {model.id: model.owned_by for model in connection.models.list()}
+        assert {"ragserve/docs": "ragserve", "ragserve/more": "ragserve", "tiny": "sglang"}.items() <= names.items()
+        assert connection.models.retrieve("ragserve/docs").id == "ragserve/docs"
+        with pytest.raises(openai.NotFoundError):
+            connection.models.retrieve("ragserve/nowhere")
+    assert client.get("/v1/models").json()["data"][-1]["root"] == "x"  # as SGLang wrote it
+    assert client.get("/v1/models/some/other").json()["upstream"] == "/v1/models/some/other"

@@ -1,0 +1,233 @@
+"""`POST /rag/query` as clients see it: fields, defaults, citations, the account of tokens, streaming."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from scripted_server import DOCUMENTS, Live
+
+from ragserve.errors import EngineError, TooManyRequests
+from ragserve.prompt import Message, PromptBuilder, PromptDocument
+
+QUESTION = "Who built the lighthouse of Skerryvore?"
+
+
+def sse(text: str) -> list[tuple[str, Any]]:
+    events = []
+    for block in text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        events.append((fields["event"], json.loads(fields["data"])))
+    return events
+
+
+def ask(client: httpx.Client, question: str = QUESTION, **fields: Any) -> dict[str, Any]:
+    response = client.post("/rag/query", json={"query": question, "namespace": "docs", **fields})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -> None:
+    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "k": 2})
+    answer = response.json()
+    assert answer["answer"] == "Alan Stevenson [1]."
+    (citation,) = answer["citations"]
+    assert citation | {"score": None, "doc_id": None, "chunk_id": None} == {
+        "index": 1,
+        "doc_id": None,
+        "chunk_id": None,
+        "source": "skerryvore",
+        "title": "Skerryvore",
+        "page": None,
+        "start": 0,
+        "end": len(DOCUMENTS["skerryvore"]),
+        "score": None,
+        "text": DOCUMENTS["skerryvore"],
+        "basis": "marker",
+    }
+    assert citation["doc_id"]
+    assert citation["chunk_id"] > 0
+    assert 0 < citation["score"] <= 1.001
+    assert answer["usage"]["completion"] == 4
+    assert set(answer["context"]) >= {"strategy", "tokens_retrieved", "tokens_kept", "tokens_recomputed", "tokens_by_tier"}
+    assert answer["timings"]["queue_ms"] == 0.5
+    assert answer["timings"]["prefill_ms"] == 1.5
+    assert all(answer["timings"][name] >= 0 for name in ("embed_ms", "search_ms", "ttft_ms", "total_ms"))
+    assert answer["index_version"] >= 1
+    assert answer["finish_reason"] == "stop"
+    assert answer["request_id"] == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("given", ["my-id.7:a", "x" * 128])
+def test_a_client_may_name_its_request(client: httpx.Client, docs: str, given: str) -> None:
+    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs}, headers={"X-Request-Id": given})
+    assert response.headers["x-request-id"] == response.json()["request_id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é".encode().decode("latin-1"), '"}'])
+def test_a_senseless_request_id_is_replaced(client: httpx.Client, docs: str, given: str) -> None:
+    headers = [(b"X-Request-Id", given.encode("latin-1"))]
+    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs}, headers=headers)
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] != given
+    assert len(response.headers["x-request-id"]) == 32
+
+
+def test_more_passages_than_there_are(client: httpx.Client, docs: str) -> None:
+    assert ask(client, k=64)["context"]["documents_retrieved"] == len(DOCUMENTS)
+
+
+def test_the_prompt_holds_the_passages_in_order_and_the_history(client: httpx.Client, live: Live, docs: str) -> None:
+    found = client.post("/rag/retrieve", json={"query": QUESTION, "namespace": docs, "k": 2}).json()["results"]
+    ask(client, k=2, history=[{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
+    prompts = PromptBuilder.load(live.settings.model)
+    documents = [PromptDocument("", passage["title"], passage["text"]) for passage in found]
+    history = [Message("user", "Hello?"), Message("assistant", "Yes.")]
+    expected = prompts.build(QUESTION, documents, max_prompt_tokens=1500, history=history)
+    request = live.engine.requests[-1]
+    assert request.input_ids == expected.input_ids
+    assert request.namespace == "docs"
+
+
+def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live, docs: str) -> None:
+    ask(client, max_new_tokens=7, temperature=0.5, top_p=0.9, seed=3, stop=["\n"], strategy="full")
+    request = live.engine.requests[-1]
+    assert request.strategy == "full"
+    assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.top_p) == (7, 0.5, 0.9)
+    assert (request.sampling.seed, request.sampling.stop) == (3, ("\n",))
+    ask(client)
+    assert live.engine.requests[-1].sampling.max_new_tokens == live.settings.max_new_tokens
+    assert live.engine.requests[-1].strategy == live.settings.strategy
+
+
+def test_a_short_follow_up_is_searched_for_with_the_turn_before(client: httpx.Client, live: Live, docs: str) -> None:
+    history = [{"role": "user", "content": "Tell me of Skerryvore."}, {"role": "assistant", "content": "A lighthouse."}]
+    ask(client, "And who built it?", history=history)
+    assert live.embedder.calls[-1] == ["Tell me of Skerryvore.\nAnd who built it?"]
+    ask(client, "Now please tell me in detail who it was that built it?", history=history)
+    assert live.embedder.calls[-1] == ["Now please tell me in detail who it was that built it?"]
+    ask(client, "And who built it?")
+    assert live.embedder.calls[-1] == ["And who built it?"]
+
+
+def test_filters_restrict_the_search(client: httpx.Client, docs: str) -> None:
+    answer = client.post(
+        "/rag/retrieve", json={"query": QUESTION, "namespace": docs, "filter": {"op": "eq", "field": "name", "value": "soup"}}
+    ).json()
+    assert [passage["source"] for passage in answer["results"]] == ["soup"]
+    assert answer["results"][0]["metadata"] == {"name": "soup", "lang": "en"}
+    nothing = ask(client, filter={"op": "eq", "field": "lang", "value": "fr"})
+    assert nothing["citations"] == []
+    assert nothing["answer"] == "Alan Stevenson."  # its [1] points nowhere
+
+
+def test_context_given_inline_is_not_searched_for(client: httpx.Client, live: Live) -> None:
+    documents = [{"title": "One", "text": "It was Bob.", "source": "https://x.org/1"}, {"text": "It was Alan Stevenson."}]
+    live.engine.deltas = ("Alan Stevenson",)
+    answer = ask(client, documents=documents, namespace="not-there")
+    assert live.embedder.calls == []
+    assert answer["index_version"] is None
+    assert answer["timings"]["embed_ms"] is None
+    assert answer["timings"]["search_ms"] is None
+    (citation,) = answer["citations"]
+    assert (citation["index"], citation["basis"], citation["source"], citation["score"]) == (2, "quote", None, None)
+    live.engine.deltas = ("nobody",)
+    assert [c["source"] for c in ask(client, documents=documents)["citations"]] == ["https://x.org/1", None]
+
+
+def test_no_context_at_all(client: httpx.Client) -> None:
+    answer = ask(client, documents=[])
+    assert answer["citations"] == []
+    assert answer["context"]["tokens_kept"] == 0
+
+
+def test_documents_that_do_not_fit_are_said_to_be_dropped(client: httpx.Client) -> None:
+    documents = [{"title": f"T{i}", "text": "lighthouse " * 400} for i in range(8)]
+    answer = ask(client, documents=documents, max_new_tokens=64)
+    context = answer["context"]
+    assert 0 < context["documents_kept"] < 8
+    assert context["documents_retrieved"] == 8
+    assert context["tokens_kept"] < context["tokens_retrieved"]
+    (note,) = context["notes"]
+    assert note.startswith(f"{8 - context['documents_kept']} of 8 passages did not fit")
+    assert answer["usage"]["prompt"] <= 2048 - 64
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_tokens_add_up(client: httpx.Client, live: Live, docs: str, share: float) -> None:
+    ask(client)
+    prompt = len(live.engine.requests[-1].input_ids)
+    live.engine.cached = int(prompt * share)
+    answer = ask(client)
+    context = answer["context"]
+    assert answer["usage"]["cached"] == live.engine.cached
+    assert context["tokens_recomputed"] + context["tokens_by_tier"]["device"] == context["tokens_kept"] > 0
+    assert (context["tokens_by_tier"]["device"] == 0) == (share == 0)
+    assert (context["tokens_recomputed"] == 0) == (share == 1)
+
+
+def test_the_stream_has_the_documented_order_and_the_same_answer(client: httpx.Client, live: Live, docs: str) -> None:
+    live.engine.deltas = (" Alan", " [", "1", "] or [", "9", "9] Robert [7", "] Steven", "son. ")
+    whole = ask(client, k=2)
+    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "k": 2, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-store"
+    events = sse(response.text)
+    names = [name for name, _ in events]
+    messages = [data["text"] for name, data in events if name == "message"]
+    assert names == ["search_results", *["message"] * len(messages), "citation", "final_answer", "done"]
+    assert len(messages) > 2
+    final = events[-2][1]
+    assert "".join(messages) == final["answer"] == whole["answer"] == "Alan [1] or Robert Stevenson."
+    assert all(final[name] == whole[name] for name in ("citations", "usage", "context", "index_version", "finish_reason"))
+    assert set(final) == set(whole)
+    assert events[-3][1] == final["citations"][0]
+    assert [passage["source"] for passage in events[0][1]["results"]] == ["skerryvore", "bell"]
+    assert {data["request_id"] for name, data in events if "request_id" in data} == {response.headers["x-request-id"]}
+
+
+def test_the_error_event_has_the_body_of_the_http_error(client: httpx.Client, live: Live, docs: str) -> None:
+    live.engine.error = EngineError("The engine failed: on fire.", hint="Put it out.")
+    headers = {"X-Request-Id": "the-same"}
+    body = {"query": QUESTION, "namespace": docs}
+    plain = client.post("/rag/query", json=body, headers=headers)
+    assert plain.status_code == 502
+    live.engine.error_after = 2
+    events = sse(client.post("/rag/query", json={**body, "stream": True}, headers=headers).text)
+    assert [name for name, _ in events] == ["search_results", "message", "message", "error"]
+    assert events[-1][1] == plain.json()
+    assert plain.json()["error"]["message"] == "The engine failed: on fire. Put it out."
+
+
+def test_an_engine_that_breaks_off_is_an_error(client: httpx.Client, live: Live, docs: str) -> None:
+    live.engine.finish_reason = "abort"
+    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs})
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "aborted")
+
+
+def test_a_full_engine_says_when_to_retry(client: httpx.Client, live: Live, docs: str) -> None:
+    live.engine.error = TooManyRequests("The engine's queue is full.")
+    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_nobody_foresaw_is_logged_and_not_told(
+    client: httpx.Client, live: Live, docs: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.embedder.error = RuntimeError("secret detail")
+    with caplog.at_level(logging.ERROR, logger="ragserve"):
+        response = client.post(
+            "/rag/query", json={"query": QUESTION, "namespace": docs, "stream": stream}, headers={"X-Request-Id": "look-for-me"}
+        )
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.json()["error"]["request_id"] == "look-for-me"
+    assert "secret" not in response.text
+    (record,) = [record for record in caplog.records if "look-for-me" in record.getMessage()]
+    assert record.exc_info is not None
+    assert "secret detail" in str(record.exc_info[1])
