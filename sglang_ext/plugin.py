@@ -1,14 +1,14 @@
 """Entry point `sglang.srt.plugins`: what ragserve adds inside SGLang's processes is registered here, and only here.
 
-On the CPU platform that is a faster torch-native attention; elsewhere nothing yet: strategies `full` and `prefix` are SGLang as it is.
-The document cache, composed contexts and sparse attention will register from here. SGLang only logs a plugin that fails, so start-up
-asks `loaded()`.
+The document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose contexts, and on the CPU platform a faster
+torch-native attention. SGLang only logs a plugin that fails, so a scheduler process asks `require_loaded()` at its start.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+CACHE_BACKEND = "ragserve"
 _loaded = False
 
 
@@ -16,12 +16,16 @@ def register() -> None:
     """Called by SGLang once in every process, before its classes are used."""
     global _loaded
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
+    from sglang_ext import hooks
     from sglang_ext.platform import activate
 
     if activate() is not None:
         # Under SGLang's own name: several of its modules take another path for a backend they do not know by name.
         register_attention_backend("torch_native")(_torch_native)
+    register_radix_cache_backend(CACHE_BACKEND, _document_cache)
+    hooks.install()
     _loaded = True
 
 
@@ -31,6 +35,23 @@ def _torch_native(runner: Any) -> Any:
     return TorchNativeCpuBackend(runner)
 
 
-def loaded() -> bool:
-    """Whether SGLang ran this plugin in this process without an error."""
-    return _loaded
+def _document_cache(context: Any) -> Any:
+    from sglang_ext.documents.factory import create_cache
+
+    return create_cache(context)
+
+
+def require_loaded() -> None:
+    """Raise RuntimeError, saying what to do, unless this process runs our plugin on an SGLang whose hooked functions are as expected."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_ext import hooks
+
+    if not _loaded:
+        raise RuntimeError(
+            "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install --no-deps -e .), "
+            "SGLANG_PLUGINS excludes it (add 'ragserve'), or it failed (see the log above)"
+        )
+    problems = hooks.check() + [f"the hook on {target} was not applied" for target in hooks.TARGETS if target not in HookRegistry._patched]
+    if problems:
+        raise RuntimeError(f"ragserve is written for SGLang {hooks.SGLANG_VERSION}, and this one differs:\n  " + "\n  ".join(problems))

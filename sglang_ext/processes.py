@@ -19,13 +19,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang_ext.plugin import loaded
+    from sglang_ext.plugin import require_loaded
 
-    if not loaded():
-        raise RuntimeError(
-            "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install --no-deps -e .) "
-            "or SGLANG_PLUGINS excludes it (add 'ragserve')"
-        )
+    require_loaded()
     run(*args, **kwargs)
 
 

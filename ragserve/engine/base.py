@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+from sglang_ext.protocol import ContextReport, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,18 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates the prefix cache between tenants."""
+    """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates what is cached between tenants.
+
+    A strategy that composes needs ``spans``: the system text and each document, from position 0 without gaps; ``options`` are its own.
+    """
 
     rid: str
     input_ids: list[int]
     namespace: str
     strategy: str = "prefix"
     sampling: Sampling = field(default_factory=Sampling)
+    spans: tuple[Span, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class GenerateChunk:
     usage: EngineUsage
     timings: EngineTimings
     finish_reason: str | None = None
+    context: ContextReport | None = None  # what was composed; None for exact strategies
+    fallback: str | None = None  # why an exact strategy answered instead of the one asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.documents import Documents
 from ragserve.engine.stream import StreamReader, payload
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
+from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class LocalEngine:
         self._on_stop = on_stop
         self._info: EngineInfo | None = None
         self._pumps: set[asyncio.Task[None]] = set()
+        self._documents = Documents(self._run, _new_rid)
 
     async def start(self) -> EngineInfo:
         """Warm up with one request, so that the first user does not pay for it, and read what is serving."""
@@ -76,20 +79,44 @@ class LocalEngine:
 
         return self._info is not None and tokenizer_manager().server_status == ServerStatus.Up
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """See the protocol. A task of its own reads SGLang's stream to its end, so that an abort never leaves a request behind there."""
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """See the protocol."""
+        if request.strategy in EXACT_STRATEGIES:
+            return self._run(payload(request, _new_rid(request.rid)), len(request.input_ids))
+        return self._documents.generate(request)
+
+    async def warm(self, request: GenerateRequest) -> None:
+        """Prefill every span of a request that is not cached yet, into all tiers."""
+        await self._documents.prefill(request, list(request.spans))
+
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Ask the document cache (see `sglang_ext.control`). Raises EngineError with its reason."""
+        from sglang.srt.managers.io_struct import DumperControlReqInput
+
+        from sglang_ext.launch import tokenizer_manager
+
+        replies = await tokenizer_manager().dumper_control(
+            DumperControlReqInput(method=CONTROL_METHOD, body={"op": operation, **arguments})
+        )
+        failed = [reply.error for reply in replies if not reply.success]
+        if failed:
+            raise EngineError(f"The document cache failed to {operation}: {failed[0]}", hint="See the server's log.")
+        return dict(replies[0].response[0])
+
+    async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
+        """One SGLang request. A task of its own reads its stream to the end, so that an abort never leaves a request behind there."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         from sglang_ext.launch import tokenizer_manager
 
         manager = tokenizer_manager()
-        rid = f"{request.rid}-{uuid.uuid4().hex[:8]}"
+        rid = fields["rid"]
         outputs: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
         abandoned = False
 
         async def pump() -> None:
             try:
-                async for out in manager.generate_request(GenerateReqInput(**payload(request, rid)), None):
+                async for out in manager.generate_request(GenerateReqInput(**fields), None):
                     if abandoned:  # covers an abort that came before SGLang knew the request
                         manager.abort_request(rid)
                     outputs.put_nowait(out)
@@ -99,7 +126,7 @@ class LocalEngine:
         task = asyncio.create_task(pump())
         self._pumps.add(task)
         task.add_done_callback(self._pumps.discard)
-        reader = StreamReader()
+        reader = StreamReader(prompt_tokens)
         finished = False
         try:
             async with asyncio.timeout(self._settings.engine_timeout_s):
@@ -126,6 +153,11 @@ class LocalEngine:
         if self._pumps:
             tokenizer_manager().abort_request(abort_all=True)
             await asyncio.wait(self._pumps, timeout=5)
+
+
+def _new_rid(name: str) -> str:
+    """SGLang wants ids that no running request has; clients may send the same one twice."""
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _translate(error: Exception) -> RagserveError:

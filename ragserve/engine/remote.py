@@ -88,7 +88,7 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See the protocol. Leaving early closes the connection and tells the server to abort."""
         rid = f"{request.rid}-{uuid.uuid4().hex[:8]}"
-        reader = StreamReader()
+        reader = StreamReader(len(request.input_ids))
         finished = False
         try:
             async with (

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
-from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
+from sglang_ext.protocol import EXACT_STRATEGIES, MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, Span
+
+
+class DocumentsMissing(Exception):
+    """Documents of a composed request that are in no tier; ``spans`` are their numbers in the plan."""
+
+    def __init__(self, spans: list[int]) -> None:
+        super().__init__(f"{len(spans)} documents are not cached")
+        self.spans = spans
 
 
 def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
@@ -29,14 +40,27 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["stop"] = list(s.stop)
     if s.seed is not None:
         sampling["sampling_seed"] = s.seed
-    key = f"full:{rid}" if request.strategy == "full" else f"namespace:{request.namespace}"
-    return {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "stream": True, "extra_key": key}
+    fields = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "stream": True}
+    if request.strategy not in EXACT_STRATEGIES:
+        plan = ContextPlan("compose", request.namespace, request.strategy, request.spans, request.options)
+        sampling["custom_params"] = {PLAN_FIELD: plan.to_json()}
+        return fields
+    return fields | {"extra_key": f"full:{rid}" if request.strategy == "full" else f"namespace:{request.namespace}"}
+
+
+def document_payload(request: GenerateRequest, span: Span, rid: str) -> dict[str, Any]:
+    """A document request: one document of a composed request prefilled alone, for the cache."""
+    document = replace(request, input_ids=request.input_ids[span.start : span.end], strategy="prefix", sampling=Sampling(max_new_tokens=1))
+    fields = payload(document, rid)
+    fields["sampling_params"]["custom_params"] = {PLAN_FIELD: ContextPlan("document", request.namespace).to_json()}
+    return fields
 
 
 class StreamReader:
     """Turns SGLang's cumulative outputs into deltas; keeps the clock of one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
         self._sent = 0
         self._start = time.perf_counter()
         self._first: float | None = None
@@ -48,13 +72,20 @@ class StreamReader:
         meta = out["meta_info"]
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
-            raise _error({"message": reason.get("message", "aborted"), "code": reason["status_code"]})
+            message = str(reason.get("message", "aborted"))
+            if message.startswith(MISSING_PREFIX):
+                raise DocumentsMissing(json.loads(message.removeprefix(MISSING_PREFIX)))
+            raise _error({"message": message, "code": reason["status_code"]})
         if self._first is None:
             self._first = time.perf_counter()
         text: str = out.get("text") or ""
         delta, self._sent = text[self._sent :], max(self._sent, len(text))
-        usage = EngineUsage(meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0), meta.get("completion_tokens", 0))
-        return GenerateChunk(delta, usage, self._timings(meta), reason.get("type") if isinstance(reason, dict) else None)
+        # A composed request has a shorter prompt in the engine: its placeholders for the kept context and the question.
+        usage = EngineUsage(self._prompt_tokens, meta.get("cached_tokens", 0), meta.get("completion_tokens", 0))
+        finish = reason.get("type") if isinstance(reason, dict) else None
+        reports = meta.get(PLAN_FIELD)
+        context = ContextReport.from_json(reports[0]) if reports and reports[0] else None
+        return GenerateChunk(delta, usage, self._timings(meta), finish, context)
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
         """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back.

@@ -16,7 +16,7 @@ def out(text: str, reason: dict[str, Any] | None = None, **meta: Any) -> dict[st
 
 
 def test_cumulative_text_becomes_deltas() -> None:
-    reader = StreamReader()
+    reader = StreamReader(7)
     chunks = [reader.read(out("A")), reader.read(out("A b")), reader.read(out("A bc", {"type": "stop"}))]
     assert [c.text for c in chunks] == ["A", " b", "c"]
     assert [c.finish_reason for c in chunks] == [None, None, "stop"]
@@ -24,8 +24,8 @@ def test_cumulative_text_becomes_deltas() -> None:
 
 
 def test_queue_time_counts_only_where_the_engine_knows_it() -> None:
-    assert StreamReader().read(out("A", queue_time=0.0)).timings.queue_ms is None
-    known = StreamReader().read(out("A", queue_time=0.25, forward_entry_time=1.0)).timings
+    assert StreamReader(7).read(out("A", queue_time=0.0)).timings.queue_ms is None
+    known = StreamReader(7).read(out("A", queue_time=0.25, forward_entry_time=1.0)).timings
     assert known.queue_ms == 250.0
     assert known.prefill_ms == 0.0, "the queue is not counted twice"
 
@@ -41,12 +41,12 @@ def test_queue_time_counts_only_where_the_engine_knows_it() -> None:
 )
 def test_aborts_with_a_status_are_errors(reason: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r".+"):
-        StreamReader().read(out("", reason))
+        StreamReader(7).read(out("", reason))
 
 
 def test_error_event_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match="context"):
-        StreamReader().read({"error": {"message": "over the context", "code": 400}})
+        StreamReader(7).read({"error": {"message": "over the context", "code": 400}})
 
 
 def test_namespaces_and_full_requests_never_share_cached_tokens() -> None:

@@ -1,0 +1,36 @@
+"""Prometheus metrics of composed contexts, in the registry that SGLang exposes. Made on first use: see `ragserve.metrics`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sglang_ext.protocol import ContextReport
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class ContextMetrics:
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Histogram
+
+        self.stage = Histogram(
+            "ragserve_context_stage_seconds", "Seconds per stage: load, compose, recompute.", ["stage"], buckets=_SECONDS
+        )
+        self.requests = Counter("ragserve_contexts", "Composed requests by strategy.", ["strategy"])
+        self.tokens = Counter(
+            "ragserve_context_tokens", "Context tokens by strategy and kind: whole, kept, recomputed.", ["strategy", "kind"]
+        )
+
+    def observe(self, report: ContextReport) -> None:
+        """Count one composition."""
+        self.requests.labels(report.strategy).inc()
+        for kind, n in (("whole", report.context_tokens), ("kept", report.kept), ("recomputed", report.recomputed)):
+            self.tokens.labels(report.strategy, kind).inc(n)
+        for stage, ms in (("load", report.load_ms), ("compose", report.compose_ms), ("recompute", report.recompute_ms)):
+            self.stage.labels(stage).observe(ms / 1e3)
+
+
+@lru_cache(maxsize=1)
+def context_metrics() -> ContextMetrics:
+    """The process's metrics."""
+    return ContextMetrics()

@@ -1,0 +1,91 @@
+"""Builds the document cache of a scheduler process: SGLang's tree, the tiers below it and the runtime that composes from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG_VARIABLE = "RAGSERVE_KV"  # JSON, set by the product for its child processes
+BLOCK = 16  # tokens of a host or disk page
+_DEFAULT_HOST_BYTES = 256 * 2**20
+
+
+def create_cache(context: Any) -> Any:
+    """`RadixCacheFactory`. Raises ValueError for engine settings that composed contexts do not work with."""
+    from sglang_ext import hooks
+    from sglang_ext.context.runtime import ContextRuntime
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.store import TierStore
+    from sglang_ext.documents.types import DiskConfig, KvShape
+
+    args = context.server_args
+    for flag, wanted, why in (
+        ("disable_radix_cache", False, "documents live in the radix cache"),
+        ("speculative_algorithm", None, "a draft model has no KV for composed slots"),
+        ("pp_size", 1, "the recompute pass runs all layers in one process"),
+        ("enable_dp_attention", False, "a pass on one rank would wait for the others for ever"),
+        ("disaggregation_mode", "null", "composed slots are not transferred"),
+    ):
+        if getattr(args, flag) != wanted:
+            raise ValueError(f"the ragserve cache does not work with {flag}={getattr(args, flag)!r}: {why}")
+    if context.is_hybrid_swa or context.is_hybrid_ssm or context.enable_hierarchical_cache:
+        raise ValueError("the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: turn that off")
+    config = json.loads(os.environ.get(CONFIG_VARIABLE, "{}"))
+    runner = context.tp_worker.model_runner
+    pool = runner.token_to_kv_pool
+    shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
+    fingerprint = model_fingerprint(args.model_path, f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}")
+    folder = config.get("disk_dir")
+    disk = (
+        DiskConfig(
+            Path(folder), int(config.get("disk_bytes", 16 * 2**30)), backend=config.get("backend", "file"), extra=config.get("extra")
+        )
+        if folder
+        else None
+    )
+    tiers = TierStore(
+        shape,
+        fingerprint=fingerprint,
+        host_bytes=int(config.get("host_bytes", _DEFAULT_HOST_BYTES)),
+        disk=disk,
+        pin=torch.device(runner.device).type == "cuda",
+        rank=context.tp_rank,
+        world=context.tp_size,
+    )
+    tree = DocumentRadixCache(params=context.params)
+    hooks.set_runtime(
+        ContextRuntime(
+            model_runner=runner, tree=tree, tiers=tiers, fingerprint=fingerprint, block=BLOCK, tp_group=context.tp_group
+        )
+    )
+    return tree
+
+
+def model_fingerprint(path: str, details: str) -> str:
+    """16 hex digits over what decides a model's KV: its configuration, weight files (name, size, both ends) and ``details``.
+
+    Reading both ends of each file instead of all of it keeps the start of a large model fast; safetensors keep their table of contents
+    in front.
+    """
+    digest = hashlib.blake2b(details.encode(), digest_size=8)
+    folder = Path(path)
+    files = (
+        sorted(p for pattern in ("config.json", "*.safetensors", "*.bin", "*.gguf") for p in folder.glob(pattern))
+        if folder.is_dir()
+        else []
+    )
+    if not files:
+        digest.update(path.encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(65_536))
+            stream.seek(max(0, size - 65_536))
+            digest.update(stream.read(65_536))
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""SGLang's radix cache with composed requests beside ordinary ones.
+
+Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots are freed when it ends. A
+document request's KV enters the tree under the document's key, and is handed to `on_document` before that, for the other tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+
+
+class DocumentRadixCache(RadixCache):
+    """Drop-in for `RadixCache`; what is not composed takes the original path."""
+
+    is_composed: Callable[[Any], bool] = staticmethod(lambda req: False)
+    on_document: Callable[[Any, torch.Tensor], None] = staticmethod(lambda req, slots: None)
+
+    def match_prefix(self, params: Any) -> Any:
+        if params.req is not None and self.is_composed(params.req):
+            return self._empty_match_result
+        return super().match_prefix(params)
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        if not self.is_composed(req):
+            super().cache_unfinished_req(req, chunked=chunked)
+            return
+        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.extend_range.end]
+        req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
+
+    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        if self.is_composed(req):
+            # One call: with pages the composed slots and the extended ones may share a page, which is freed once per call.
+            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
+            return
+        if is_insert and not self.disable:
+            self.on_document(req, self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
+        super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    def remove_key(self, extra_key: str) -> bool:
+        """Free every node under this extra key. False where one is locked by a running request; nothing is freed then."""
+        roots = [node for node in self.root_node.children.values() if node.key.extra_key == extra_key]
+        nodes = [node for root in roots for node in _subtree(root)]
+        if any(node.lock_ref > 0 for node in nodes):
+            return False
+        for node in reversed(nodes):  # children before their parents
+            self.token_to_kv_pool_allocator.free(node.value)
+            self._delete_leaf(node)
+            self._record_remove_event(node)
+        return True
+
+    def tokens_by_key(self) -> dict[str, int]:
+        """Cached tokens under each extra key."""
+        found: dict[str, int] = {}
+        for root in self.root_node.children.values():
+            key = root.key.extra_key
+            if key is not None:
+                found[key] = found.get(key, 0) + sum(len(node.key) for node in _subtree(root))
+        return found
+
+
+def _subtree(node: TreeNode) -> list[TreeNode]:
+    nodes, stack = [], [node]
+    while stack:
+        node = stack.pop()
+        nodes.append(node)
+        stack.extend(node.children.values())
+    return nodes

@@ -1,0 +1,108 @@
+"""Every place where ragserve reaches into SGLang 0.5.16, with the signature it relies on.
+
+`install()` registers the hooks with SGLang's own registry; `check()` compares the signatures with those written down here and is run at
+start and by a test, so that another version fails with a list of what moved instead of with a wrong answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+SGLANG_VERSION = "0.5.16"
+
+# target: the leading parameters that our hooks use or pass on
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    "sglang.srt.managers.schedule_batch.Req.__init__": ("self", "rid", "origin_input_text", "origin_input_ids", "sampling_params"),
+    "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req": ("self", "req", "has_chunked_req", "truncation_align_size"),
+    "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": ("self", "batch", "forward_batch"),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("batch", "model_runner"),
+    "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": ("self", "recv_req"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
+}
+
+TARGETS = tuple(SIGNATURES)[:5]  # those that are hooked; the others are methods that our cache overrides or calls
+
+_runtime: Any = None
+
+
+def set_runtime(runtime: Any) -> None:
+    """Called by the cache factory of this scheduler process."""
+    global _runtime
+    _runtime = runtime
+
+
+def check() -> list[str]:
+    """What differs from SIGNATURES, one line each; empty when SGLang is as expected."""
+    problems = []
+    for target, expected in SIGNATURES.items():
+        owner, name = target.rsplit(".", 1)
+        try:
+            function = inspect.unwrap(getattr(pkgutil.resolve_name(owner), name))
+        except (AttributeError, ImportError) as error:
+            problems.append(f"{target} is gone ({error})")
+            continue
+        function = getattr(function, "__func__", function)
+        found = tuple(p for p in inspect.signature(function).parameters if p != "cls")[: len(expected)]
+        if found != expected:
+            problems.append(f"{target} has parameters {found}, expected {expected}")
+    return problems
+
+
+def install() -> None:
+    """Register the hooks. They do nothing in a process without a runtime (one whose cache is not ours)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, (hook, kind) in _hooks().items():
+        HookRegistry.register(target, hook, HookType(kind))
+
+
+def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    if _runtime is not None:
+        _runtime.on_request(req)
+    return result
+
+
+def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_ext.context.runtime import is_composed
+
+    if _runtime is None or not is_composed(req):
+        return original(adder, req, *args, **kwargs)
+    return _runtime.admit(adder, req, lambda: original(adder, req, *args, **kwargs))
+
+
+def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if _runtime is not None and batch is not None and batch.forward_mode.is_extend():
+        _runtime.before_forward(batch)
+    return original(worker, batch, *args, **kwargs)
+
+
+def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
+    if _runtime is not None:
+        _runtime.shift_positions(result)
+    return result
+
+
+def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    from sglang_ext.protocol import CONTROL_METHOD
+
+    if recv_req.method != CONTROL_METHOD:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    from sglang_ext.control import answer
+
+    output = answer(_runtime, recv_req.body)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(DumperControlReqOutput(**output), recv_req)
+    return None
+
+
+def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
+    hooks: tuple[Callable[..., Any], ...] = (_after_request, _around_admission, _around_forward, _after_batch, _around_control)
+    kinds = ("after", "around", "around", "after", "around")
+    return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -1,0 +1,131 @@
+"""What the product and the processes of SGLang say to each other: plain data that both sides import. No torch, no SGLang.
+
+A query travels as one ordinary SGLang generate call: the ids of the whole prompt, and in ``sampling_params.custom_params`` the entry
+``{"ragserve": <plan as JSON text>}`` (SGLang takes flat values only). What happened comes back in ``meta_info["ragserve"]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PLAN_FIELD = "ragserve"
+PLAN_VERSION = 1
+MISSING_PREFIX = "ragserve:missing:"
+CONTROL_METHOD = "ragserve"
+EXACT_STRATEGIES = ("full", "prefix")
+
+Operation = Literal["compose", "document"]
+
+
+class PlanError(ValueError):
+    """A plan that cannot be carried out; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``ids[start:end]``: the system text or one document, prefilled alone and cached under its key."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """How to serve one request.
+
+    ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the ids is extended over the
+    composed slots. ``document``: the ids are one document alone, to be cached. Raises PlanError on construction from bad data.
+    """
+
+    operation: Operation
+    namespace: str
+    strategy: str = ""
+    spans: tuple[Span, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question_start(self) -> int:
+        return self.spans[-1].end if self.spans else 0
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "v": PLAN_VERSION,
+                "op": self.operation,
+                "namespace": self.namespace,
+                "strategy": self.strategy,
+                "spans": [[s.start, s.end] for s in self.spans],
+                "options": dict(self.options),
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str, n_ids: int) -> ContextPlan:
+        """Parse and check against a prompt of ``n_ids`` tokens."""
+        try:
+            raw = json.loads(text)
+            version, operation, namespace = raw["v"], raw["op"], raw["namespace"]
+            spans = tuple(Span(int(a), int(b)) for a, b in raw["spans"])
+            strategy, options = str(raw["strategy"]), dict(raw["options"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a context plan: {error!r}") from None
+        if version != PLAN_VERSION:
+            raise PlanError(f"the plan has version {version}, this engine understands {PLAN_VERSION}: run one version of ragserve")
+        if operation not in ("compose", "document") or not isinstance(namespace, str) or not namespace:
+            raise PlanError("op must be compose or document, and namespace a text")
+        plan = cls(operation, namespace, strategy, spans, options)
+        plan._check(n_ids)
+        return plan
+
+    def _check(self, n_ids: int) -> None:
+        if self.operation == "document":
+            return
+        if not self.spans:
+            raise PlanError("nothing to compose: the plan has no spans")
+        position = 0
+        for span in self.spans:
+            if span.start != position or span.end <= span.start:
+                raise PlanError(f"span {span.start}:{span.end} does not continue at {position}")
+            position = span.end
+        if position >= n_ids:
+            raise PlanError(f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one token")
+
+
+def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
+    """Under what a document's KV is cached: 32 hex digits over namespace, model (fingerprint) and token ids.
+
+    The namespace is part of it, so the same text in two namespaces is two documents.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (namespace.encode(), fingerprint.encode()):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    digest.update(array("q", ids).tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReport:
+    """What was done for a composed request: tokens of the context (system text and documents), also by tier; milliseconds per stage."""
+
+    strategy: str
+    context_tokens: int
+    kept: int
+    recomputed: int
+    by_tier: Mapping[str, int]
+    compose_ms: float
+    load_ms: float
+    recompute_ms: float
+
+    def to_json(self) -> str:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps(fields | {"by_tier": dict(self.by_tier)}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ContextReport:
+        return cls(**json.loads(text))
