@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ _INLINE_BYTES = 2**20
 
 # A client that is still sending when it is refused would see its connection reset instead of our answer: read on for a while.
 _DRAIN_BYTES = 8 * 2**20
+_DRAIN_S = 5.0
 
 
 class RequestModel(BaseModel):
@@ -66,13 +68,15 @@ async def parse_json(raw: bytes) -> Any:
 
 
 async def drain(receive: Receive) -> None:
-    """Read and forget what the client still sends, up to a bound."""
+    """Read and forget what the client still sends, for a while. The body must not have come to its end."""
     drained = 0
-    while drained < _DRAIN_BYTES:
-        message = await receive()
-        drained += len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body"):
-            return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while drained < _DRAIN_BYTES:
+                message = await receive()
+                drained += len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
 
 
 class JsonRoute(APIRoute):

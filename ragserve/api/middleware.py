@@ -109,7 +109,8 @@ class LimitBody:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > limit:
-                    await drain(receive)
+                    if message.get("more_body"):
+                        await drain(receive)
                     raise refusal
             return message
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, UploadFile
 from starlette.datastructures import FormData
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.types import Message
 
 from ragserve.api.body import drain, parse_json
 from ragserve.errors import InvalidRequest, TooLarge
@@ -30,13 +31,22 @@ class UploadForm:
 @asynccontextmanager
 async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) -> AsyncIterator[UploadForm]:
     """The form of the request. Raises TooLarge for a file over its limit and InvalidRequest for anything malformed."""
+    complete = False
+
+    async def receive() -> Message:
+        nonlocal complete
+        message = await request.receive()
+        complete = not message.get("more_body", False)
+        return message
+
     try:
-        async with aclosing(request.stream()) as stream:
+        async with aclosing(Request(request.scope, receive).stream()) as stream:
             parser = _Parser(request.headers, stream, max_files=max_files, max_fields=len(_TEXT_FIELDS), max_part_size=_MAX_FIELD_BYTES)
             parser.max_file_bytes = max_file_bytes
             form = await parser.parse()
     except TooLarge:
-        await drain(request.receive)
+        if not complete:
+            await drain(receive)
         raise
     except MultiPartException as error:
         raise InvalidRequest(f"The form is malformed: {error.message}", hint=f"At most {max_files} files in fields 'files'.") from None

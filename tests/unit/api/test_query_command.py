@@ -1,0 +1,79 @@
+"""`ragserve query` against a running server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from scripted_server import DOCUMENTS, Live
+from typer.testing import CliRunner
+
+from ragserve.commands import query
+from ragserve.errors import EngineError, InvalidRequest, NotFound, RagserveError, Unavailable
+
+QUESTION = "Who built the lighthouse of Skerryvore?"
+
+
+def run(live: Live, *arguments: str) -> str:
+    app = typer.Typer()
+    query.register(app)
+    result = CliRunner().invoke(app, [QUESTION, "--url", live.url, *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])
+def test_answer_citations_and_timings_are_printed(live: Live, docs: str, stream: list[str]) -> None:
+    output = run(live, "--namespace", docs, "-n", docs, *stream)
+    lines = output.splitlines()
+    assert lines[0] == "Alan Stevenson [1]."
+    assert lines[2].startswith("[1] Skerryvore, skerryvore (")
+    assert lines[3].strip() == DOCUMENTS["skerryvore"]
+    assert "ms: embed " in output
+    assert "total " in output
+
+
+def test_json_is_the_servers(live: Live, docs: str) -> None:
+    answer = json.loads(run(live, "-n", docs, "--json", "--k", "2"))
+    assert answer["answer"] == "Alan Stevenson [1]."
+    assert answer["context"]["documents_retrieved"] == 2
+
+
+def test_streamed_json_is_an_event_a_line(live: Live, docs: str) -> None:
+    events = [json.loads(line) for line in run(live, "-n", docs, "--json", "--stream").splitlines()]
+    assert [event["event"] for event in events][-2:] == ["final_answer", "done"]
+
+
+def test_options_arrive(live: Live, docs: str) -> None:
+    chosen = '{"op":"eq","field":"name","value":"soup"}'
+    run(live, "-n", docs, "--filter", chosen, "--strategy", "full", "--max-new-tokens", "5", "--temperature", "0.5")
+    request = live.engine.requests[-1]
+    assert (request.strategy, request.sampling.max_new_tokens, request.sampling.temperature) == ("full", 5, 0.5)
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])
+def test_what_the_server_refuses_is_said(live: Live, stream: list[str]) -> None:
+    with pytest.raises(RagserveError, match="nowhere") as caught:
+        run(live, "-n", "nowhere", *stream)
+    assert caught.value.code == "namespace_not_found"
+    assert stream or isinstance(caught.value, NotFound)
+
+
+def test_an_error_in_the_stream_is_said(live: Live, docs: str) -> None:
+    live.engine.error, live.engine.error_after = EngineError("The engine failed.", hint="Look at it."), 1
+    with pytest.raises(RagserveError) as caught:
+        run(live, "-n", docs, "--stream")
+    assert (caught.value.message, caught.value.hint, caught.value.code) == ("The engine failed.", "Look at it.", "engine_error")
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])
+def test_no_server(live: Live, stream: list[str]) -> None:
+    with pytest.raises(Unavailable, match="ragserve serve"):
+        run(live, "--url", "http://127.0.0.1:9", *stream)
+
+
+def test_a_filter_that_is_no_json(live: Live) -> None:
+    with pytest.raises(InvalidRequest, match="--filter is not JSON"):
+        run(live, "--filter", "lang=en")

@@ -1,0 +1,125 @@
+"""Concurrent questions share a forward pass; one alone never waits; who leaves costs nothing; failures reach only those who asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_server import WordEmbedder
+
+from ragserve.errors import NotFound, Unavailable
+from ragserve.retrieval.retriever import Retriever
+from ragserve_index import IndexStore
+
+
+class Gated(WordEmbedder):
+    """Blocks in the first batch until opened, so that a test decides what arrives meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.entered.set()
+        if not self.open.wait(20):
+            raise TimeoutError
+        return super().encode(texts)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[IndexStore]:
+    store = IndexStore(tmp_path)
+    yield store
+    store.close()
+
+
+def run(store: IndexStore, embedder: WordEmbedder, test: Any) -> Any:
+    async def main() -> Any:
+        retriever = Retriever(store, embedder)
+        try:
+            return await test(retriever)
+        finally:
+            await retriever.close()
+
+    return asyncio.run(main())
+
+
+async def entered(embedder: Gated) -> None:
+    while not embedder.entered.is_set():
+        await asyncio.sleep(0.001)
+
+
+def test_what_arrives_during_a_batch_forms_the_next(store: IndexStore) -> None:
+    embedder = Gated()
+
+    async def test(retriever: Retriever) -> list[np.ndarray]:
+        first = asyncio.create_task(retriever.embed("alone"))
+        await entered(embedder)
+        others = [asyncio.create_task(retriever.embed(f"text {i}")) for i in range(40)]
+        await asyncio.sleep(0)
+        embedder.open.set()
+        return await asyncio.gather(first, *others)
+
+    vectors = run(store, embedder, test)
+    assert [len(call) for call in embedder.calls] == [1, 32, 8]
+    expected = WordEmbedder().encode(["alone", *(f"text {i}" for i in range(40))])
+    assert np.array_equal(np.stack(vectors), expected)
+
+
+def test_who_left_is_not_embedded(store: IndexStore) -> None:
+    embedder = Gated()
+
+    async def test(retriever: Retriever) -> None:
+        first = asyncio.create_task(retriever.embed("first"))
+        await entered(embedder)
+        leaver, stayer = asyncio.create_task(retriever.embed("leaves")), asyncio.create_task(retriever.embed("stays"))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        await asyncio.sleep(0)
+        embedder.open.set()
+        await asyncio.gather(first, stayer)
+
+    run(store, embedder, test)
+    assert embedder.calls == [["first"], ["stays"]]
+
+
+def test_a_failing_batch_does_not_end_the_next(store: IndexStore) -> None:
+    embedder = WordEmbedder()
+
+    async def test(retriever: Retriever) -> None:
+        embedder.error = RuntimeError("out of memory")
+        results = await asyncio.gather(retriever.embed("a"), retriever.embed("b"), return_exceptions=True)
+        assert [str(result) for result in results] == ["out of memory"] * 2
+        embedder.error = None
+        assert (await retriever.embed("c")).shape == (embedder.dim,)
+
+    run(store, embedder, test)
+
+
+def test_closing_leaves_nobody_waiting(store: IndexStore) -> None:
+    embedder = Gated()
+
+    async def main() -> list[Any]:
+        retriever = Retriever(store, embedder)
+        waiting: list[Coroutine[Any, Any, Any]] = [retriever.embed("a"), retriever.embed("b")]
+        tasks = [asyncio.create_task(one) for one in waiting]
+        await entered(embedder)
+        closing = asyncio.create_task(retriever.close())
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        embedder.open.set()
+        await closing
+        return results
+
+    results = asyncio.run(main())
+    assert all(isinstance(result, Unavailable) for result in results)
+
+
+def test_an_unknown_namespace(store: IndexStore) -> None:
+    with pytest.raises(NotFound) as caught:
+        run(store, WordEmbedder(), lambda retriever: retriever.retrieve("nowhere", "x", 3))
+    assert caught.value.code == "namespace_not_found"
