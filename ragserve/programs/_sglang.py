@@ -29,6 +29,25 @@ def prepare_on_import() -> None:
         sys.meta_path.insert(0, _PrepareSglang())
 
 
+def whole_answer(end: str) -> Any:
+    """A choices method for ``sgl.select``: the choice with the highest probability as the whole answer.
+
+    SGLang's own methods compare averages a token, where a long choice whose end follows from its beginning beats a short one that is
+    likelier, or the first token alone. ``end`` is the end of an answer; choices carry it, so that "King" is not always likelier than
+    "King Harald", and the decision does not.
+    """
+    from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
+
+    class WholeAnswer(ChoicesSamplingMethod):
+        def __call__(self, *, choices: list[str], input_token_logprobs: list[list[Any]], **_: Any) -> Any:
+            # [logprob, id, text] a token; the prompt's last tokens, the same for all, are among them
+            scores = [sum(token[0] or 0.0 for token in tokens) for tokens in input_token_logprobs]
+            best = max(range(len(choices)), key=scores.__getitem__)
+            return ChoicesDecision(decision=choices[best].removesuffix(end), meta_info={"logprobs": scores})
+
+    return WholeAnswer()
+
+
 @lru_cache(maxsize=1)
 def endpoint_class() -> type[Any]:
     """SGLang's ``RuntimeEndpoint`` with the cache key of a namespace added; made in a function, as importing SGLang takes seconds."""

@@ -116,11 +116,15 @@ class Rag:
         self._generate(s, self._layout().follow_up(question), name, max_tokens, options)
 
     def choose(self, s: Any, question: str, choices: Sequence[str], name: str = "choice") -> None:
-        """Append the question and the likeliest of ``choices`` (``sgl.select``) as variable ``name``."""
+        """Append the question and, as variable ``name``, the one of ``choices`` that is likeliest as the whole answer (``sgl.select``)."""
         import sglang as sgl
 
-        s += self._layout().question(question)
-        s += sgl.select(name, choices=[self._layout().answer_start() + choice for choice in choices])
+        from ragserve.programs._sglang import whole_answer
+
+        layout = self._layout()
+        start, end = layout.answer_start(), layout.answer_end()
+        s += layout.question(question)
+        s += sgl.select(name, choices=[start + choice + end for choice in choices], choices_method=whole_answer(end))
 
     @staticmethod
     def read(s: Any, name: str) -> str:
@@ -128,7 +132,8 @@ class Rag:
         try:
             return str(s[name]).strip()
         except KeyError:
-            # The interpreter runs in a thread of its own and keeps its error to itself.
+            # The interpreter runs in a thread of its own and keeps its error to itself; it sets it just before it ends.
+            s.stream_executor.worker.join()
             error = s.error()
             if error is None:
                 raise

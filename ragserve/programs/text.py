@@ -33,6 +33,7 @@ class PromptText:
         # SGLang tokenises with the tokenizer's own additions, so a beginning that the tokenizer writes itself must not be written twice.
         added = tokenizer("x").input_ids[: 1 if tokenizer.bos_token_id is not None else 0]
         self._written_by_tokenizer = str(tokenizer.bos_token) if added == [tokenizer.bos_token_id] else ""
+        self._eos = str(tokenizer.eos_token or "")
         self.stop = self._layout.stop
 
     @classmethod
@@ -67,15 +68,13 @@ class PromptText:
 
     def follow_up(self, question: str) -> str:
         """What stands between an answer and the next answer: the end of the turn, and the next question."""
-        history = (Message("user", _QUESTION), Message("assistant", _ANSWER))
-        pieces = self._layout.question(question, history, has_documents=True)
-        places = [place for place, (text, _) in enumerate(pieces) if _ANSWER in text]
-        if len(places) != 1:
+        text = self._after_answer(question)
+        if text is None:
             raise InvalidRequest(
                 "The model's chat template does not keep earlier answers, so there is no follow-up in the same state.",
                 hint="Ask in a fork of the state as it was before the first question.",
             )
-        return self._text(pieces[places[0] + 1 :])
+        return text
 
     def answer_start(self) -> str:
         """What the template writes between the place where an answer begins and the answer: nothing, or a space."""
@@ -84,6 +83,18 @@ class PromptText:
         asked = "".join(text for text, _ in self._layout.question(_QUESTION, (), has_documents=True))
         before = text.partition(_ANSWER)[0]
         return before.removeprefix(asked) if before.startswith(asked) else ""
+
+    def answer_end(self) -> str:
+        """The token that ends an answer where the template writes one, else nothing."""
+        after = self._after_answer("")
+        return self._eos if self._eos and after is not None and after.startswith(self._eos) else ""
+
+    def _after_answer(self, question: str) -> str | None:
+        """What the template writes from the end of an answer to the beginning of the next; None where it drops earlier answers."""
+        history = (Message("user", _QUESTION), Message("assistant", _ANSWER))
+        pieces = self._layout.question(question, history, has_documents=True)
+        places = [place for place, (text, _) in enumerate(pieces) if _ANSWER in text]
+        return self._text(pieces[places[0] + 1 :]) if len(places) == 1 else None
 
     def _text(self, pieces: Sequence[Piece]) -> str:
         return "".join(text if trusted else self._harmless(text) for text, trusted in pieces)

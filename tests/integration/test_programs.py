@@ -1,0 +1,207 @@
+"""SGLang frontend programs against the real server, over documents of the example corpus."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.client import Client
+from ragserve.errors import InvalidRequest, NotFound, PromptTooLong, Unauthorized
+from ragserve.programs import Rag
+
+# isort: split
+import sglang as sgl
+
+REPO = Path(__file__).resolve().parents[2]
+CORPUS = REPO / "examples" / "corpus" / "files"
+DOCUMENTS = ("iceland.md", "denmark.html", "norway.html", "portugal.docx")
+NAMESPACE = "programs"
+ASKED = "Who ruled Iceland before independence?"
+
+
+@pytest.fixture(scope="module")
+def documents(server: Any) -> None:
+    with Client(server.url) as client:
+        files = [("files", (name, (CORPUS / name).read_bytes())) for name in DOCUMENTS]
+        job = client.call("POST", "/rag/ingest", data={"namespace": NAMESPACE}, files=files)
+        assert client.wait(job["job_id"], timeout_s=120)["counts"]["indexed"] == len(DOCUMENTS)
+
+
+@pytest.fixture
+def rag(server: Any, documents: None) -> Iterator[Rag]:
+    with closing(Rag(server.url, namespace=NAMESPACE)) as opened:
+        yield opened
+
+
+def run_example(server: Any, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPO / "examples" / "programs" / name), "--url", server.url, "--namespace", NAMESPACE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_multi_hop_example(server: Any, documents: None) -> None:
+    """The second hop can only be asked, and found, with the answer of the first."""
+    done = run_example(server, "multi_hop.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["Which country ruled Iceland before independence?", "  -> Denmark"]
+    assert "     from iceland.md" in lines
+    assert lines[lines.index("Who is the head of state of Denmark?") + 1] == "  -> King FREDERIK X"
+    assert "     from denmark.html" in lines
+    assert lines[-1] == "answer: King FREDERIK X"
+
+
+def test_fork_join_example(server: Any, documents: None) -> None:
+    """Each passage answers for itself, wrong ones too; the join chooses the right answer among them."""
+    done = run_example(server, "fork_join.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    answers = {line.split("  from ")[0].strip() for line in lines[1:4]}
+    assert len(answers) > 1
+    assert "Denmark" in answers
+    assert "answer: Denmark" in lines
+    assert lines[-1] == "     from iceland.md"
+
+
+def test_examples_say_what_is_wrong_in_one_line(server: Any, documents: None) -> None:
+    done = run_example(server, "multi_hop.py", "--namespace", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_gives_the_answer_of_rag_query_out_of_the_same_cache(server: Any, rag: Rag) -> None:
+    @sgl.function
+    def ask(s: Any, question: str) -> Any:
+        context = rag.context(s, question, k=3)
+        rag.answer(s, question, "answer", max_tokens=24)
+        return context
+
+    with Client(server.url) as client:
+        asked = "Who is the head of state of Denmark?"
+        served = client.query(asked, namespace=NAMESPACE, k=3, max_new_tokens=24)
+    state = ask.run(asked, backend=rag.endpoint())
+    assert rag.read(state, "answer") == served.answer == "King FREDERIK X"
+    context = state.ret_value
+    assert [p.index for p in context.passages] == [1, 2, 3]
+    assert {p.chunk_id for p in context.cited("King FREDERIK X")} == {c.chunk_id for c in served.citations}
+    meta = state.get_meta_info("answer")
+    assert meta["prompt_tokens"] == served.usage.prompt
+    # /rag/query has prefilled all of it; SGLang always computes the last token anew
+    assert meta["cached_tokens"] >= served.usage.prompt - 1
+
+
+def test_a_plain_runtime_endpoint_works_as_well(server: Any, rag: Rag) -> None:
+    @sgl.function
+    def ask(s: Any) -> None:
+        rag.context(s, ASKED, k=3)
+        rag.answer(s, ASKED, "answer", max_tokens=24)
+
+    state = ask.run(backend=sgl.RuntimeEndpoint(server.url))
+    assert rag.read(state, "answer") == "Denmark"
+
+
+def test_a_follow_up_is_what_the_servers_history_is(server: Any, rag: Rag) -> None:
+    documents = [{"title": "Refland", "text": "Refland lies in the region of Skailuia. Refland is famous for rope."}]
+
+    @sgl.function
+    def ask(s: Any) -> None:
+        rag.insert(s, [(d["title"], d["text"]) for d in documents])
+        rag.answer(s, "In which region does Refland lie?", "first")
+        rag.follow_up(s, "What is Refland famous for?", "second")
+
+    state = ask.run(backend=rag.endpoint())
+    assert rag.read(state, "first") == "Skailuia"
+    history = [{"role": "user", "content": "In which region does Refland lie?"}, {"role": "assistant", "content": "Skailuia"}]
+    with Client(server.url) as client:
+        served = client.query("What is Refland famous for?", documents=documents, history=history, max_new_tokens=64)
+    assert rag.read(state, "second") == served.answer == "rope"
+    assert state.get_meta_info("second")["prompt_tokens"] == served.usage.prompt
+
+
+def test_run_batch(rag: Rag) -> None:
+    """SGLang traces a program for a common prefix first; retrieval must not be in its way."""
+
+    @sgl.function
+    def ask(s: Any, question: str) -> None:
+        rag.context(s, question, k=2)
+        rag.answer(s, question, "answer", max_tokens=24)
+
+    questions = [ASKED, "What is the capital of Denmark?"]
+    states = ask.run_batch([{"question": question} for question in questions], backend=rag.endpoint())
+    assert [rag.read(state, "answer") for state in states] == ["Denmark", "Copenhagen"]
+
+
+def test_choose_takes_the_likeliest_whole_answer(rag: Rag) -> None:
+    @sgl.function
+    def choose(s: Any, choices: list[str]) -> None:
+        rag.insert(s, [("Westert", "Westert is twinned with Weabrouckmere Falls. Westert was founded in 2020.")])
+        rag.choose(s, "With which town is Westert twinned?", choices)
+
+    for choices in (["2020", "Weabrouckmere Falls"], ["Weabrouckmere Falls", "Weabrouckmere", "Westert"]):
+        state = choose.run(choices, backend=rag.endpoint())
+        assert rag.read(state, "choice") == "Weabrouckmere Falls"
+
+
+def test_documents_come_first_and_must_fit(rag: Rag) -> None:
+    @sgl.function
+    def late(s: Any) -> None:
+        s += "Some text."
+        rag.context(s, ASKED)
+
+    with pytest.raises(InvalidRequest, match="documents come first"):
+        late.run(backend=rag.endpoint())
+
+    @sgl.function
+    def long(s: Any, reserve: int) -> Any:
+        return rag.insert(s, [(f"Part {i}", "word " * 2000) for i in range(8)], reserve=reserve)
+
+    context = long.run(500, backend=rag.endpoint()).ret_value
+    assert context.passages
+    assert context.dropped
+    assert [p.index for p in context.passages + context.dropped] == list(range(1, 9))
+    with pytest.raises(PromptTooLong):
+        long.run(8192, backend=rag.endpoint())
+
+
+def test_bad_namespaces_and_filters(server: Any, rag: Rag) -> None:
+    with closing(Rag(server.url, namespace="nowhere")) as other, pytest.raises(NotFound, match="nowhere"):
+        other.retrieve(ASKED)
+    with pytest.raises(InvalidRequest):
+        rag.retrieve(ASKED, filter={"op": "like", "field": "source", "value": "x"})
+    found = rag.retrieve(ASKED, k=4, filter={"op": "eq", "field": "source", "value": "norway.html"})
+    assert {p.source for p in found} == {"norway.html"}
+
+
+def test_an_error_of_the_engine_reaches_the_reader(rag: Rag) -> None:
+    @sgl.function
+    def too_long(s: Any) -> None:
+        s += "word " * 20_000
+        s += sgl.gen("answer", max_tokens=8)
+
+    endpoint = rag.endpoint()
+    with pytest.warns(UserWarning, match="Error in stream_executor"), pytest.raises(RuntimeError):
+        rag.read(too_long.run(backend=endpoint), "answer")
+
+
+def test_with_an_api_key(start_server: Any) -> None:
+    with start_server(api_key="secret") as running:
+        with Client(running.url, api_key="secret") as client:
+            job = client.ingest(NAMESPACE, [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}])
+            client.wait(job, timeout_s=120)
+
+        @sgl.function
+        def ask(s: Any, rag: Rag) -> None:
+            rag.context(s, "What is the capital of Norway?")
+            rag.answer(s, "What is the capital of Norway?", "answer")
+
+        with closing(Rag(running.url, namespace=NAMESPACE, api_key="secret")) as rag:
+            assert rag.read(ask.run(rag, backend=rag.endpoint()), "answer") == "Oslo"
+        with closing(Rag(running.url, namespace=NAMESPACE, api_key="wrong")) as rag, pytest.raises(Unauthorized):
+            rag.retrieve("What is the capital of Norway?")
