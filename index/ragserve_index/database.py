@@ -35,8 +35,12 @@ class Database:
         self._idle: list[sqlite3.Connection] = []  # list.append and list.pop are atomic
         self._writing = Lock()  # threads of this process queue here instead of polling SQLite's lock
         self._closed = False
-        with self.write() as connection:
-            self._prepare(connection)
+        try:
+            with self.write() as connection:
+                self._prepare(connection)
+        except BaseException:
+            self.close()
+            raise
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()

@@ -225,10 +225,11 @@ class LiveIndex:
 
     def _load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure | None:
         """The saved structure, caught up to ``ns``; None when there is none of use, and then the log says why."""
-        self.file_unfit, self._saved_changed = ns.n_chunks > 0, 0
+        self.file_unfit, self._saved_changed = True, 0
         try:
             found = self.file.load(connection, ns)
             if found is None:
+                self.file_unfit = ns.n_chunks > 0
                 if ns.n_chunks:
                     log.info("namespace %s: no saved index, building it from %d vectors", ns.name, ns.n_chunks)
                 return None

@@ -47,7 +47,11 @@ class IndexStore:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self.database = Database(self.data_dir / "ragserve.sqlite3")
-            files.remove_leftovers(self._directory, self._known_files)
+            try:
+                files.remove_leftovers(self._directory, self._known_files)
+            except BaseException:
+                self.database.close()
+                raise
         except OSError as error:
             if is_full(error):
                 raise storage_full(self._directory, error) from error

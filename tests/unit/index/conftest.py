@@ -1,0 +1,26 @@
+"""One FAISS thread: the tests' own threads are what runs at once, and graphs come out the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import faiss
+import pytest
+from index_samples import make
+
+from ragserve_index import IndexStore
+
+
+@pytest.fixture(autouse=True)
+def _one_faiss_thread() -> Iterator[None]:
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[IndexStore]:
+    with make(tmp_path / "data") as opened:
+        yield opened

@@ -1,0 +1,188 @@
+"""Jobs: claimed by one worker at a time, taken over when its lease runs out, counted per item."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ragserve.errors import Conflict, InvalidRequest, NotFound
+from ragserve_index import IndexStore, JobStore, jobs
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def job_store(store: IndexStore) -> JobStore:
+    return JobStore(store)
+
+
+def test_a_job_from_start_to_end(job_store: JobStore) -> None:
+    job = job_store.create("n", {"kind": "texts", "ü": [1, {"a": None}]}, ["a", "b", "c", "a"])
+    assert (job.state, job.n_items, job.counts["pending"], job.spec) == ("queued", 3, 3, {"kind": "texts", "ü": [1, {"a": None}]})
+    claimed = job_store.claim("w1", 60)
+    assert claimed is not None
+    assert (claimed.job_id, claimed.state, claimed.worker) == (job.job_id, "running", "w1")
+    job_store.update_item(job.job_id, "a", "indexed", chunks=3, tokens=30, size=300, doc_id="doc_a")
+    job_store.update_item(job.job_id, "b", "failed", reason="encrypted")
+    job_store.add_items(job.job_id, ["d", "a"])
+    assert [item.source for item in job_store.items(job.job_id)] == ["a", "b", "c", "d"]
+    assert [item.source for item in job_store.items(job.job_id, "pending")] == ["c", "d"]
+    (failed,) = job_store.items(job.job_id, "failed")
+    assert (failed.reason, failed.chunks) == ("encrypted", 0)
+    done = job_store.finish(job.job_id, "done", worker="w1")
+    assert (done.state, done.finished, done.worker, done.chunks, done.tokens, done.size_bytes) == ("done", True, None, 3, 30, 300)
+    assert done.counts == {"pending": 2, "indexed": 1, "unchanged": 0, "removed": 0, "failed": 1, "skipped": 0}
+    assert job_store.get(job.job_id) == done
+    assert job_store.claim("w2", 60) is None
+
+
+def test_the_oldest_is_claimed_first_and_one_may_be_chosen(job_store: JobStore) -> None:
+    first, second, third = (job_store.create("n", {}, []) for _ in range(3))
+    chosen = job_store.claim("w", 60, second.job_id)
+    assert chosen is not None
+    assert chosen.job_id == second.job_id
+    order = [claimed.job_id for _ in range(3) if (claimed := job_store.claim("w", 60)) is not None]
+    assert order == [first.job_id, third.job_id]
+    assert job_store.claim("w2", 60, second.job_id) is None
+
+
+def test_an_expired_lease_is_taken_over(job_store: JobStore) -> None:
+    job = job_store.create("n", {}, ["a"])
+    assert job_store.claim("dead", 0.05) is not None
+    assert job_store.claim("alive", 60) is None
+    assert job_store.heartbeat(job.job_id, "dead", 0.05)
+    time.sleep(0.1)
+    taken = job_store.claim("alive", 60)
+    assert taken is not None
+    assert taken.worker == "alive"
+    assert not job_store.heartbeat(job.job_id, "dead", 60)
+    with pytest.raises(Conflict, match="took it over"):
+        job_store.finish(job.job_id, "done", worker="dead")
+    assert job_store.get(job.job_id).state == "running"
+    assert job_store.heartbeat(job.job_id, "alive", 60)
+
+
+def test_cancelling(job_store: JobStore) -> None:
+    queued, running, finished = (job_store.create("n", {}, ["a"]) for _ in range(3))
+    for job in (running, finished):
+        assert job_store.claim("w", 60, job.job_id) is not None
+    job_store.finish(finished.job_id, "done")
+    assert job_store.request_cancel(queued.job_id).state == "cancelled"
+    assert job_store.claim("w", 60) is None
+    assert job_store.request_cancel(running.job_id).state == "running"
+    assert job_store.cancel_requested(running.job_id)
+    assert not job_store.request_cancel(finished.job_id).cancel_requested
+
+
+def test_listing(job_store: JobStore) -> None:
+    made = [job_store.create(namespace, {}, []) for namespace in ("n", "m", "n")]
+    job_store.finish(made[0].job_id, "failed", "why")
+    assert [job.job_id for job in job_store.list()] == [job.job_id for job in reversed(made)]
+    assert [job.job_id for job in job_store.list("n", limit=1)] == [made[2].job_id]
+    (failed,) = job_store.list(state="failed")
+    assert failed.error == "why"
+
+
+def test_unknown_jobs_and_states(job_store: JobStore) -> None:
+    for call in (
+        lambda: job_store.get("job_x"),
+        lambda: job_store.items("job_x"),
+        lambda: job_store.add_items("job_x", ["a"]),
+        lambda: job_store.update_item("job_x", "a", "indexed"),
+        lambda: job_store.finish("job_x", "done"),
+        lambda: job_store.request_cancel("job_x"),
+        lambda: job_store.cancel_requested("job_x"),
+    ):
+        with pytest.raises(NotFound) as caught:
+            call()
+        assert caught.value.code == "job_not_found"
+    job = job_store.create("n", {}, ["a"])
+    with pytest.raises(NotFound, match="no item 'b'"):
+        job_store.update_item(job.job_id, "b", "indexed")
+    for bad in (
+        lambda: job_store.update_item(job.job_id, "a", "eaten"),
+        lambda: job_store.finish(job.job_id, "running"),
+        lambda: job_store.list(state="eaten"),
+        lambda: job_store.list(limit=0),
+    ):
+        with pytest.raises(InvalidRequest):
+            bad()
+    assert not job_store.heartbeat("job_x", "w", 1)
+    assert job_store.claim("w", 1, "job_x") is None
+
+
+def test_finished_jobs_are_forgotten_in_the_end(job_store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "KEEP_FINISHED", 3)
+    old = [job_store.create("n", {}, ["a"]) for _ in range(6)]
+    for job in old:
+        job_store.finish(job.job_id, "done")
+    new = job_store.create("n", {}, ["a"])
+    assert {job.job_id for job in job_store.list()} == {new.job_id, *(job.job_id for job in old[3:])}
+
+
+def test_no_job_runs_twice_among_threads_and_stores(tmp_path: Path) -> None:
+    with IndexStore(tmp_path) as one, IndexStore(tmp_path) as two:
+        stores = [JobStore(one), JobStore(two)]
+        made = {stores[0].create("n", {}, []).job_id for _ in range(40)}
+
+        def work(number: int) -> list[str]:
+            claimed = []
+            while (job := stores[number % 2].claim(f"w{number}", 60)) is not None:
+                claimed.append(job.job_id)
+            return claimed
+
+        with ThreadPoolExecutor(6) as threads:
+            counts = Counter(job_id for claimed in threads.map(work, range(6)) for job_id in claimed)
+        assert counts == dict.fromkeys(made, 1)
+
+
+_WORKER = """
+import sys, time
+from pathlib import Path
+from ragserve_index import IndexStore, JobStore
+store = JobStore(IndexStore(Path(sys.argv[1])))
+job = store.claim("worker", 0.3)
+store.update_item(job.job_id, "a", "indexed", chunks=1)
+print(job.job_id, flush=True)
+while store.heartbeat(job.job_id, "worker", 0.3):
+    time.sleep(0.05)
+"""
+
+
+def test_a_killed_workers_job_goes_on_elsewhere(tmp_path: Path) -> None:
+    with IndexStore(tmp_path) as store:
+        job_store = JobStore(store)
+        job = job_store.create("n", {}, ["a", "b"])
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == job.job_id
+            time.sleep(0.5)  # longer than the lease: only heartbeats keep it
+            assert job_store.claim("other", 60) is None
+            process.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while (taken := job_store.claim("other", 60)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert [item.source for item in job_store.items(taken.job_id, "pending")] == ["b"]
+        assert taken.chunks == 1
+
+
+def test_jobs_survive_a_restart(tmp_path: Path) -> None:
+    with IndexStore(tmp_path) as store:
+        job = JobStore(store).create("n", {"x": 1}, ["a"])
+    with IndexStore(tmp_path) as store:
+        assert JobStore(store).get(job.job_id) == job

@@ -1,0 +1,129 @@
+"""SIGKILL at any moment: what was committed is there, nothing is half there or twice there, and the index agrees."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from index_samples import TYPES, all_chunks, assert_clean, item, make, texts, vectors_of
+
+from ragserve_index import IndexStore
+
+HERE = Path(__file__).parent
+
+
+def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s: float) -> int:
+    """Start the writer, kill it ``after_s`` seconds after it is ready; the last edition it said was committed, or -1."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "killed_writer.py"), str(data_dir), index_type, mode, str(start)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(after_s)
+        process.send_signal(signal.SIGKILL)
+        committed = [int(line) for line in process.stdout.read().split()]
+    assert process.returncode == -signal.SIGKILL, "it ended on its own"
+    return committed[-1] if committed else -1
+
+
+@pytest.mark.parametrize(("index_type", "mode"), [*[(t, "save") for t in TYPES], ("flat", "replace"), ("hnsw", "remove")])
+def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
+    moments = random.Random(f"{index_type}{mode}")
+    committed, edition = -1, 0
+    for _ in range(5):
+        committed = max(committed, run_and_kill(tmp_path, index_type, mode, edition, moments.uniform(0.005, 0.15)))
+        with IndexStore(tmp_path) as store:
+            assert_clean(store)
+            documents = store.documents("n")
+            editions = {int(document.content_hash.removeprefix("hash")) for document in documents}
+            if documents:
+                # a batch is there as a whole, and it is the last one committed, or one more whose word did not get out
+                (edition,) = editions
+                assert committed <= edition <= committed + 1
+                committed = edition
+                assert len(documents) == 8 or (mode == "remove" and len(documents) == 7)
+            else:
+                assert committed == -1
+            known = all_chunks(store)
+            assert len(known) == 25 * len(documents)
+            found = store.search("n", vectors_of("q"), 1000).hits[0]
+            assert sorted(hit.chunk.chunk_id for hit in found) == sorted(known)
+            assert len({hit.chunk.text for hit in found}) == len(known)
+            if known and index_type != "sq8":
+                vector = known[min(known)]
+                assert texts(store, vector, 1) == [next(h.chunk.text for h in found if h.chunk.chunk_id == min(known))]
+        edition += 1
+
+
+OLD = {"a": 3, "b": 2, "c": 4}
+NEW = {"a": 2, "b": 2, "c": 4, "d": 3}
+
+
+def child_killed_at(step: int, data_dir: Path) -> bool:
+    """Fork, replace two documents, add one, save and close, killed by itself at the step-th line of ours. Whether it got that far."""
+    child = os.fork()
+    if child == 0:
+        lines = 0
+
+        def count(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal lines
+            if "/ragserve_index/" not in frame.f_code.co_filename:
+                return None
+            lines += event == "line"
+            if lines == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return count
+
+        store = IndexStore(data_dir)
+        texts(store, vectors_of("q"), 1)
+        sys.settrace(count)
+        store.replace_documents("n", [item(name, n, edition=int(name in "ad")) for name, n in NEW.items() if name != "c"])
+        store.save()
+        sys.settrace(None)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.parametrize("index_type", ["flat", "hnsw"])
+def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
+    """Every seventh line that a write and a save run through, to the end."""
+    with make(tmp_path / "base", index_type) as store:
+        store.replace_documents("n", [item(name, n) for name, n in OLD.items()])
+    seen: set[int] = set()
+    step = killed = 0
+    while True:
+        step += 7
+        data_dir = tmp_path / str(step)
+        shutil.copytree(tmp_path / "base", data_dir)
+        alive = not child_killed_at(step, data_dir)
+        with IndexStore(data_dir) as store:
+            version = store.namespace("n").version
+            expected = OLD if version == 1 else NEW
+            assert {d.source: d.n_chunks for d in store.documents("n")} == expected
+            assert len(set(texts(store, vectors_of("q"), 100))) == sum(expected.values())
+            assert_clean(store)
+        assert not list((data_dir / "indexes").glob("*.tmp"))
+        with IndexStore(data_dir) as store:
+            assert store.check()[0].file == "current"
+        seen.add(version)
+        shutil.rmtree(data_dir)
+        if alive:
+            break
+        killed += 1
+    assert killed > 20
+    assert seen == {1, 2}
