@@ -18,11 +18,13 @@ from typing import Any, Literal
 import httpx
 
 from ragserve.config import Settings
+from ragserve.errors import InvalidRequest, RagserveError
 
 Status = Literal["ok", "warn", "fail", "skip"]
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
 _SGLANG = "0.5.16"
 _MIB = 2**20
+_HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,10 @@ def examine(settings: Settings) -> Iterable[Check]:
     for name, check in checks:
         try:
             yield check(settings)
-        except Exception as error:  # noqa: BLE001  the examination must reach its end
-            yield Check(name, "fail", f"{type(error).__name__}: {error}", f"This check crashed; the message above is about the {name}.")
+        except RagserveError as error:
+            yield Check(name, "fail", error.message, error.hint or "See the message.")
+        except Exception as error:  # noqa: BLE001 - the examination must reach its end
+            yield Check(name, "fail", f"{type(error).__name__}: {error}", f"The check of the {name} crashed on this; please report it.")
 
 
 def _python(_: Settings) -> Check:
@@ -154,10 +158,10 @@ def _model(settings: Settings) -> Check:
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(settings.model, "config.json") if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", settings.model) else None
+        cached = try_to_load_from_cache(settings.model, "config.json") if _HUB_ID.fullmatch(settings.model) else None
         if isinstance(cached, str):
             folder = Path(cached).parent
-        elif os.sep in settings.model and settings.model.count("/") != 1:
+        elif not _HUB_ID.fullmatch(settings.model):
             return Check(
                 "model", "fail", f"{settings.model} does not exist", "Give --model a folder with config.json, or a Hugging Face id."
             )
@@ -200,7 +204,13 @@ def _tokenizer(settings: Settings) -> Check:
 def _embedder(settings: Settings) -> Check:
     from ragserve.retrieval.embedder import Embedder
 
-    embedder = Embedder(settings.embedder, device=settings.embed_device)
+    try:
+        embedder = Embedder(settings.embedder, device=settings.embed_device)
+    except InvalidRequest as error:
+        if error.code != "embedder_not_found" or not _HUB_ID.fullmatch(settings.embedder) or Path(settings.embedder).exists():
+            raise
+        advice = "It will be downloaded when it is first used, which needs the network. Without one, give a local folder."
+        return Check("embedder", "warn", f"{settings.embedder} is not on this machine", advice)
     vectors = embedder.encode(["the doctor asks"])
     if vectors.shape != (1, embedder.dim):
         advice = "Choose a sentence-transformers model that gives one vector a text."

@@ -37,6 +37,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Check versions, plugins, GPU, model, embedder, disk, index, port and engine. Exits with 1 if something will not work."""
+    # What is on this machine is examined; nothing is fetched on the way. Read when Hugging Face's libraries are imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     flags: dict[str, Any] = {
         "data_dir": data_dir,
         "model": model,
