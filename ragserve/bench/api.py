@@ -1,0 +1,214 @@
+"""What the product costs on top of the engine: milliseconds a query, and queries a second, beside plain SGLang on the same prompts.
+
+The rival gets its prompts ready-made: token ids laid out from /rag/retrieve before the clock runs, sent to SGLang's own /generate on
+the same server, turn by turn with ours. Both sides have asked everything once before, so both find their prompts in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ragserve.bench import report
+from ragserve.bench.server import running_server
+from ragserve.client import Client
+from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.prompt import PromptBuilder, PromptDocument
+
+CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
+_K = 5
+_MAX_NEW_TOKENS = 16
+_CLIENTS = (1, 4, 16)
+_ASKED = ("What is the capital of {}?", "Which languages are spoken in {}?", "What does {} export?")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question both ways; milliseconds. ``overhead`` is our total without embedding, search and engine."""
+
+    ours: float
+    embed: float
+    search: float
+    engine: float
+    plain: float
+    same_answer: bool
+
+    @property
+    def overhead(self) -> float:
+        return self.ours - self.embed - self.search - self.engine
+
+    @property
+    def beyond_plain(self) -> float:
+        return self.ours - self.embed - self.search - self.plain
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Both requests of one question, the same tokens for the model."""
+
+    ours: dict[str, Any]
+    plain: dict[str, Any]
+
+
+def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = None) -> dict[str, Any]:
+    """Measure a server of our own over the example corpus, or the one at ``url`` (with RAGSERVE_API_KEY, if it wants one).
+
+    Raises ``RagserveError`` where an answer fails or the two sides did not see the same prompt.
+    """
+    rounds, load = (1, 16) if quick else (5, 240)
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            url = stack.enter_context(running_server()).url
+        key = os.environ.get("RAGSERVE_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=300))
+        api = stack.enter_context(Client(url, api_key=key))
+        namespace = stack.enter_context(_corpus(http, api, quick=quick))
+        questions = _questions(http, api, namespace, quick=quick)
+        for question in questions:
+            _sample(http, question, ours_first=True)
+        samples = [_sample(http, question, ours_first=i % 2 == 0) for _ in range(rounds) for i, question in enumerate(questions)]
+        rows = _latency_rows(samples)
+        for clients in _CLIENTS:
+            for name, route, bodies in (
+                ("/rag/query", "/rag/query", [question.ours for question in questions]),
+                ("plain SGLang /generate", "/generate", [question.plain for question in questions]),
+            ):
+                seconds = _under_load(url, headers, route, bodies, clients, max(load, clients))
+                rows.append({"what": f"{name}, {clients} clients", "n": max(load, clients), "queries_s": max(load, clients) / seconds})
+        info = api.info()
+    workload = {
+        "model": Path(info["model"]).name,
+        "device": info["engine"]["device"],
+        "questions": len(questions),
+        "k": _K,
+        "max_new_tokens": _MAX_NEW_TOKENS,
+        "same answers": f"{sum(s.same_answer for s in samples)} of {len(samples)}",
+    }
+    note = (
+        "ms as the client sees them, one client, both ways turn by turn, prompts in the prefix cache of both. Our overhead is the total "
+        "without embedding, search and engine time, and includes the client's own. /rag/query embeds and searches; plain SGLang does not."
+    )
+    return report.write("api", workload, rows, out=out_dir / "api.json" if out_dir else None, note=note)
+
+
+@contextlib.contextmanager
+def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
+    """A namespace of the example corpus, dropped at the end."""
+    files = sorted(path for path in CORPUS.iterdir() if path.is_file())[: 8 if quick else None] if CORPUS.is_dir() else []
+    if not files:
+        raise InvalidRequest(f"There is no example corpus at {CORPUS}.", hint="Run from a checkout of the repository.")
+    namespace = f"bench-api-{uuid.uuid4().hex[:8]}"
+    uploads = [("files", (path.name, path.read_bytes())) for path in files]
+    job = api.wait(_checked(http.post("/rag/ingest", files=uploads, data={"namespace": namespace}))["job_id"])
+    if job["counts"]["indexed"] != len(files):
+        raise RagserveError(f"Only {job['counts']['indexed']} of {len(files)} files of the example corpus could be ingested.")
+    try:
+        yield namespace
+    finally:
+        api.drop_namespace(namespace)
+
+
+def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) -> list[Question]:
+    """Questions over every document, with the prompt that the server builds for them."""
+    info = api.info()
+    prompts = PromptBuilder.load(info["tokenizer"], info["system_prompt"])
+    listed = _checked(http.get("/rag/documents", params={"namespace": namespace, "limit": 1000}))["documents"]
+    subjects = [Path(document["source"]).stem.replace("-", " ").title() for document in listed]
+    texts = [asked.format(subject) for asked in _ASKED[: 1 if quick else None] for subject in subjects]
+    questions = []
+    for text in texts:
+        body = {"query": text, "namespace": namespace, "k": _K}
+        found = _checked(http.post("/rag/retrieve", json=body))["results"]
+        documents = [PromptDocument("", passage["title"], passage["text"]) for passage in found]
+        room = info["limits"]["max_context_tokens"] - _MAX_NEW_TOKENS - 64
+        prompt = prompts.build(text, documents, max_prompt_tokens=room)
+        if prompt.documents_kept != len(documents):
+            raise InvalidRequest("The model's context is too small for the benchmark's prompts.", hint="Serve with a longer context.")
+        sampling = {"temperature": 0.0, "max_new_tokens": _MAX_NEW_TOKENS, "stop": list(prompt.stop)}
+        questions.append(
+            Question({**body, "max_new_tokens": _MAX_NEW_TOKENS}, {"input_ids": prompt.input_ids, "sampling_params": sampling})
+        )
+    return questions
+
+
+def _sample(http: httpx.Client, question: Question, *, ours_first: bool) -> Sample:
+    def ours() -> tuple[float, dict[str, Any]]:
+        return _timed(http, "/rag/query", question.ours)
+
+    def plain() -> tuple[float, dict[str, Any]]:
+        return _timed(http, "/generate", question.plain)
+
+    first, second = (ours, plain) if ours_first else (plain, ours)
+    results: dict[Callable[[], Any], tuple[float, dict[str, Any]]] = {first: first(), second: second()}
+    (our_ms, answer), (plain_ms, generated) = results[ours], results[plain]
+    if answer["usage"]["prompt"] != len(question.plain["input_ids"]):
+        raise RagserveError("The server's prompt and the rival's differ: the comparison would be worth nothing.")
+    timings = answer["timings"]
+    same = answer["answer"] == generated["text"].strip()
+    return Sample(our_ms, timings["embed_ms"], timings["search_ms"], timings["engine_ms"], plain_ms, same)
+
+
+def _timed(http: httpx.Client, route: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    start = time.perf_counter()
+    response = http.post(route, json=body)
+    elapsed = (time.perf_counter() - start) * 1e3
+    return elapsed, _checked(response)
+
+
+def _latency_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    measured: list[tuple[str, list[float]]] = [
+        ("/rag/query, total", [s.ours for s in samples]),
+        ("  embedding", [s.embed for s in samples]),
+        ("  search", [s.search for s in samples]),
+        ("  engine", [s.engine for s in samples]),
+        ("  our overhead (target: p50 <= 3)", [s.overhead for s in samples]),
+        ("plain SGLang /generate, total", [s.plain for s in samples]),
+        ("/rag/query beyond embedding, search and plain SGLang, per question", [s.beyond_plain for s in samples]),
+    ]
+    return [
+        {"what": what, "n": len(values), "p50_ms": report.percentile(values, 50), "p99_ms": report.percentile(values, 99)}
+        for what, values in measured
+    ]
+
+
+def _under_load(url: str, headers: dict[str, str], route: str, bodies: Sequence[dict[str, Any]], clients: int, total: int) -> float:
+    """Seconds in which ``clients``, each with a connection of its own, get ``total`` answers."""
+    numbers = iter(range(total))
+    lock = threading.Lock()
+    ready = threading.Barrier(clients + 1)
+
+    def work() -> None:
+        with httpx.Client(base_url=url, headers=headers, timeout=300) as http:
+            http.get("/health")  # connected before the clock runs
+            ready.wait(60)
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                _checked(http.post(route, json=bodies[number % len(bodies)]))
+
+    with ThreadPoolExecutor(clients) as pool:
+        working = [pool.submit(work) for _ in range(clients)]
+        ready.wait(60)
+        start = time.perf_counter()
+        for one in working:
+            one.result()
+        return time.perf_counter() - start
+
+
+def _checked(response: httpx.Response) -> dict[str, Any]:
+    if response.is_error:
+        raise RagserveError(f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:300]}")
+    return dict(response.json())
