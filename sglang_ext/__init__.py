@@ -1,1 +1,1 @@
-"""What runs inside SGLang's processes: the CPU platform and the plugin through which everything else will come."""
+"""What runs inside SGLang's processes: the CPU platform, the plugin, the document cache and composed contexts."""

@@ -1,0 +1,1 @@
+"""From a question to passages: the embedder and the retriever."""

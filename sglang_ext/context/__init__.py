@@ -1,1 +1,1 @@
-"""Strategies that compose contexts; nothing yet, see README.md."""
+"""Strategies that compose contexts out of cached documents, see README.md."""

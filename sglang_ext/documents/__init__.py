@@ -1,1 +1,1 @@
-"""The hierarchical document cache; nothing yet, see README.md."""
+"""The hierarchical document cache: GPU, host and disk, see README.md."""
