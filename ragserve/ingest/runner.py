@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from ragserve.errors import Conflict, NotFound, RagserveError
 from ragserve.ingest.service import Ingestor
@@ -12,6 +13,7 @@ __all__ = ["JobRunner"]
 
 log = logging.getLogger(__name__)
 _POLL_S = 1.0
+_CLEAN_S = 300.0
 
 
 class JobRunner:
@@ -22,14 +24,13 @@ class JobRunner:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self._cleaned_at = 0.0
 
     def start(self) -> None:
         """Remove uploads that no job needs, then start the thread. Once per object."""
         if self._thread is not None:
             raise RagserveError("The job runner was started already.")
-        removed = self._ingestor.spool.clean(self._ingestor.spools_in_use)
-        if removed:
-            log.info("Removed %d abandoned uploads", removed)
+        self._clean()
         self._thread = threading.Thread(target=self._loop, name="ragserve-jobs", daemon=True)
         self._thread.start()
 
@@ -49,11 +50,19 @@ class JobRunner:
             self._wake.clear()
             try:
                 ran = self._run_next()
+                if not ran and time.monotonic() - self._cleaned_at > _CLEAN_S:
+                    self._clean()  # what jobs cancelled before they ran have left
             except Exception:
                 log.exception("Looking for ingestion jobs failed; trying again")
                 ran = False
             if not ran:
                 self._wake.wait(_POLL_S)
+
+    def _clean(self) -> None:
+        removed = self._ingestor.spool.clean(self._ingestor.spools_in_use)
+        if removed:
+            log.info("Removed %d uploads that no job needs", removed)
+        self._cleaned_at = time.monotonic()
 
     def _run_next(self) -> bool:
         """Whether a job was run."""

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import stat
+import sys
 from typing import IO, Any
 
 from ragserve.errors import RagserveError, TooLarge, UnsupportedDocument
@@ -32,6 +33,8 @@ class _Worker:
         limit = int(config["memory_bytes"])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # chonkie imports it for a chunker that asks a remote model, which takes three quarters of the time this process needs to start
+        sys.modules["openai"] = None  # type: ignore[assignment]
         from ragserve.ingest.chunking import Chunker
         from ragserve.ingest.tokenizer import Counter, TokenizerSource
 

@@ -1,0 +1,245 @@
+"""`ragserve ingest` and `ragserve docs` as processes: their output, exit status, and what a kill or a full disk leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ragserve import cli
+from ragserve.ingest.vanished import every_document
+from ragserve.retrieval.embedder import Embedder
+from ragserve_index import IndexStore
+
+COMMAND = (sys.executable, "-m", "ragserve.cli")
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*COMMAND, *args], cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Cli:
+    """`ragserve ...` in this process, with the session's embedder: importing torch for every command would take most of the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], cwd: Path) -> None:
+        self._monkeypatch, self._capfd = monkeypatch, capfd
+        monkeypatch.chdir(cwd)
+
+    def __call__(self, *args: str, stdin: bytes = b"") -> Done:
+        self._monkeypatch.setattr(sys, "argv", ["ragserve", *args])
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        self._capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = self._capfd.readouterr()
+        return Done(int(ended.value.code or 0), out, err)
+
+
+@pytest.fixture
+def ragserve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, embedder: Embedder) -> Cli:
+    monkeypatch.setattr("ragserve.retrieval.embedder.Embedder", lambda *_args, **_options: embedder)
+    monkeypatch.setattr(cli, "app", typer.Typer(no_args_is_help=True))  # commands register themselves on every call of main
+    return Cli(monkeypatch, capfd, tmp_path)
+
+
+def contents(data_dir: Path) -> dict[str, list[tuple[str, int, int]]]:
+    """Every document's chunks by source; checks the index against the registry on the way."""
+    with IndexStore(data_dir) as store:
+        assert all(report.ok for report in store.check(None))
+        return {
+            document.source: [(chunk.text, chunk.start, chunk.end) for chunk in store.document_chunks(info.name, document.doc_id)]
+            for info in store.namespaces()
+            for document in every_document(store, info.name)
+        }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name in ("whales", "otters"):
+        (folder / f"{name}.md").write_text(f"# {name.title()}\n\nA few words about {name}.\n")
+    return folder
+
+
+def test_report_exit_status_and_docs(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    done = ragserve("ingest", "docs", "-n", "sea", "--metadata", "topic=animals", "--json")
+    assert done.returncode == 3, done.stderr
+    report = json.loads(done.stdout)  # all of stdout is the report
+    assert report["files"] == {"total": 3, "indexed": 2, "unchanged": 0, "failed": 1, "skipped": 0, "removed": 0}
+    assert [os.path.basename(failure["source"]) for failure in report["failures"]] == ["broken.pdf"]
+    (folder / "broken.pdf").unlink()
+    done = ragserve("ingest", "docs", "-n", "sea", "--metadata", "topic=animals")
+    assert done.returncode == 0, done.stderr
+    assert "unchanged" in done.stdout
+
+    listed = json.loads(ragserve("docs", "ls", "-n", "sea", "--json").stdout)
+    assert sorted(document["title"] for document in listed) == ["Otters", "Whales"]
+    assert listed[0]["metadata"]["topic"] == "animals"
+    shown = json.loads(ragserve("docs", "show", "docs/whales.md", "-n", "sea", "--json").stdout)
+    assert "".join(chunk["text"] for chunk in shown["chunks"]) == (folder / "whales.md").read_text()
+    otters = next(document["doc_id"] for document in listed if document["title"] == "Otters")
+    removed = ragserve("docs", "rm", otters, "docs/whales.md", "nothing.md", "-n", "sea")
+    assert removed.returncode == 1
+    assert "nothing.md" in removed.stderr
+    assert contents(tmp_path / "ragserve-data") == {}
+
+
+def test_standard_input(tmp_path: Path, ragserve: Cli) -> None:
+    done = ragserve("ingest", "-", "--name", "notes/today.md", "--json", stdin=b"# Today\n\nIt rained.\n")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "ragserve-data") == {"notes/today.md": [("# Today\n\nIt rained.\n", 0, 20)]}
+    assert list((tmp_path / "ragserve-data" / "uploads").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (("ingest",), 1, "Say what to ingest"),
+        (("ingest", "-"), 1, "--name"),
+        (("ingest", "docs", "--metadata", "x"), 1, "key=value"),
+        (("ingest", "docs", "-n", "a b"), 1, "namespace"),
+        (("ingest", "docs", "--chunk-tokens", "1"), 1, "chunk_tokens"),
+        (("ingest", "--resume", "job_x"), 1, "no job"),
+        (("ingest", "docs", "--model", "no/such-model"), 1, "tokenizer"),
+        (("ingest", "docs", "--nonsense"), 2, "--nonsense"),
+        (("docs", "ls"), 1, "no data"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+@pytest.mark.usefixtures("folder")
+def test_wrong_use_is_explained(args: tuple[str, ...], status: int, words: str, ragserve: Cli) -> None:
+    done = ragserve(*args)
+    assert (done.returncode, words in " ".join(done.stderr.split()), "Traceback" in done.stderr) == (status, True, False), done.stderr
+
+
+def many(folder: Path, n: int) -> None:
+    for i in range(n):
+        (folder / f"note{i:04d}.txt").write_text(f"Note {i} is about the number {i * 7919 % 10007}.\n" * (1 + i % 3))
+
+
+def wait_for_documents(data_dir: Path, n: int, process: subprocess.Popen[bytes]) -> None:
+    """Until ``n`` documents are indexed, or the process ended."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not (data_dir / "ragserve.sqlite3").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with IndexStore(data_dir) as store:
+        while process.poll() is None and sum(info.n_documents for info in store.namespaces()) < n:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
+    many(folder, 500)
+    data_dir = tmp_path / "ragserve-data"
+    dice = random.Random(7)
+    for documents in (0, 1, 200):  # before, between and within batches of writing
+        process = start("ingest", "docs", "--json", cwd=tmp_path)
+        if documents:
+            wait_for_documents(data_dir, documents, process)
+            time.sleep(dice.uniform(0, 0.05))
+        else:
+            time.sleep(dice.uniform(0.2, 1.5))
+        process.kill()
+        process.communicate()
+        if (data_dir / "ragserve.sqlite3").exists():
+            for source, chunks in contents(data_dir).items():
+                assert "".join(text for text, _, _ in chunks) == Path(source).read_text()  # a document is there whole or not at all
+    done = ragserve("ingest", "docs", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["files"]["indexed"] + report["files"]["unchanged"] == report["files"]["total"] == 502
+    assert report["files"]["unchanged"] > 0
+    assert ragserve("ingest", "docs", "--json", "--data-dir", "uninterrupted").returncode == 0
+    assert contents(data_dir) == contents(tmp_path / "uninterrupted")
+
+
+def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
+    many(folder, 500)
+    process = start("ingest", "docs", "--json", cwd=tmp_path)
+    wait_for_documents(tmp_path / "ragserve-data", 1, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    report = json.loads(out)
+    assert report["state"] == "interrupted"
+    assert 0 < report["files"]["indexed"] < 502
+    done = ragserve("ingest", "--resume", report["job_id"], "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(contents(tmp_path / "ragserve-data")) == 502
+
+
+def test_following_changes(folder: Path, tmp_path: Path) -> None:
+    process = start("ingest", "docs", "--follow-changes", "--prune", "--json", cwd=tmp_path)
+    assert process.stdout is not None
+    try:
+        assert json.loads(process.stdout.readline())["files"]["indexed"] == 2
+        (folder / "seals.md").write_text("# Seals\n\nSeals sleep.\n")
+        assert json.loads(process.stdout.readline())["files"]["indexed"] == 1
+        (folder / "whales.md").unlink()
+        assert json.loads(process.stdout.readline())["files"]["removed"] == 1
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert sorted(map(os.path.basename, contents(tmp_path / "ragserve-data"))) == ["otters.md", "seals.md"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A folder on which a command in its own mount namespace can mount a disk of any size."""
+    target = tmp_path / "small"
+    target.mkdir()
+    probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(target)], capture_output=True, check=False)
+    if shutil.which("unshare") is None or probe.returncode:
+        pytest.skip(f"this machine does not let us mount a small disk: {probe.stderr.decode()}")
+    return target
+
+
+def test_a_full_disk_stops_the_run_and_leaves_nothing_half(folder: Path, tmp_path: Path, small_disk: Path) -> None:
+    for i in range(70):
+        (folder / f"book{i:02d}.txt").write_text(f"Line of book {i}, with number {i * 31}. " * 500)
+    ingest = f"{' '.join(COMMAND)} ingest {folder} --json --chunk-tokens 8192 --data-dir {small_disk}"
+    script = f"""
+        mount -t tmpfs -o size=1300k none {small_disk}
+        {ingest} > {tmp_path}/first.json; echo first $?
+        cp -r {small_disk} {tmp_path}/full
+        mount -o remount,size=50m {small_disk}
+        {ingest} > {tmp_path}/second.json; echo second $?
+        cp -r {small_disk} {tmp_path}/freed
+    """
+    command = ["unshare", "-rm", "sh", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False, timeout=200)
+    errors = done.stderr.decode()
+    assert done.stdout.decode().split("\n")[:2] == ["first 1", "second 0"], errors
+    assert "disk" in errors
+    assert "Traceback" not in errors
+    full, freed = contents(tmp_path / "full"), contents(tmp_path / "freed")
+    assert len(full) < len(freed) == 72
+    for found in (full, freed):
+        for source, chunks in found.items():
+            assert "".join(text for text, _, _ in chunks) == Path(source).read_text()

@@ -1,0 +1,165 @@
+"""Uploads: durable before the job exists, run by the background thread, gone from disk when the job is over."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ingest_samples import make_pdf
+
+from ragserve.config import Settings, load
+from ragserve.errors import InvalidRequest, NotFound, TooLarge
+from ragserve.ingest.runner import JobRunner
+from ragserve.ingest.service import Ingestor, InlineText, Upload
+from ragserve.ingest.spool import Spool
+from ragserve.retrieval.embedder import Embedder
+from ragserve_index import IndexStore, Job
+
+
+@pytest.fixture
+def runner(ingestor: Ingestor) -> Iterator[JobRunner]:
+    runner = JobRunner(ingestor)
+    yield runner
+    runner.stop()
+
+
+def wait_for_end(ingestor: Ingestor, job: Job) -> Job:
+    deadline = time.monotonic() + 60
+    while not (now := ingestor.jobs.get(job.job_id)).finished:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.02)
+    return now
+
+
+def spools(settings: Settings) -> list[Path]:
+    return list((settings.data_dir / "uploads").glob("*"))
+
+
+def test_files_and_texts_are_indexed_in_the_background(
+    ingestor: Ingestor, runner: JobRunner, store: IndexStore, settings: Settings
+) -> None:
+    runner.start()
+    files = [Upload("../reports/a.pdf", io.BytesIO(make_pdf(["Whales sing."]))), Upload("broken.pdf", io.BytesIO(b"%PDF-1.4 no"))]
+    first = ingestor.submit_files("sea", files, {"topic": "whales"})
+    second = ingestor.submit_texts("sea", [InlineText("note", "Otters hold hands.", title="On otters", metadata={"year": 2020})])
+    runner.wake()
+    done = wait_for_end(ingestor, first)
+    assert (done.state, done.counts["indexed"], done.counts["failed"]) == ("done", 1, 1)
+    assert wait_for_end(ingestor, second).state == "done"
+    pdf, note = store.find_source("sea", "reports/a.pdf"), store.find_source("sea", "note")
+    assert pdf is not None
+    assert note is not None
+    assert (pdf.metadata["topic"], pdf.metadata["filename"], pdf.mime) == ("whales", "a.pdf", "application/pdf")
+    assert (note.title, note.metadata["year"], note.mime) == ("On otters", 2020, "text/plain")
+    [item] = ingestor.jobs.items(first.job_id, "failed")
+    assert item.source == "broken.pdf"
+    assert "corrupt" in (item.reason or "")
+    runner.stop()
+    assert spools(settings) == []
+
+
+def test_a_name_given_again_replaces_its_document(ingestor: Ingestor, store: IndexStore) -> None:
+    for text in ("First version.", "Second version.", "Second version."):
+        ingestor.run(ingestor.submit_texts("sea", [InlineText("note", text)]).job_id)
+    [document] = store.documents("sea")
+    assert [chunk.text for chunk in store.document_chunks("sea", document.doc_id)] == ["Second version."]
+    assert store.namespace("sea").version == 2  # the third was unchanged
+
+
+def test_inline_text_is_text_whatever_it_looks_like(ingestor: Ingestor, store: IndexStore) -> None:
+    ingestor.run(ingestor.submit_texts("sea", [InlineText("a.html", "<html><body>kept as it is</body></html>")]).job_id)
+    [document] = store.documents("sea")
+    assert store.document_chunks("sea", document.doc_id)[0].text == "<html><body>kept as it is</body></html>"
+
+
+def test_blank_texts_fail_as_empty(ingestor: Ingestor) -> None:
+    report = ingestor.run(ingestor.submit_texts("sea", [InlineText("blank", " \n\t"), InlineText("none", "")]).job_id)
+    assert [reason.split(":")[0] for _, reason in report.failures] == ["empty", "empty"]
+
+
+def test_what_cannot_be_taken_is_refused_and_leaves_nothing(settings: Settings, store: IndexStore, embedder: Embedder) -> None:
+    ingestor = Ingestor(load(data_dir=settings.data_dir, max_upload_bytes=1024), store, embedder)
+    with pytest.raises(TooLarge, match=r"b\.txt"):
+        ingestor.submit_files("sea", [Upload("a.txt", io.BytesIO(b"x")), Upload("b.txt", io.BytesIO(bytes(1025)))])
+    with pytest.raises(InvalidRequest, match="twice"):
+        ingestor.submit_texts("sea", [InlineText("a", "x"), InlineText("/a", "y")])
+    with pytest.raises(InvalidRequest, match="Unicode"):
+        ingestor.submit_texts("sea", [InlineText("a", "lone \ud800 surrogate")])
+    with pytest.raises(InvalidRequest, match="Nothing"):
+        ingestor.submit_files("sea", [])
+    assert spools(settings) == []
+    assert ingestor.jobs.list() == []
+
+
+def test_a_job_left_by_a_crashed_server_is_finished_by_the_next(ingestor: Ingestor, runner: JobRunner, store: IndexStore) -> None:
+    job = ingestor.submit_texts("sea", [InlineText(f"n{i}", f"Note {i}.") for i in range(20)])
+    assert ingestor.jobs.claim("crashed", -1.0, job.job_id) is not None
+    runner.start()
+    assert wait_for_end(ingestor, job).state == "done"
+    assert store.namespace("sea").n_documents == 20
+
+
+def test_jobs_of_the_command_line_are_not_the_servers(ingestor: Ingestor, runner: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    paths = ingestor.submit_paths("sea", [str(tmp_path / "a.txt")])
+    runner.start()
+    wait_for_end(ingestor, ingestor.submit_texts("sea", [InlineText("a", "b")]))
+    assert ingestor.jobs.get(paths.job_id).state == "queued"
+
+
+def test_a_stopped_runner_leaves_its_job_for_the_next(ingestor: Ingestor, store: IndexStore, settings: Settings) -> None:
+    job = ingestor.submit_texts("sea", [InlineText(f"n{i}", f"Note {i}.") for i in range(300)])
+    first = JobRunner(ingestor)
+    first.start()
+    deadline = time.monotonic() + 60
+    while ingestor.jobs.get(job.job_id).counts["indexed"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    first.stop()
+    second = JobRunner(ingestor)
+    second.start()
+    assert wait_for_end(ingestor, job).state == "done"
+    second.stop()
+    assert store.namespace("sea").n_documents == 300
+    assert spools(settings) == []
+
+
+def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(ingestor: Ingestor, runner: JobRunner, settings: Settings) -> None:
+    needed = ingestor.submit_texts("sea", [InlineText("a", "b")])
+    spool = Spool(settings.data_dir)
+    written = threading.Event()
+    leave = threading.Event()
+
+    def upload_slowly() -> None:
+        with spool.writing():
+            written.set()
+            leave.wait(30)
+
+    orphan = settings.data_dir / "uploads" / "0123456789ab"
+    orphan.mkdir()
+    (orphan / "lock").touch()
+    (orphan / "00000.bin").write_bytes(b"left by a process that was killed while it wrote")
+    writer = threading.Thread(target=upload_slowly)
+    writer.start()
+    assert written.wait(10)
+    try:
+        assert spool.clean(ingestor.spools_in_use) == 1
+        assert not orphan.exists()
+        assert len(spools(settings)) == 2
+    finally:
+        leave.set()
+        writer.join()
+    assert ingestor.run(needed.job_id).progress.indexed == 1
+
+
+def test_a_spool_removed_from_outside_fails_the_job_plainly(ingestor: Ingestor, settings: Settings) -> None:
+    job = ingestor.submit_texts("sea", [InlineText("a", "b")])
+    for folder in spools(settings):
+        Spool(settings.data_dir).remove(folder.name)
+    with pytest.raises(NotFound, match="gone"):
+        ingestor.run(job.job_id)
+    assert ingestor.jobs.get(job.job_id).state == "failed"
