@@ -128,7 +128,8 @@ class ParseProcess:
         self._end()
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "CHONKIE_LOG": "off", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ragserve.ingest.worker"],
+            # -P: without it the working directory, which may be the folder of sources being ingested, comes before the libraries
+            [sys.executable, "-P", "-m", "ragserve.ingest.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # libxml2 and PDFium complain there about every odd file
@@ -142,7 +143,7 @@ class ParseProcess:
         except (_TimedOut, EOFError, BrokenPipeError) as error:
             raise Unavailable(
                 f"The parsing process did not start ({self._kill() or type(error).__name__}).",
-                hint="Run `python -m ragserve.ingest.worker </dev/null` to see why, and `ragserve doctor`.",
+                hint="Run `python -P -m ragserve.ingest.worker </dev/null` to see why, and `ragserve doctor`.",
             ) from error
 
     def _send(self, message: Mapping[str, Any]) -> None:

@@ -120,3 +120,13 @@ def test_the_parsing_process_loads_neither_torch_nor_sglang(tmp_path: Path) -> N
         "sys.exit(bool({'torch', 'sglang', 'transformers'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, cwd=tmp_path).returncode == 0
+
+
+def test_files_of_the_working_directory_are_not_imported(
+    tokenizer: TokenizerSource, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tokenizers", "chonkie", "json", "ragserve"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('this is a document, not our code')")
+    monkeypatch.chdir(tmp_path)
+    with process(tokenizer) as parser:
+        assert isinstance(parser.parse(request(document)), ParsedFile)
