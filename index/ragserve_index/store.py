@@ -195,6 +195,12 @@ class IndexStore:
         """As :meth:`search`, without the rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 where there is none), the version."""
         return self._searcher.search_ids(namespace, queries, k, filter)
 
+    def faiss_index(self, namespace: str) -> Any:
+        """The FAISS index as it is now, for measurements. It belongs to the store: search it, alone, and change nothing."""
+        live = self._indexes.of(self._namespace(namespace))
+        live.catch_up()
+        return live.structure.index if live.structure is not None else None
+
     # upkeep
 
     def check(self, namespace: str | None = None) -> list[IndexReport]:

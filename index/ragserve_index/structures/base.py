@@ -115,6 +115,17 @@ class Structure(ABC):
         faiss.write_index(self.index, faiss.PyCallbackIOWriter(sink, 1 << 22))
 
 
+def search_plain(index: Any, queries: Floats, k: int) -> Results:
+    """``index.search(queries, k)`` without the Python wrapper's conversions, which cost 2 us: as much as a fiftieth of a graph search."""
+    if queries.dtype != np.float32 or not queries.flags.c_contiguous or queries.shape[1] != index.d or k < 1:
+        return index.search(queries, k)  # has its own checks
+    pointer = load_faiss().swig_ptr
+    n = len(queries)
+    scores, ids = np.empty((n, k), dtype=np.float32), np.empty((n, k), dtype=np.int64)
+    index.search_c(n, pointer(queries), k, pointer(scores), pointer(ids), None)
+    return scores, ids
+
+
 def search_positions(storage: Any, id_map: Ids, queries: Floats, k: int, positions: Ids) -> Results:
     """Exact search over the rows at ``positions`` of an IndexFlat, and only over them: no scan of the others."""
     faiss = load_faiss()

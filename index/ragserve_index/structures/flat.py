@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_positions
+from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_plain, search_positions
 
 SCAN_SHARE = 8  # a selection below 1/8 of the rows is scored row by row; above it, scanning all with a bitmap is as fast
 
@@ -46,7 +46,7 @@ class MappedStructure(Structure):
 
     def search(self, queries: Floats, k: int, selection: Selection | None = None) -> Results:
         if selection is None:
-            return self._index.search(queries, k)
+            return search_plain(self._index, queries, k)
         faiss = load_faiss()
 
         # parameters of this call alone: IndexIDMap rewrites their selector while it searches

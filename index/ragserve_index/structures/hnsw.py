@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_positions
+from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_plain, search_positions
 
 
 class Hnsw(Structure):
@@ -92,7 +92,7 @@ class Hnsw(Structure):
 
     def _graph(self, queries: Floats, k: int, selector: Any, candidates: int) -> Results:
         if selector is None:
-            return self._index.search(queries, k)
+            return search_plain(self._index, queries, k)
         faiss = load_faiss()
 
         width = math.ceil(self.EF_SEARCH * self._index.ntotal / candidates)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss
+from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_plain
 
 
 def lists_for(n: int) -> int:
@@ -86,7 +86,7 @@ class Ivf(Structure):
         # As many candidates as an unfiltered search would score, and enough for k: a selective filter looks into more lists, up to all.
         wanted = max(nprobe * self.count, nlist * k * self.CANDIDATES_PER_RESULT) / max(1, candidates)
         if selection is None and wanted <= nprobe:
-            scores, ids = self._index.search(queries, k)
+            scores, ids = search_plain(self._index, queries, k)
         else:
             selector = None if selection is None else selection.selector()
             nprobe = min(nlist, math.ceil(wanted))

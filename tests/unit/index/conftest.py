@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,3 +25,11 @@ def _one_faiss_thread() -> Iterator[None]:
 def store(tmp_path: Path) -> Iterator[IndexStore]:
     with make(tmp_path / "data") as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def _nothing_had_to_be_put_right(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """An index that turns out wrong is built anew, which would hide the mistake: it logs an error, and that fails the test."""
+    yield
+    errors = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when) if record.levelno >= logging.ERROR]
+    assert not errors

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from index_samples import DIM, all_chunks, assert_clean, exact, fill, item, make, texts, vectors_of
 
-from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError, Unavailable
+from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError
 from ragserve_index import IndexStore, NewChunk, NewDocument
 
 
@@ -33,6 +33,7 @@ def test_a_document_comes_back_as_it_went_in(store: IndexStore) -> None:
 def test_the_same_source_replaces(store: IndexStore) -> None:
     (old,) = store.replace_documents("n", [item("a", 5)])
     store.replace_documents("n", [item("b", 1)])
+    assert len(texts(store, vectors_of("q"), 10)) == 6
     (new,) = store.replace_documents("n", [item("a", 2, edition=1)])
     assert (new.doc_id, new.created_at) == (old.doc_id, old.created_at)
     assert new.updated_at >= old.updated_at
@@ -64,6 +65,7 @@ def test_a_batch_is_one_version_and_an_empty_one_none(store: IndexStore) -> None
 
 def test_removal(store: IndexStore) -> None:
     kept, gone = store.replace_documents("n", [item("a", 2), item("b", 2)])
+    assert len(texts(store, vectors_of("q"), 10)) == 4
     assert store.remove_document("n", gone.doc_id) == gone
     assert store.find_source("n", "b") is None
     assert {text[0] for text in texts(store, vectors_of("b", 0, n=2)[0], 10)} == {"a"}
@@ -249,20 +251,6 @@ def test_a_large_document(store: IndexStore) -> None:
     store.replace_documents("n", [item("big", 20_000)])
     assert texts(store, vectors_of("big", 0, n=20_000)[12_345], 1) == ["big#0.12345"]
     assert_clean(store)
-
-
-def test_gpu_is_refused_plainly_without_faiss_gpu(tmp_path: Path) -> None:
-    import faiss
-
-    if hasattr(faiss, "StandardGpuResources"):
-        pytest.skip("faiss-gpu is installed")
-    with pytest.raises(Unavailable, match="faiss-gpu") as caught:
-        IndexStore(tmp_path, device="gpu")
-    assert caught.value.code == "gpu_index_unavailable"
-    with pytest.raises(InvalidRequest, match="no GPU form"):
-        IndexStore(tmp_path, device="gpu", index_type="hnsw")
-    with pytest.raises(InvalidRequest):
-        IndexStore(tmp_path, device="tpu")
 
 
 def test_after_close_everything_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,291 @@
+"""The index beside raw FAISS: recall, latency, memory and build time of the four types at several sizes.
+
+The rival is FAISS itself with identical parameters and the same vectors, built and measured in this run. Queries go one at a time, in one
+thread, to ours and to the rival alternately (A B, B A, ...), so that drift and cache contents favour neither.
+
+Where in memory an index happens to lie changes its speed by up to a quarter while it fits the caches, between two loads of one file. So
+overhead is ours against FAISS called directly on the same index in memory; the rival's own copy is timed beside it. `search_ids` is the
+like-for-like call: scores and ids, of one committed version. `search` also returns the chunks' rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench import report
+from ragserve.bench.index_vectors import SPREAD, multiply, sentences
+from ragserve.errors import InvalidRequest
+
+_K = 10
+_DIM = 384
+_CHUNKS_PER_DOCUMENT = 50
+_DOCUMENTS_PER_BATCH = 40
+_NAMESPACE = "bench"
+_SECONDS_PER_SIDE = 6.0
+TYPES = ("flat", "sq8", "ivf", "hnsw")
+
+
+def run(
+    out_dir: Path | None,
+    *,
+    quick: bool = False,
+    sizes: Sequence[int] = (10_000, 100_000, 500_000),
+    types: Sequence[str] = TYPES,
+    texts: Path | None = None,
+    embedder: str = "all-MiniLM-L6-v2",
+) -> dict[str, Any]:
+    """A row per size and type. ``quick``: 2,000 and 5,000 vectors, few queries. Each finished row is at once in index.partial.json."""
+    from ragserve.retrieval.embedder import Embedder
+
+    if unknown := [kind for kind in types if kind not in TYPES]:
+        raise InvalidRequest(f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(TYPES)}.")
+    sizes = sorted((2_000, 5_000) if quick else sizes)
+    lines = sentences(texts, 600 if quick else 4_000)
+    n_queries = min(300, len(lines) // 5)
+    real = Embedder(embedder).encode(lines)
+    queries, real, lines = real[::5][:n_queries], _without_every_fifth(real), _without_every_fifth(lines)
+    vectors, origin = multiply(real, sizes[-1])
+    workload = {
+        "k": _K,
+        "dim": vectors.shape[1],
+        "vectors": f"{len(lines):,} real sentences ({texts.name if texts else 'examples/corpus'}, {embedder}), "
+        f"moved along their covariance (x {SPREAD}), normalised",
+        "queries": f"{n_queries} real sentences held out, one at a time, 1 thread",
+    }
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        chosen = [lines[i] for i in origin[:size].tolist()]
+        for row in _rows_of(vectors[:size], chosen, queries, types, quick):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if out_dir:
+                out_dir.mkdir(parents=True, exist_ok=True)
+                (out_dir / "index.partial.json").write_text(json.dumps({"workload": workload, "rows": rows}, indent=1))
+    note = (
+        "overhead %: of the medians, ours against FAISS called directly on the same index in memory, alternately; raw copy: the index "
+        "FAISS built itself (two copies of one index differ by where they lie in memory). build_s: from the registry into a saved file, "
+        "raw: from memory into a file. rss: growth of the process when the saved index is opened. "
+        "ivf is flat below 25,000 vectors."
+    )
+    done = report.write("index", workload, rows, out=out_dir / "index.json" if out_dir else None, note=note)
+    if out_dir:
+        (out_dir / "index.partial.json").unlink(missing_ok=True)
+    return done
+
+
+def _without_every_fifth(items: Any) -> Any:
+    import numpy as np
+
+    keep = np.arange(len(items)) % 5 != 0
+    return items[keep] if isinstance(items, np.ndarray) else [item for item, kept in zip(items, keep, strict=True) if kept]
+
+
+def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str], quick: bool) -> Any:
+    """One row per type: the registry is written once, and the index built from it as each type in turn."""
+    import faiss
+
+    from ragserve_index import IndexStore
+
+    n = len(vectors)
+    _, truth = faiss.knn(queries, vectors, _K, metric=faiss.METRIC_INNER_PRODUCT)
+    with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
+        data_dir = Path(folder) / "data"
+        started = time.perf_counter()
+        with IndexStore(data_dir) as store:
+            store.ensure_namespace(_NAMESPACE, embedder="bench", dim=vectors.shape[1])
+            first = _write(store, vectors, lines)
+        write_s = time.perf_counter() - started
+        for index_type in types:
+            yield {
+                "vectors": n,
+                "type": index_type,
+                **_compare(data_dir, Path(folder) / "raw.faiss", index_type, vectors, queries, truth + first, first, quick),
+                "registry write_s": round(write_s, 1),
+            }
+
+
+def _write(store: Any, vectors: Any, lines: list[str]) -> int:
+    """Documents of 50 chunks in batches of 40; the id of the first chunk."""
+    from ragserve_index import NewChunk, NewDocument
+
+    step = _CHUNKS_PER_DOCUMENT * _DOCUMENTS_PER_BATCH
+    for start in range(0, len(vectors), step):
+        batch = []
+        for at in range(start, min(start + step, len(vectors)), _CHUNKS_PER_DOCUMENT):
+            part = lines[at : at + _CHUNKS_PER_DOCUMENT]
+            chunks = [NewChunk(text, 0, len(text), len(text.split())) for text in part]
+            document = NewDocument(f"document {at}", f"Document {at}", "", "text/plain", sum(map(len, part)), {"number": at})
+            batch.append((document, chunks, vectors[at : at + len(part)]))
+        store.replace_documents(_NAMESPACE, batch)
+    document = store.find_source(_NAMESPACE, "document 0")
+    return int(store.document_chunks(_NAMESPACE, document.doc_id)[0].chunk_id)
+
+
+def _compare(
+    data_dir: Path, raw_path: Path, index_type: str, vectors: Any, queries: Any, truth: Any, first: int, quick: bool
+) -> dict[str, Any]:
+    """Build, save, open and query both."""
+    import faiss
+    import numpy as np
+
+    from ragserve_index import IndexStore
+
+    started = time.perf_counter()
+    raw = _build_raw(index_type, vectors, np.arange(first, first + len(vectors)))
+    faiss.write_index(raw, str(raw_path))
+    raw_build_s = time.perf_counter() - started
+    del raw
+    with IndexStore(data_dir) as store:
+        store.namespace(_NAMESPACE)
+        started = time.perf_counter()
+        store.rebuild(_NAMESPACE, index_type=index_type)
+        build_s = time.perf_counter() - started
+    raw, raw_rss, raw_open_s = _opened(lambda: _tuned(faiss.read_index(str(raw_path))))
+    store, rss, open_s = _opened(lambda: _open(data_dir, queries))
+    try:
+        latency, recalls = _latency(store, raw, queries, truth, quick)
+        structure = store.check(_NAMESPACE)[0]
+    finally:
+        store.close()
+    return {
+        "structure": structure.structure,
+        **recalls,
+        **latency,
+        "build_s": round(build_s, 2),
+        "raw build_s": round(raw_build_s, 2),
+        "open_s": round(open_s, 3),
+        "raw open_s": round(raw_open_s, 3),
+        "file MiB": round(structure.index_bytes / 2**20, 1),
+        "raw file MiB": round(raw_path.stat().st_size / 2**20, 1),
+        "rss MiB": round(rss / 2**20, 1),
+        "raw rss MiB": round(raw_rss / 2**20, 1),
+    }
+
+
+def _build_raw(index_type: str, vectors: Any, ids: Any) -> Any:
+    """FAISS as its own documentation would have it, with the parameters ragserve_index uses at this size."""
+    import faiss
+    import numpy as np
+
+    from ragserve_index.structures.flat import Sq8
+    from ragserve_index.structures.hnsw import Hnsw
+    from ragserve_index.structures.ivf import Ivf, lists_for
+
+    n, dim = vectors.shape
+    if index_type == "sq8":
+        inner = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+        inner.sq.rangestat, inner.sq.rangestat_arg = faiss.ScalarQuantizer.RS_minmax, 0.1
+        inner.train(np.ascontiguousarray(vectors[:: max(1, -(-n // Sq8.TRAIN_SAMPLE))]))
+        index: Any = faiss.IndexIDMap2(inner)
+    elif index_type == "hnsw":
+        graph = faiss.IndexHNSWFlat(dim, Hnsw.M, faiss.METRIC_INNER_PRODUCT)
+        graph.hnsw.efConstruction = Hnsw.EF_CONSTRUCTION
+        index = faiss.IndexIDMap(graph)
+    elif index_type == "ivf" and n >= Ivf.TRAIN_FROM:
+        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists_for(n), faiss.METRIC_INNER_PRODUCT)
+        index.cp.spherical, index.cp.max_points_per_centroid, index.cp.seed = True, Ivf.POINTS_PER_LIST, 1234
+        index.train(np.ascontiguousarray(vectors[:: max(1, -(-n // (index.nlist * Ivf.POINTS_PER_LIST)))]))
+    else:
+        index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+    index.add_with_ids(vectors, ids)
+    return index
+
+
+def _tuned(index: Any) -> Any:
+    """Search parameters are ours to set after loading, in FAISS too."""
+    import faiss
+
+    from ragserve_index.structures.hnsw import Hnsw
+    from ragserve_index.structures.ivf import probes_for
+
+    if isinstance(index, faiss.IndexIVFFlat):
+        index.nprobe = probes_for(index.nlist)
+    elif isinstance(inner := faiss.downcast_index(index.index), faiss.IndexHNSWFlat):
+        inner.hnsw.efSearch = Hnsw.EF_SEARCH
+    return index
+
+
+def _open(data_dir: Path, queries: Any) -> Any:
+    from ragserve_index import IndexStore
+
+    store = IndexStore(data_dir)
+    store.search_ids(_NAMESPACE, queries[:1], _K)  # loads the file
+    return store
+
+
+def _opened(make: Callable[[], Any]) -> tuple[Any, int, float]:
+    """What ``make`` returns, by how many bytes the process grew, and the seconds it took."""
+    import psutil
+
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only: give freed memory back, so that growth means something
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    started = time.perf_counter()
+    made = make()
+    return made, process.memory_info().rss - before, time.perf_counter() - started
+
+
+def _latency(store: Any, raw: Any, queries: Any, truth: Any, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds per single-query search, and recall@10, of both."""
+    import faiss
+
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        single = [queries[i : i + 1].copy() for i in range(len(queries))]
+        for query in single:  # warm: pages, rows, branch predictors
+            store.search(_NAMESPACE, query, _K)
+        started = time.perf_counter()
+        for query in single[:20]:
+            raw.search(query, _K)
+        each = (time.perf_counter() - started) / 20
+        rounds = 1 if quick else max(1, min(20, round(_SECONDS_PER_SIDE / each / len(single))))
+        asked = single * rounds
+        same = store.faiss_index(_NAMESPACE)
+        ids_ms, raw_ms = _alternate(lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked)
+        rows_ms, raw_again_ms = _alternate(lambda q: store.search(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked)
+        _, copy_ms = _alternate(lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: raw.search(q, _K), asked)
+        ours = [store.search_ids(_NAMESPACE, query, _K)[1][0] for query in single]
+        theirs = [raw.search(query, _K)[1][0] for query in single]
+    finally:
+        faiss.omp_set_num_threads(threads)
+
+    def recall(found: list[Any]) -> float:
+        return round(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, truth, strict=True)) / truth.size, 4)
+
+    p50, p99 = report.percentile(ids_ms, 50), report.percentile(ids_ms, 99)
+    raw_p50, raw_p99 = report.percentile(raw_ms, 50), report.percentile(raw_ms, 99)
+    rows_p50, raw_again_p50 = report.percentile(rows_ms, 50), report.percentile(raw_again_ms, 50)
+    latency = {
+        "p50 ms": round(p50, 4),
+        "raw p50 ms": round(raw_p50, 4),
+        "overhead %": round(100 * (p50 / raw_p50 - 1), 1),
+        "p99 ms": round(p99, 4),
+        "raw p99 ms": round(raw_p99, 4),
+        "raw copy p50 ms": round(report.percentile(copy_ms, 50), 4),
+        "with rows p50 ms": round(rows_p50, 4),
+        "with rows overhead %": round(100 * (rows_p50 / raw_again_p50 - 1), 1),
+    }
+    return latency, {"recall@10": recall(ours), "raw recall@10": recall(theirs)}
+
+
+def _alternate(ours: Callable[[Any], Any], rival: Callable[[Any], Any], queries: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Milliseconds of each call; who goes first changes with every query."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for number, query in enumerate(queries):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            call = rival if side else ours
+            started = time.perf_counter()
+            call(query)
+            times[side].append((time.perf_counter() - started) * 1e3)
+    return times
