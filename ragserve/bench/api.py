@@ -84,8 +84,9 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
                 ("/rag/query", "/rag/query", [question.ours for question in questions]),
                 ("plain SGLang /generate", "/generate", [question.plain for question in questions]),
             ):
-                seconds = _under_load(url, headers, route, bodies, clients, max(load, clients))
-                rows.append({"what": f"{name}, {clients} clients", "n": max(load, clients), "queries_s": max(load, clients) / seconds})
+                asked = max(load, clients)
+                seconds = _under_load(url, headers, route, bodies, clients, asked)
+                rows.append({"what": name, "clients": clients, "n": asked, "queries_s": asked / seconds})
         info = api.info()
     workload = {
         "model": Path(info["model"]).name,
@@ -177,7 +178,7 @@ def _latency_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         ("/rag/query beyond embedding, search and plain SGLang, per question", [s.beyond_plain for s in samples]),
     ]
     return [
-        {"what": what, "n": len(values), "p50_ms": report.percentile(values, 50), "p99_ms": report.percentile(values, 99)}
+        {"what": what, "clients": 1, "n": len(values), "p50_ms": report.percentile(values, 50), "p99_ms": report.percentile(values, 99)}
         for what, values in measured
     ]
 

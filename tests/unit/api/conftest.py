@@ -12,7 +12,7 @@ from scripted_server import DOCUMENTS, Live, serving
 
 @pytest.fixture(scope="module")
 def _live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Live]:
-    with serving(tmp_path_factory.mktemp("api"), model_path, max_concurrent_queries=8) as live:
+    with serving(tmp_path_factory.mktemp("api"), model_path, max_concurrent_queries=16) as live:
         yield live
 
 

@@ -155,6 +155,8 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
     async def echo(request: Request) -> Response:
         body = await request.body()
         seen.append({"path": request.url.path, "method": request.method, "body": body, "scope": dict(request.scope)})
+        if request.url.path == "/generate" and body.startswith(b"{"):
+            return JSONResponse({"text": " Alan Stevenson [1]."})
         return JSONResponse({"upstream": request.url.path, "size": len(body)})
 
     async def models(request: Request) -> Response:

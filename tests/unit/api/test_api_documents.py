@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,16 @@ def test_a_file_over_its_limit(live: Live, client: httpx.Client, size: int, monk
     assert response.status_code == 413
     assert "'large.txt' is over 100,000 bytes" in response.json()["error"]["message"]
     assert client.post("/rag/ingest", files=files[:1], data={"namespace": "limits"}).status_code == 202
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left"), sqlite3.OperationalError("database or disk is full")])
+def test_a_full_disk_is_said(client: httpx.Client, live: Live, failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(live.services.ingestor, "submit_texts", full)
+    response = client.post("/rag/ingest", json={"texts": [{"name": "a", "text": "b"}]})
+    assert (response.status_code, response.json()["error"]["code"]) == (507, "storage_full")
 
 
 def test_a_namespace_of_another_embedder(client: httpx.Client, live: Live) -> None:
