@@ -116,7 +116,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[IndexStor
         yield store, known
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(node=filters)
 def test_sql_selects_what_python_selects(varied: tuple[IndexStore, dict[str, dict[str, Any]]], node: Any) -> None:
     store, known = varied

@@ -45,7 +45,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def test_refused_plainly_without_gpu_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "load_faiss", lambda: SimpleNamespace(__version__="1.15.1"))
-    with pytest.raises(Unavailable, match="no GPU support.*Install faiss-gpu") as caught:
+    with pytest.raises(Unavailable, match="no GPU support") as caught:
         IndexStore(tmp_path, device="gpu")
     assert caught.value.code == "gpu_index_unavailable"
     monkeypatch.setattr(gpu, "load_faiss", lambda: SimpleNamespace(StandardGpuResources=object, get_num_gpus=lambda: 0))

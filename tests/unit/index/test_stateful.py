@@ -160,5 +160,5 @@ def test_stores_follow_the_model(index_type: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Ivf, "TRAIN_FROM", 60)
     machine: Any = type(f"Machine_{index_type}", (Machine,), {"index_type": index_type})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+        machine, settings=settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
     )
