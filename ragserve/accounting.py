@@ -5,28 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ragserve.engine.base import EngineTimings
+from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
 from ragserve.prompt import Prompt
 from ragserve.results import Answer, ContextUse, RetrievalTimings, Timings
 
 
-def context_use(strategy: str, prompt: Prompt, cached: int, retrieved: int) -> ContextUse:
-    """The engine says how long the prefix is that it had; which document tokens lie in it follows from the prompt's segments."""
+def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int) -> ContextUse:
+    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the prefix that it had cached."""
+    report, cached = last.context, last.usage.cached
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
     notes = []
     dropped = retrieved - prompt.documents_kept
     if dropped:
         notes.append(f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, the last ones first.")
+    if last.fallback:
+        strategy = "prefix"
+        notes.append(f"Answered by strategy prefix: {last.fallback}.")
     return ContextUse(
         strategy=strategy,
         documents_retrieved=retrieved,
         documents_kept=prompt.documents_kept,
         tokens_retrieved=prompt.tokens_retrieved,
-        tokens_kept=prompt.tokens_kept,
-        tokens_recomputed=prompt.tokens_kept - reused,
-        tokens_by_tier={"device": reused},
+        tokens_kept=report.kept if report else prompt.tokens_kept,
+        tokens_recomputed=report.recomputed if report else prompt.tokens_kept - reused,
+        tokens_by_tier=dict(report.by_tier) if report else {"device": reused},
         notes=notes,
     )
 
@@ -50,11 +54,15 @@ class Clock:
     def engine_ends(self) -> None:
         self._engine_end = self._now()
 
-    def timings(self, retrieval: RetrievalTimings, prompt_ms: float, engine: EngineTimings) -> Timings:
+    def timings(self, retrieval: RetrievalTimings, prompt_ms: float, last: GenerateChunk) -> Timings:
+        engine, report = last.timings, last.context
         return Timings(
             embed_ms=retrieval.embed_ms,
             search_ms=retrieval.search_ms,
             prompt_ms=prompt_ms,
+            load_ms=report.load_ms if report else None,
+            compose_ms=report.compose_ms if report else None,
+            recompute_ms=report.recompute_ms if report else None,
             queue_ms=engine.queue_ms,
             prefill_ms=engine.prefill_ms,
             ttft_ms=None if self._first is None else (self._first - self._start) * 1e3,

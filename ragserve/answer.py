@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ragserve.accounting import Clock, context_use, observe
 from ragserve.citations import Marker, MarkerFilter, cite
@@ -18,6 +18,7 @@ from ragserve.metrics import metrics
 from ragserve.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.results import Answer, Citation, RetrievalTimings, RetrievedPassage, SearchResults, Usage
 from ragserve_index.types import Hit
+from sglang_ext.protocol import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +57,7 @@ class Query:
     system: str | None = None
     history: tuple[Message, ...] = ()
     documents: tuple[InlineDocument, ...] | None = None
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,12 @@ class Answerer:
         citations = [Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices]
         for citation in citations:
             yield citation
-        timings = clock.timings(context.timings, prompt_ms, last.timings)
+        timings = clock.timings(context.timings, prompt_ms, last)
         result = Answer(
             answer=answer,
             citations=citations,
             usage=Usage(prompt=last.usage.prompt, cached=last.usage.cached, completion=last.usage.completion),
-            context=context_use(query.strategy, prompt, last.usage.cached, len(context.passages)),
+            context=context_use(query.strategy, prompt, last, len(context.passages)),
             timings=timings,
             index_version=context.version,
             namespace=query.namespace,
@@ -225,7 +227,10 @@ class Answerer:
         sampling = query.sampling
         if prompt.stop:
             sampling = replace(sampling, stop=(*sampling.stop, *prompt.stop))
-        request = GenerateRequest(query.request_id, prompt.input_ids, query.namespace, query.strategy, sampling)
+        spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
+        request = GenerateRequest(
+            query.request_id, prompt.input_ids, query.namespace, query.strategy, sampling, spans, query.strategy_options
+        )
         # The protocol's iterators are generators: closing them early is what aborts.
         return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
 

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 _REPO = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
-StrategyName = Literal["full", "prefix"]
+StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random"]
 
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["default"])]
 """Letters, digits, ``_``, ``.`` and ``-``, at most 64, starting with a letter or digit."""
@@ -24,7 +24,9 @@ class Settings(BaseSettings):
 
     # where things are
     data_dir: Path = Field(Path("ragserve-data"), description="Folder of the registry (SQLite), the vector indexes and pending uploads.")
-    model: str = Field(DEFAULT_MODEL, description="Generation model: a Hugging Face path or id. Its tokenizer also cuts documents into chunks.")
+    model: str = Field(
+        DEFAULT_MODEL, description="Generation model: a Hugging Face path or id. Its tokenizer also cuts documents into chunks."
+    )
     tokenizer: str | None = Field(None, description="Tokenizer path or id where it differs from the model's.")
     embedder: str = Field("all-MiniLM-L6-v2", description="sentence-transformers model; the default is offline, from a package.")
 
@@ -43,6 +45,14 @@ class Settings(BaseSettings):
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs by name, passed as they are.")
     engine_timeout_s: float = Field(600, gt=0, description="Seconds a generation may take before it is aborted.")
 
+    # the document cache
+    kv_host_bytes: int = Field(512 * 2**20, ge=0, description="Host memory for documents' KV, bytes.")
+    kv_disk_bytes: int = Field(16 * 2**30, ge=0, description="Disk for documents' KV, bytes; 0: none is kept on disk.")
+    kv_storage: str = Field(
+        "file", description="Where the disk tier keeps pages: file (our own format), or one of SGLang's storage backends by its name."
+    )
+    kv_storage_args: dict[str, Any] = Field(default_factory=dict, description="Options of that storage backend.")
+
     # the server
     host: str = Field("127.0.0.1", description="Address to bind. Other than loopback only with an API key.")
     port: int = Field(30000, ge=0, le=65535, description="TCP port; SGLang's own default, so its clients find us.")
@@ -50,7 +60,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the server and the engine.")
 
     # answering
-    strategy: StrategyName = Field("prefix", description="full: everything prefilled anew; prefix: SGLang's exact prefix cache.")
+    strategy: StrategyName = Field(
+        "prefix", description="full, prefix: exact. concat, epic, cacheblend, random: composed from cached documents."
+    )
     top_k: int = Field(5, ge=1, le=64, description="Chunks retrieved for a query that does not say.")
     max_new_tokens: int = Field(128, ge=1, le=32768, description="Answer length in tokens for a query that does not say.")
     system_prompt: str | None = Field(None, max_length=8192, description="Replaces the model template's own or our default system text.")

@@ -54,11 +54,13 @@ class Usage(Result):
 class ContextUse(Result):
     """What became of the documents between retrieval and decoding."""
 
-    strategy: str = Field(description="`full`: everything prefilled anew; `prefix`: the engine's exact prefix cache.")
+    strategy: str = Field(
+        description="What answered: `full` (all prefilled anew) and `prefix` (SGLang's cache) are exact, others are composed."
+    )
     documents_retrieved: int = Field(description="Passages found or given.")
     documents_kept: int = Field(description="Passages in the prompt; the others did not fit, see `notes`.")
     tokens_retrieved: int = Field(description="Document tokens found or given.")
-    tokens_kept: int = Field(description="Document tokens in the prompt.")
+    tokens_kept: int = Field(description="Document tokens that the answer could attend to.")
     tokens_recomputed: int = Field(description="Document tokens whose KV was computed for this query.")
     tokens_by_tier: dict[str, int] = Field(description="Document tokens whose KV came from a tier of the cache.")
     notes: list[str] = Field(default_factory=list, description="What the caller should know, in words: e.g. documents dropped.")
@@ -75,6 +77,9 @@ class Timings(RetrievalTimings):
     """Milliseconds. Null where a stage did not run or the engine does not say."""
 
     prompt_ms: float | None = Field(default=None, description="Laying out the prompt.")
+    load_ms: float | None = Field(default=None, description="Composed: waiting for documents from disk.")
+    compose_ms: float | None = Field(default=None, description="Composed: filling the context from cached documents.")
+    recompute_ms: float | None = Field(default=None, description="Composed: computing chosen tokens again.")
     queue_ms: float | None = Field(default=None, description="Waiting in the engine's queue.")
     prefill_ms: float | None = Field(default=None, description="Prefill in the engine, as it says.")
     ttft_ms: float | None = Field(default=None, description="From the request's arrival to the first generated token.")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-CACHE_BACKEND = "ragserve"
+from sglang_ext.protocol import CACHE_BACKEND
+
 _loaded = False
 
 

@@ -17,6 +17,8 @@ PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
 MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"
+CACHE_BACKEND = "ragserve"  # SGLang's name for our document cache
+KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # environment of the scheduler processes: settings of the tiers, JSON
 EXACT_STRATEGIES = ("full", "prefix")
 
 Operation = Literal["compose", "document"]
@@ -111,10 +113,10 @@ def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """What was done for a composed request: tokens of the context (system text and documents), also by tier; milliseconds per stage."""
+    """What was done for a composed request. Tokens are the documents'; the system text is exact and not counted. Milliseconds per stage."""
 
     strategy: str
-    context_tokens: int
+    document_tokens: int
     kept: int
     recomputed: int
     by_tier: Mapping[str, int]

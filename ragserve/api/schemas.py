@@ -50,7 +50,14 @@ class RetrieveRequest(RequestModel):
 class QueryRequest(RetrieveRequest):
     """A question, and how to answer it."""
 
-    strategy: StrategyName | None = Field(None, description="`full` or `prefix`. Default: the server's.")
+    strategy: StrategyName | None = Field(
+        None,
+        description="Exact: `full`, `prefix`. Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`. "
+        "Default: the server's.",
+    )
+    strategy_options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, max_length=16, description="Of a composed strategy: `keep` (share), `first`, `share`, `seed`, `rotate`."
+    )
     stream: bool = Field(False, description="Answer as server-sent events.")
     max_new_tokens: int | None = Field(None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's.")
     temperature: float = Field(0.0, ge=0, le=2, description="0: greedy.")

@@ -56,7 +56,8 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 def write(name: str, workload: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, out: Path | None, note: str = "") -> dict[str, Any]:
     """Print ``rows`` as a table and, with ``out``, write ``{name, workload, environment, rows, note}`` there as JSON, atomically."""
-    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": environment(), "rows": [dict(r) for r in rows], "note": note}
+    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": environment()}
+    report |= {"rows": [dict(row) for row in rows], "note": note}
     console = Console()
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     table = Table()

@@ -23,6 +23,8 @@ def register(app: typer.Typer) -> None:
 def serve(settings: Settings) -> None:
     """Start the engine (or connect to --engine-url) and serve until SIGINT or SIGTERM."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and our forks do not mix
+    # Server, scheduler and detokenizer share the cores; threads that spin at barriers would take them from one another.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = settings.model_copy(update={"port": _claim_port(settings.host, settings.port)})
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     _log_to_stderr(settings.log_level)

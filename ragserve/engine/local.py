@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sam
 from ragserve.engine.documents import Documents
 from ragserve.engine.stream import StreamReader, payload
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
-from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES
+from sglang_ext.protocol import CACHE_BACKEND, CONTROL_METHOD, EXACT_STRATEGIES, KV_CONFIG_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class LocalEngine:
             attention_backend=str(args.attention_backend),
             context_length=manager.context_len,
             max_total_tokens=info["max_total_num_tokens"],
-            strategies=("full", "prefix"),
+            strategies=(*EXACT_STRATEGIES, *(await self.control("info"))["strategies"]),
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         async for _ in self.generate(warm_up):
@@ -174,9 +175,13 @@ def server_args(settings: Settings) -> Any:
 
     # With pickle between its processes (the default) SGLang 0.5.16 loses the scheduler's timings on the way through the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
+    os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
     prepare()
     import torch
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
+
+    load_plugins()  # registers our cache, which ServerArgs checks by name
 
     options: dict[str, Any] = {
         "model_path": settings.model,
@@ -191,6 +196,7 @@ def server_args(settings: Settings) -> Any:
         "enable_metrics": True,
         "enable_cache_report": True,
         "skip_server_warmup": True,
+        "radix_cache_backend": CACHE_BACKEND,
         # SGLang says much at info; its warnings are what an operator needs unless they debug.
         "log_level": "info" if settings.log_level == "debug" else "warning",
         "log_level_http": "warning",
@@ -211,6 +217,14 @@ def server_args(settings: Settings) -> Any:
             options["max_total_tokens"] = _default_cpu_tokens(settings, 2 if options["dtype"] in ("bfloat16", "float16") else 4)
     options |= settings.engine_args
     return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def _kv_config(settings: Settings) -> dict[str, Any]:
+    """What the document cache of the scheduler processes reads from its environment."""
+    config: dict[str, Any] = {"host_bytes": settings.kv_host_bytes, "disk_bytes": settings.kv_disk_bytes}
+    if settings.kv_disk_bytes:
+        config |= {"disk_dir": str(settings.data_dir.resolve() / "kv"), "backend": settings.kv_storage, "extra": settings.kv_storage_args}
+    return config
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:

@@ -83,12 +83,13 @@ class Composer:
         ended = time.perf_counter()
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
+            by_tier = tokens_by_tier(context)
             context.report = ContextReport(
                 strategy=context.plan.strategy,
-                context_tokens=context.plan.question_start,
-                kept=context.slots,
-                recomputed=0 if job is None or job.done is None else len(job.done),
-                by_tier=tokens_by_tier(context),
+                document_tokens=context.plan.question_start - context.plan.spans[0].end,
+                kept=sum(by_tier.values()),
+                recomputed=0 if job is None or job.done is None else int((job.done >= context.plan.spans[0].end).sum()),
+                by_tier=by_tier,
                 compose_ms=(gathered - started) * 1e3,
                 load_ms=context.load_ms,
                 recompute_ms=(ended - gathered) * 1e3,
@@ -155,10 +156,10 @@ class Composer:
 
 
 def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
-    """Kept tokens by the tier that their document came from (in the first layer, where layers keep different ones)."""
+    """Kept document tokens by the tier that their document came from (in the first layer, where layers keep different ones)."""
     kept = context.selection.kept if context.selection.kept.dim() == 1 else context.selection.kept[0]
     tiers: dict[str, int] = {}
-    for span, source in zip(context.plan.spans, context.sources, strict=True):
+    for span, source in zip(context.plan.spans[1:], context.sources[1:], strict=True):
         tier = "device" if isinstance(source, DeviceSource) else "disk" if source.from_disk else "host"
         tiers[tier] = tiers.get(tier, 0) + count_within(kept, span)
     return tiers

@@ -18,13 +18,13 @@ class ContextMetrics:
         )
         self.requests = Counter("ragserve_contexts", "Composed requests by strategy.", ["strategy"])
         self.tokens = Counter(
-            "ragserve_context_tokens", "Context tokens by strategy and kind: whole, kept, recomputed.", ["strategy", "kind"]
+            "ragserve_context_tokens", "Document tokens by strategy and kind: whole, kept, recomputed.", ["strategy", "kind"]
         )
 
     def observe(self, report: ContextReport) -> None:
         """Count one composition."""
         self.requests.labels(report.strategy).inc()
-        for kind, n in (("whole", report.context_tokens), ("kept", report.kept), ("recomputed", report.recomputed)):
+        for kind, n in (("whole", report.document_tokens), ("kept", report.kept), ("recomputed", report.recomputed)):
             self.tokens.labels(report.strategy, kind).inc(n)
         for stage, ms in (("load", report.load_ms), ("compose", report.compose_ms), ("recompute", report.recompute_ms)):
             self.stage.labels(stage).observe(ms / 1e3)

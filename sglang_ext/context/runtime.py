@@ -23,6 +23,7 @@ from sglang_ext.context.strategies import select
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, Span, document_key
 
 log = logging.getLogger(__name__)
+_SWEEP_AT = 10_000  # documents remembered as on the device before those that the tree has evicted are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class ContextRuntime:
         # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests, written each time a row is taken.
         self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
         self._held: list[tuple[Any, list[ComposedContext]]] = []  # (event, contexts) whose host pages a running copy still reads
+        self._namespaces: dict[str, str] = {}  # of documents on the device
         self._doomed: set[str] = set()  # removed while a running request held them: gone for everyone else, freed when it ends
         self._composer: Composer | None = None
         self.unsupported: str | None = None
@@ -197,7 +199,7 @@ class ContextRuntime:
         source = self._on_device(key, ids)
         if source is not None:
             return source
-        resident = self.tiers.lookup(key, ids)
+        resident = self.tiers.lookup(key, ids, context.plan.namespace, count=context.waiting_since is None)
         if resident is None:
             return None
         blocks = self._needed_blocks(context, span)
@@ -211,8 +213,7 @@ class ContextRuntime:
                 return "loading"
             if not ticket.ok:
                 return None
-            del context.tickets[key]  # loaded, and evicted again before we came to it: once more
-            context.tickets[key] = self.tiers.load(key, absent)
+            context.tickets[key] = self.tiers.load(key, absent)  # loaded, and evicted again before we came to it: once more
             return "loading"
         from_disk = key in context.tickets
         self.tiers.pin(key)
@@ -315,6 +316,9 @@ class ContextRuntime:
         k = torch.stack([pool.get_key_buffer(layer)[slots] for layer in range(self._layers)])
         v = torch.stack([pool.get_value_buffer(layer)[slots] for layer in range(self._layers)])
         self._doomed.discard(document.key)
+        self._namespaces[document.key] = document.namespace
+        if len(self._namespaces) > _SWEEP_AT:
+            self.sweep()
         self.tiers.put(DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint), k, v)
 
     def remove(self, keys: Sequence[str]) -> int:
@@ -329,8 +333,9 @@ class ContextRuntime:
 
     def remove_namespace(self, namespace: str) -> int:
         """Evict all documents of a namespace."""
-        keys = self.tiers.keys(namespace)
-        return self.remove(keys)
+        on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
+        below = self.tiers.remove_namespace(namespace)
+        return max(below, self.remove(on_device))
 
     def clear(self) -> None:
         """Evict all documents from every tier."""
@@ -344,11 +349,15 @@ class ContextRuntime:
                 self.tree.remove_key(key)
         if "host" in tiers:
             self.tiers.flush(30)
-            self.tiers.drop_host()
+            budget = self.tiers.stat()["host"]["budget_bytes"]
+            self.tiers.set_budget(host_bytes=0)
+            self.tiers.set_budget(host_bytes=budget)
 
     def sweep(self) -> None:
-        """Free removed documents whose last reader has gone."""
+        """Free removed documents whose last reader has gone, and forget whose those were that the tree has evicted."""
         self._doomed -= {key for key in self._doomed if self.tree.remove_key(key)}
+        on_device = self.tree.tokens_by_key()
+        self._namespaces = {key: owner for key, owner in self._namespaces.items() if key in on_device}
 
     def document_tokens(self) -> dict[str, int]:
         """Tokens on the device by document key (other extra keys, of namespaces and requests, hold a colon)."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-CONFIG_VARIABLE = "RAGSERVE_KV"  # JSON, set by the product for its child processes
+from sglang_ext.protocol import KV_CONFIG_VARIABLE
+
 BLOCK = 16  # tokens of a host or disk page
 _DEFAULT_HOST_BYTES = 256 * 2**20
 
@@ -35,7 +36,7 @@ def create_cache(context: Any) -> Any:
             raise ValueError(f"the ragserve cache does not work with {flag}={getattr(args, flag)!r}: {why}")
     if context.is_hybrid_swa or context.is_hybrid_ssm or context.enable_hierarchical_cache:
         raise ValueError("the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: turn that off")
-    config = json.loads(os.environ.get(CONFIG_VARIABLE, "{}"))
+    config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
     runner = context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
@@ -59,9 +60,7 @@ def create_cache(context: Any) -> Any:
     )
     tree = DocumentRadixCache(params=context.params)
     hooks.set_runtime(
-        ContextRuntime(
-            model_runner=runner, tree=tree, tiers=tiers, fingerprint=fingerprint, block=BLOCK, tp_group=context.tp_group
-        )
+        ContextRuntime(model_runner=runner, tree=tree, tiers=tiers, fingerprint=fingerprint, block=BLOCK, tp_group=context.tp_group)
     )
     return tree
 
