@@ -90,6 +90,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def host_tile_bytes(programs: int) -> int:
+    """Bytes that one of ``programs`` programs should have in flight from host memory: 256 KB together cover the link's latency.
+
+    Few programs with large tiles are kind to what runs beside them: a matrix product that wants every SM to itself waits for any program,
+    however small (measured in ``rotate_gather/README.md``).
+    """
+    return max(8 << 10, min(64 << 10, next_power_of_2((256 << 10) // programs)))
+
+
 @dataclass(frozen=True, eq=False)
 class KVLayers:
     """The K and V of all layers, each ``[slots, kv_heads, head_dim]``, with their addresses in tables that a kernel can read.

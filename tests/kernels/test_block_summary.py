@@ -146,7 +146,7 @@ def test_forced_naive_and_no_documents(device: torch.device) -> None:
     assert got.mean_k.shape == (0, 2, 64)
 
 
-@settings(max_examples=6 if not GPU else 40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=2),
     block_tokens=st.sampled_from([1, 8, 13, 64]),

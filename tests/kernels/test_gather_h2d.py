@@ -66,7 +66,7 @@ def test_forced_naive(device: torch.device) -> None:
         check(device, 2, 5, 16, 64, torch.bfloat16, take=6)
 
 
-@settings(max_examples=12 if not GPU else 40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     blocks=st.integers(1, 20),
     tokens=st.integers(1, 80),

@@ -152,7 +152,7 @@ def test_forced_naive(device: torch.device) -> None:
         check(make(device, [(5, 63), (0, 2), (1, 1)]), torch.float32)
 
 
-@settings(max_examples=12 if not GPU else 40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 70)), min_size=1, max_size=3),
     kv_heads=st.integers(1, 2),
@@ -186,6 +186,8 @@ def test_bad_arguments(device: torch.device) -> None:
             prefix_rows_attention(**{**dict(zip(names, case.args(), strict=True)), **change}, max_rows=3)
     with pytest.raises(ValueError, match="max_rows"):
         prefix_rows_attention(*case.args(), max_rows=-1)
+    with pytest.raises(ValueError, match="scale is 0"):
+        prefix_rows_attention(*case.args(), max_rows=3, scale=0.0)
 
 
 @pytest.mark.gpu

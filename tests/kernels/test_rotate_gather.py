@@ -162,6 +162,7 @@ def test_rotating_there_and_back_is_the_identity(device: torch.device) -> None:
 def test_fewer_programs_than_runs(device: torch.device) -> None:
     check(make(device, [40, 23]), programs=3)
     check(make(device, [40, 23], host=True), programs=1)
+    check(make(device, [40], host=True, kv_heads=4, layers=1), programs=4)
 
 
 def test_nothing_to_move(device: torch.device) -> None:
@@ -177,7 +178,7 @@ def test_forced_naive_gives_the_same(device: torch.device) -> None:
         check(make(device, [33], host=True))
 
 
-@settings(max_examples=12 if not GPU else 40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     host=st.booleans(),

@@ -36,7 +36,7 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(least, 32, 4, 1)
-    return Tile(max(least, 64 if head_dim == 256 else 128), 64, 4, 2)
+    return Tile(max(least, 64), 64, 4, 2) if head_dim == 256 else Tile(max(least, 64), 128, 4, 3)
 
 
 def block_summary_triton(
@@ -67,7 +67,10 @@ def block_summary_triton(
         q, k, lse, by_head, plan.doc_start, *q_strides, *k_strides, tokens, scale_2, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
     )
     mean_k, min_k, max_k = (float32(plan.blocks, kv_heads, head_dim) for _ in range(3))
-    block_k_kernel[(plan.blocks, kv_heads)](k, mean_k, min_k, max_k, plan.block_start, *k_strides, HEAD_DIM=head_dim, B_TOKENS=block_tokens)
+    block_k_kernel[(plan.blocks,)](
+        k, mean_k, min_k, max_k, plan.block_start, *k_strides,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, B_ROW=next_power_of_2(kv_heads * head_dim), UNROLL=8,
+    )  # fmt: skip
     local_q = float32(plan.documents, query_heads, head_dim)
     local_q_kernel[(plan.documents, query_heads)](
         q, local_q, plan.doc_start, plan.local_start, *q_strides, HEAD_DIM=head_dim, B_TOKENS=min(32, block_tokens)

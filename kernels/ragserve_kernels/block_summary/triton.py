@@ -114,25 +114,31 @@ def received_kernel(
 
 @triton.jit
 def block_k_kernel(
-    p_k, p_mean, p_min, p_max, p_block_start, stride_k_row, stride_k_head, HEAD_DIM: tl.constexpr, B_TOKENS: tl.constexpr
+    p_k, p_mean, p_min, p_max, p_block_start, stride_k_row, stride_k_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, B_ROW: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Mean, min and max K of one block and KV head."""
+    """Mean, min and max K of one block, all heads: one thread keeps its dimensions, so that nothing is reduced across threads."""
     i_block = tl.program_id(0).to(tl.int64)
-    i_head = tl.program_id(1)
     i_first = tl.load(p_block_start + i_block)
-    n_tokens = tl.load(p_block_start + i_block + 1) - i_first
-    o_token = tl.arange(0, B_TOKENS)
-    o_dim = tl.arange(0, HEAD_DIM)
-    m_token = (o_token < n_tokens)[:, None]
-    # [B_TOKENS, D]
-    b_k = tl.load(
-        p_k + (i_first + o_token).to(tl.int64)[:, None] * stride_k_row + i_head * stride_k_head + o_dim[None, :], mask=m_token, other=0.0
-    )
-    b_k = b_k.to(tl.float32)
-    o_out = (i_block * tl.num_programs(1) + i_head) * HEAD_DIM + o_dim
-    tl.store(p_mean + o_out, tl.sum(b_k, 0) / n_tokens)
-    tl.store(p_min + o_out, tl.min(tl.where(m_token, b_k, float("inf")), 0))
-    tl.store(p_max + o_out, tl.max(tl.where(m_token, b_k, -float("inf")), 0))
+    i_last = tl.load(p_block_start + i_block + 1)
+    o_row = tl.arange(0, B_ROW)
+    m_row = o_row < KV_HEADS * HEAD_DIM
+    p_k += o_row // HEAD_DIM * stride_k_head + o_row % HEAD_DIM
+    b_sum = tl.zeros([B_ROW], tl.float32)
+    b_min = tl.full([B_ROW], float("inf"), tl.float32)
+    b_max = tl.full([B_ROW], -float("inf"), tl.float32)
+    for i_token in tl.range(i_first, i_last, UNROLL):
+        for u in tl.static_range(UNROLL):
+            # past the end the last token again: it changes neither min nor max
+            i_row = tl.minimum(i_token + u, i_last - 1).to(tl.int64)
+            b_k = tl.load(p_k + i_row * stride_k_row, mask=m_row, other=0.0).to(tl.float32)
+            b_sum += tl.where(i_token + u < i_last, b_k, 0.0)
+            b_min = tl.minimum(b_min, b_k)
+            b_max = tl.maximum(b_max, b_k)
+    o_out = i_block * KV_HEADS * HEAD_DIM + o_row
+    tl.store(p_mean + o_out, b_sum / (i_last - i_first), mask=m_row)
+    tl.store(p_min + o_out, b_min, mask=m_row)
+    tl.store(p_max + o_out, b_max, mask=m_row)
 
 
 @triton.jit

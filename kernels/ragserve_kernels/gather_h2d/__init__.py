@@ -29,7 +29,7 @@ def gather_h2d(
         index: int32 or int64 ``[n]``, on ``out``'s device: host blocks; negative entries are skipped, so that a captured CUDA graph serves
             any number of blocks up to ``n``.
         out_index: like ``index``: device blocks, all different. A block must have a multiple of 16 bytes.
-        programs: how many programs run; default 32, enough for the link and few enough to leave the chip to decode.
+        programs: how many programs run; default 4, which saturate the link and leave the rest of the chip to decode.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit. Index values are not checked against the arenas' sizes.

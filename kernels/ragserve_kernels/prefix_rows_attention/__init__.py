@@ -82,6 +82,8 @@ def prefix_rows_attention(
         raise ValueError("out is not contiguous.")
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; expected more than 0.")
     if q.shape[0] == 0 or slot_start.shape[0] == 0 or max_rows == 0:
         return out
     if use_triton(q):

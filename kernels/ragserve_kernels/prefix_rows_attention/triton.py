@@ -52,13 +52,13 @@ def attend_keys(
         else:
             i_slot = tl.load(p_slots + i_key + o_key).to(tl.int64)
             b_k = tl.load(p_k + i_slot[None, :] * stride_k + o_dim[:, None])
-        b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], B_KEYS], tl.float32), PRECISION) * scale_2
+        b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], B_KEYS], tl.float32), PRECISION)
         if MASKED:
             b_s = tl.where((i_key + o_key)[None, :] < n_len[:, None], b_s, -float("inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale_2)
         # a row without keys so far: exp2(-inf - 0) = 0, not NaN
         b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
-        b_p = tl.exp2(b_s - b_base[:, None])
+        b_p = tl.exp2(b_s * scale_2 - b_base[:, None])
         b_decay = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         # [N, D]
@@ -136,14 +136,18 @@ def prefix_rows_attention_kernel(
     tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
 
 
-def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
-    """The fastest tiles measured on the H200 (README.md); float32 is computed without tensor cores and needs small ones."""
+def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) -> Tile:
+    """The fastest tiles measured on the H200 (README.md); ``programs``: how many a score tile of 128 rows would make.
+
+    With less than two waves of them on 132 SMs the latency of each counts, and two warpgroups share a tile. float32 runs without tensor
+    cores and needs small tiles.
+    """
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        return Tile(max(least, 16), 32, 4, 1)
+        return Tile(least, 32, 4, 1)
     if head_dim == 256:
         return Tile(max(least, 64), 32, 4, 2)
-    return Tile(max(least, 128), 64, 8, 2)
+    return Tile(max(least, 128), 128, 8, 3) if programs < 264 and head_dim <= 128 else Tile(max(least, 128), 64, 4, 3)
 
 
 def prefix_rows_attention_triton(
@@ -163,8 +167,10 @@ def prefix_rows_attention_triton(
     query_heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
     group = query_heads // kv_heads
-    tile = tile or choose_tile(head_dim, group, q.dtype)
     block_group = next_power_of_2(group)
+    if tile is None:
+        programs = kv_heads * slot_start.shape[0] * triton.cdiv(max_rows * block_group, 128)
+        tile = choose_tile(head_dim, group, q.dtype, programs)
     block_rows = max(1, tile.rows // block_group)
     prefix_rows_attention_kernel[(kv_heads, slot_start.shape[0], triton.cdiv(max_rows, block_rows))](
         q,

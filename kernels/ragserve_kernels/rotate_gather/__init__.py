@@ -44,8 +44,8 @@ def rotate_gather(
         inv_freq: float32 or float64 ``[rotary_dim / 2]``: RoPE's inverse frequencies in radians per position. Dimensions from
             ``rotary_dim`` on are copied as they are. Angles are reduced to one turn in float64, so large shifts lose nothing.
         block_tokens: the longest run in ``moves``; a longer one would be cut there.
-        programs: how many programs run, each looping over runs. Default: one per run from the device, 32 from the host, which
-            saturates the link and leaves the rest of the chip to decode.
+        programs: how many programs run, each looping over runs. Default: one per run from the device; from the host 4, which saturate the
+            link. With 2 a decode step beside them loses half as much time, and loading is a fifth slower (README.md).
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit. The values of ``moves`` and ``slots`` are not checked here.

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import KVLayers, next_power_of_2
+from ragserve_kernels._common import KVLayers, host_tile_bytes, next_power_of_2
 from ragserve_kernels.rotate_gather.sources import DeviceSource, HostSource
 
 _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-HOST_PROGRAMS = 32  # enough reads in flight for the link (~55 GB/s x ~2 us = 110 KB); more only take SMs from decode
+HOST_PROGRAMS = 4  # as fast as any number alone, and least in the way of a decode step beside it (README.md)
 
 
 @triton.jit
@@ -112,19 +112,22 @@ def rotate_gather_triton(
     tile_tokens: int,
     programs: int | None = None,
     tile_rows: int | None = None,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     stages: int = 1,
 ) -> None:
     """``tile_rows``: rows (tokens x heads) that a program holds at once, a power of two; fewer than ``tile_tokens`` counts as that."""
+    row_bytes = 2 * dst.head_dim * dst.k[0].element_size()
     host = isinstance(source, HostSource)
     heads, head_dim = dst.kv_heads, dst.head_dim
     rotary_half = inv_freq.shape[0]
     rest = head_dim - 2 * rotary_half
     if tile_rows is None:
-        tile_rows = (16 if host else 64) * 128 // head_dim
+        tile_rows = (host_tile_bytes(programs or HOST_PROGRAMS) if host else 16 << 10) // row_bytes
     tile_heads = 1
     while heads % (tile_heads * 2) == 0 and tile_tokens * tile_heads * 2 <= tile_rows:
         tile_heads *= 2
+    if num_warps is None:
+        num_warps = max(4, min(16, tile_tokens * tile_heads * row_bytes // 4096))
     items = moves.shape[0] * moves.shape[1] * (heads // tile_heads)
     if programs is None:
         programs = HOST_PROGRAMS if host else items

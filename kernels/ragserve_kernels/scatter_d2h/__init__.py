@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels._common import INT_DTYPES, check_dtype, check_shape, use_naive
+from ragserve_kernels._common import INT_DTYPES, check_dtype, check_head_dim, check_shape, use_naive
 from ragserve_kernels.scatter_d2h.naive import scatter_d2h_naive
 from ragserve_kernels.scatter_d2h.saver import Saver
 
@@ -30,13 +30,14 @@ def scatter_d2h(src: torch.Tensor, host: torch.Tensor, index: torch.Tensor, *, s
     """
     check_shape("src", src, (None, None, None))
     check_dtype("src", src)
+    check_head_dim(src.shape[2])
     check_shape("host", host, (None, None, src.shape[2]))
     check_dtype("host", host, (src.dtype,))
     check_dtype("index", index, INT_DTYPES)
     if host.is_cuda or index.is_cuda:
         raise TypeError("host and index must be in host memory.")
-    if not src.is_contiguous() or not host.is_contiguous():
-        raise ValueError("src and host must be contiguous.")
+    if not src.is_contiguous() or not host.is_contiguous() or host.storage_offset() * host.element_size() % 16:
+        raise ValueError("src and host must be contiguous, and host aligned to 16 bytes.")
     if host.shape[1] < 1:
         raise ValueError("host blocks hold no tokens.")
     check_shape("index", index, (src.shape[1], -(-src.shape[0] // host.shape[1])))

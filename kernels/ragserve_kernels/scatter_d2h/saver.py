@@ -1,4 +1,4 @@
-"""The background saver: a side stream, pinned staging buffers and a pool of CPU threads."""
+"""The background saver: a side stream, pinned staging buffers and CPU threads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class Saver:
             raise ValueError("staging_bytes, buffers and threads must be at least 1.")
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device)
-        self._threads = threads
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(buffers):
             self._staging.put(torch.empty(staging_bytes, dtype=torch.uint8, pin_memory=True))
         self.staging_bytes = staging_bytes
-        self._collect = ThreadPoolExecutor(buffers, "kv-save")
-        self._scatter = ThreadPoolExecutor(threads, "kv-scatter")
+        # one worker in order; its copies use torch's own threads, without the interpreter lock and without a Python thread for each
+        self._worker = ThreadPoolExecutor(1, "kv-save", initializer=torch.set_num_threads, initargs=(threads,))
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
 
@@ -52,7 +51,7 @@ class Saver:
             rows.copy_(src, non_blocking=True)
             copied.record()
         src.record_stream(self._stream)  # its memory is not handed out again before the copy is done
-        save = self._collect.submit(self._finish, copied, buffer, rows, host, index)
+        save = self._worker.submit(self._finish, copied, buffer, rows, host, index)
         with self._lock:  # what is done is forgotten, what failed is kept for wait()
             self._pending = [each for each in self._pending if not each.done() or each.exception() is not None]
             self._pending.append(save)
@@ -60,11 +59,7 @@ class Saver:
     def _finish(self, copied: torch.cuda.Event, buffer: torch.Tensor, rows: torch.Tensor, host: torch.Tensor, index: torch.Tensor) -> None:
         try:
             copied.synchronize()
-            blocks = index.shape[1]
-            step = -(-blocks // self._threads)
-            parts = [self._scatter.submit(scatter, rows, host, index, i, min(i + step, blocks)) for i in range(0, blocks, step)]
-            for part in parts:
-                part.result()
+            scatter(rows, host, index)
         finally:
             self._staging.put(buffer)
 
@@ -77,12 +72,11 @@ class Saver:
             save.result()
 
     def close(self) -> None:
-        """Wait, and end the threads."""
+        """Wait, and end the worker."""
         try:
             self.wait()
         finally:
-            self._collect.shutdown()
-            self._scatter.shutdown()
+            self._worker.shutdown()
 
     def __enter__(self) -> Saver:
         return self
