@@ -26,7 +26,7 @@ from ragserve.errors import RagserveError
 REPO = Path(__file__).resolve().parent.parent
 CORPUS = REPO / "examples" / "corpus" / "files"
 NAMESPACE = "demo"
-QUESTIONS = ("What is the capital of Mongolia?", "What is the currency of Poland?", "What is the highest point of Peru?")
+QUESTIONS = ("What is the capital of Norway?", "Who is the head of government of Finland?", "Who is the head of state of Netherlands?")
 console = Console(highlight=False, soft_wrap=True)
 
 

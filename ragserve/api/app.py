@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp
 
-from ragserve.api import documents, errors, ingest, openai, openapi, query, retrieve, system
+from ragserve.api import cache, documents, errors, ingest, openai, openapi, query, retrieve, system
 from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts
@@ -51,7 +51,7 @@ def create_app(
     )
     app.state.upstream = Upstream(upstream)
     app.state.services = None
-    for module in (query, retrieve, ingest, documents, openai, system):
+    for module in (query, retrieve, ingest, documents, cache, openai, system):
         app.include_router(module.router)
     if serve_metrics:
         app.include_router(system.metrics_router)

@@ -216,6 +216,16 @@ NAMESPACE = {
 }
 NAMESPACES = {"namespaces": [NAMESPACE]}
 
+CACHE: dict[str, Any] = {
+    "device": {"documents": 41, "tokens": 10240, "bytes": 104857600, "budget_bytes": 671098880},
+    "host": {"bytes": 55705600, "budget_bytes": 536739840, "documents": 33, "pages": 340},
+    "disk": {"backend": "file", "bytes": 55840768, "budget_bytes": 17179869184, "documents": 33, "pages": 340},
+    "hits": {"host": 49, "disk": 9},
+    "misses": 65,
+    "evictions": {"host": 0, "disk": 0},
+    "faults": {},
+}
+
 READY = {"ready": True, "missing": []}
 INFO: dict[str, Any] = {
     "versions": {"ragserve": "0.1.0", "sglang": "0.5.16", "python": "3.11.9"},

@@ -114,6 +114,7 @@ _TAGS = [
     {"name": "query", "description": "Ask, or only search."},
     {"name": "ingest", "description": "Give documents; watch the jobs that index them."},
     {"name": "documents", "description": "What is indexed."},
+    {"name": "cache", "description": "The documents' KV: what is where."},
     {"name": "openai", "description": "The same answers for OpenAI clients."},
     {"name": "system", "description": "What is serving, and whether it is ready."},
 ]

@@ -1,0 +1,74 @@
+"""The truth for composed contexts, in transformers: documents prefilled alone, keys rotated, caches concatenated layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Generated:
+    ids: list[int]
+    logprobs: list[float]
+
+
+class Reference:
+    """A Hugging Face model in float32."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self.layers = self.model.config.num_hidden_layers
+
+    @torch.no_grad()
+    def alone(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V [1, kv_heads, n, head_dim] per layer of a text prefilled from position 0."""
+        cache = self.model(torch.tensor([ids]), use_cache=True).past_key_values
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+    def moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
+        """K rotated by ``shift`` more positions."""
+        cos, sin = self.model.model.rotary_emb(k, torch.tensor([[shift]]))
+        a, b = k.chunk(2, -1)
+        return k * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+    @torch.no_grad()
+    def composed(
+        self, ids: list[int], spans: list[tuple[int, int]], n_new: int, *, kept: list[list[int]] | None = None, rotate: bool = True
+    ) -> Generated:
+        """Greedy continuation of a prompt whose spans were prefilled alone; ``kept``: positions per layer (default all)."""
+        from transformers import DynamicCache
+
+        parts = [self.alone(ids[a:b]) for a, b in spans]
+        question = ids[spans[-1][1] :]
+        cache: Any = DynamicCache()
+        for layer in range(self.layers):
+            k = torch.cat([self.moved(p[layer][0], a if rotate else 0) for (a, _), p in zip(spans, parts, strict=True)], 2)
+            v = torch.cat([p[layer][1] for p in parts], 2)
+            if kept is not None:
+                k, v = k[:, :, kept[layer]], v[:, :, kept[layer]]
+            cache.update(k, v, layer)
+        return self._continue(question, spans[-1][1], cache, n_new)
+
+    @torch.no_grad()
+    def plain(self, ids: list[int], n_new: int) -> Generated:
+        """Greedy continuation of an ordinary prompt."""
+        from transformers import DynamicCache
+
+        return self._continue(ids, 0, DynamicCache(), n_new)
+
+    def _continue(self, ids: list[int], start: int, cache: Any, n_new: int) -> Generated:
+        out, step, position = Generated([], []), ids, start
+        for _ in range(n_new):
+            positions = torch.arange(position, position + len(step))[None]
+            logits = self.model(torch.tensor([step]), past_key_values=cache, position_ids=positions, use_cache=True).logits[0, -1]
+            logprobs = logits.log_softmax(-1)
+            token = int(logits.argmax())
+            out.ids.append(token)
+            out.logprobs.append(float(logprobs[token]))
+            step, position = [token], position + len(step)
+        return out

@@ -1,0 +1,169 @@
+"""Composed contexts on the real engine against plain prefill and a transformers reference, token for token and logprob for logprob."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.prompt import PromptBuilder, PromptDocument
+from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
+from tests.conftest import MODEL
+from tests.integration.reference import Generated, Reference
+
+DATA = Path(__file__).parents[1] / "data" / "questions"
+NEW = 10
+TOLERANCE = 2e-4  # logprobs in float32; the engine's kernels add up in another order than transformers'
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / f"{name}_8.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(MODEL)
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(str(MODEL))
+
+
+def prompt(builder: PromptBuilder, row: dict[str, Any], n_documents: int) -> tuple[list[int], list[tuple[int, int]]]:
+    documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"][:n_documents])]
+    built = builder.build(row["question"], documents, max_prompt_tokens=8000)
+    return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
+
+
+def generate(client: Any, ids: list[int], plan: ContextPlan | None = None, n_new: int = NEW, **fields: Any) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True}
+    if plan is not None:
+        sampling["custom_params"] = {PLAN_FIELD: plan.to_json()}
+    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": plan is None or plan.operation == "compose", **fields}
+    return dict(client.post("/generate", json=body).json())
+
+
+def composed(
+    client: Any, ids: list[int], spans: list[tuple[int, int]], strategy: str = "concat", namespace: str = "context", **options: Any
+) -> dict[str, Any]:
+    plan = ContextPlan("compose", namespace, strategy, tuple(Span(a, b) for a, b in spans), options)
+    for _ in range(3):
+        answer = generate(client, ids, plan)
+        message = str(answer.get("error", {}).get("message", ""))
+        if not message.startswith(MISSING_PREFIX):
+            return answer
+        for i in json.loads(message.removeprefix(MISSING_PREFIX)):
+            a, b = spans[i]
+            generate(client, ids[a:b], ContextPlan("document", namespace), n_new=1)
+    raise AssertionError("documents do not stay cached")
+
+
+def result(answer: dict[str, Any]) -> Generated:
+    assert "error" not in answer, answer
+    pairs = answer["meta_info"]["output_token_logprobs"]
+    return Generated([token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs])
+
+
+def assert_same(got: Generated, want: Generated, tolerance: float = TOLERANCE) -> None:
+    assert got.ids == want.ids
+    worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
+    assert worst < tolerance
+
+
+@pytest.mark.parametrize("n_documents", [2, 5])
+def test_documents_prefilled_alone_equal_concatenated_rotated_caches(
+    server: Any, builder: PromptBuilder, reference: Reference, n_documents: int
+) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[0], n_documents)
+    want = reference.composed(ids, spans, NEW)
+    got = composed(server.client, ids, spans)
+    assert_same(result(got), want)
+    exact = reference.plain(ids, NEW)
+    assert max(abs(a - b) for a, b in zip(exact.logprobs, want.logprobs, strict=True)) > 0.01, "the test must tell them apart"
+    report = json.loads(got["meta_info"][PLAN_FIELD][0])
+    assert report["kept"] == report["document_tokens"] == spans[-1][1] - spans[0][1]
+    assert report["recomputed"] == 0
+    assert got["meta_info"]["cached_tokens"] == 0, "composed tokens are no prefix hits"
+
+
+def test_one_span_kept_whole_equals_plain_prefill(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    ids, spans = prompt(builder, rows("onehop")[1], 1)
+    whole = [(0, spans[-1][1])]
+    assert_same(result(composed(server.client, ids, whole)), reference.plain(ids, NEW))
+
+
+def test_without_rotation_keys_stay_where_their_documents_began(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[1], 3)
+    assert_same(result(composed(server.client, ids, spans, rotate=False)), reference.composed(ids, spans, NEW, rotate=False))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0}), ("random", {"share": 1.0})]
+)
+def test_recomputing_everything_equals_full(
+    server: Any, builder: PromptBuilder, reference: Reference, strategy: str, options: dict[str, Any]
+) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[2], 4)
+    answer = composed(server.client, ids, spans, strategy, **options)
+    assert_same(result(answer), reference.plain(ids, NEW))
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == spans[-1][1] - spans[0][1]
+
+
+def test_recomputing_the_last_document_alone_is_exact_for_it(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    """With one document before it, recomputing the second gives what plain prefill gives."""
+    ids, spans = prompt(builder, rows("crossdoc")[3], 2)
+    joined = [(0, spans[1][1]), spans[2]]  # system and first document as one span
+    positions = list(range(*joined[1]))
+    assert_same(result(composed(server.client, ids, joined, recompute=positions)), reference.plain(ids, NEW))
+
+
+def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[4], 3)
+    draw = random.Random(7)
+    kept = [sorted(draw.sample(range(spans[-1][1]), 150)) for _ in range(reference.layers)]
+    assert_same(result(composed(server.client, ids, spans, kept=kept)), reference.composed(ids, spans, NEW, kept=kept))
+
+
+def test_plain_requests_are_untouched_by_composed_traffic(server: Any, builder: PromptBuilder) -> None:
+    ids, spans = prompt(builder, rows("onehop")[2], 4)
+    before = result(generate(server.client, ids, extra_key="before"))
+    composed(server.client, ids, spans)
+    composed(server.client, ids, spans, "epic", first=8)
+    after = result(generate(server.client, ids, extra_key="after"))
+    assert (before.ids, before.logprobs) == (after.ids, after.logprobs)
+    assert generate(server.client, ids, extra_key="after")["meta_info"]["cached_tokens"] == len(ids) - 1
+
+
+@pytest.mark.parametrize("tiers", [["device"], ["device", "host"]])
+def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, tiers: list[str]) -> None:
+    ids, spans = prompt(builder, rows("onehop")[3], 4)
+    first = result(composed(server.client, ids, spans))
+    assert server.client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
+    answer = composed(server.client, ids, spans)
+    assert_same(result(answer), first, 1e-6)
+    wanted = "host" if tiers == ["device"] else "disk"
+    assert set(json.loads(answer["meta_info"][PLAN_FIELD][0])["by_tier"]) == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("{", "not a context plan"),
+        ('{"v":99,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{}}', "version 99"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2],[3,4]],"options":{}}', "does not continue"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,9]],"options":{}}', "at least one token"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"magic","spans":[[0,2]],"options":{}}', "no strategy 'magic'"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"epic","spans":[[0,2]],"options":{"first":-1}}', "first must be"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"share":7}}', "share must be"),
+    ],
+)
+def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str) -> None:
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}}}
+    answer = server.client.post("/generate", json=body)
+    assert answer.status_code == 400
+    assert says in answer.text
+    assert server.client.get("/health").status_code == 200
