@@ -49,6 +49,12 @@ def run(out_dir: Path | None, *, quick: bool = False, sections: Sequence[str] = 
             rows.append(row)
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
         torch.cuda.empty_cache()
-    workload = {"model shape": f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16", **ceiling}
+    import triton
+
+    workload = {
+        "triton": triton.__version__,
+        "model shape": f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16",
+        **ceiling,
+    }
     note = "Times are medians with a cold L2, from CUDA graphs where an engine would use one. GB count every byte that must move."
     return report.write("kernels_compose", workload, rows, out=out_dir / "kernels_compose.json" if out_dir else None, note=note)

@@ -95,9 +95,8 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             case = f"{'host' if host else 'device'}, {tokens} tokens, blocks of 16"
             if host:
                 gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
-                variants: list[tuple[int | None, int | None, int | None, int]] = [
-                    (p, r, w, s) for p in (16, 32, 64, 128) for r, w, s in ((16, 4, 1), (16, 4, 3))
-                ]
+                variants: list[tuple[int | None, int | None, int | None, int]] = [(p, None, None, 1) for p in (None, 1, 2, 8, 32, 64)]
+                variants += [(32, 16, 4, 3), (128, 16, 4, 1)]
             else:
                 gb, limit = 2 * tokens * token_bytes / 1e9, ceiling["copy_gb_per_s"]
                 variants = [
@@ -112,9 +111,8 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for programs, tile_rows, warps, stages in variants if tokens == 2048 and not quick else [(None, None, None, 1)]:
                 options: dict[str, Any] = {"programs": programs, "tile_rows": tile_rows, "num_warps": warps, "stages": stages}
                 ms = median_ms(partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options), repeats=7 if host else 15)
-                label = (
-                    "default" if tile_rows is None else f"programs {programs or 'all'}, rows {tile_rows}, warps {warps}, stages {stages}"
-                )
+                label = f"programs {programs or 'all'}" + (f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else "")
+                label = label if programs or tile_rows else "default"
                 rows.append(bandwidth(case, label, ms, gb, limit))
             if not host:
                 ms = median_ms(_per_layer_torch(*args))
@@ -206,8 +204,8 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
 
     loads = 16
     # (programs, rows of a tile, warps, stages): few programs with much in flight each, or many small ones
-    variants = [(4, None, None, 1), (32, None, None, 1), (64, None, None, 1), (1, None, None, 1), (2, None, None, 1), (3, None, None, 1)]
-    variants += [(6, None, None, 1), (8, None, None, 1), (4, 128, 8, 1), (4, 128, 32, 1), (4, 128, 8, 3), (4, 128, 16, 2), (4, 128, 16, 3)]
+    variants: list[tuple[int, int | None, int | None, int]] = [(programs, None, None, 1) for programs in (4, 1, 2, 3, 6, 8, 32, 64)]
+    variants += [(4, 128, 8, 1), (4, 128, 32, 1), (4, 128, 8, 3), (4, 128, 16, 2), (4, 128, 16, 3)]
     for programs, tile_rows, warps, stages in variants[:1] if quick else variants:
         options: dict[str, Any] = {"programs": programs, "tile_rows": tile_rows, "num_warps": warps, "stages": stages}
         label = f"programs {programs}" + (f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else "")
