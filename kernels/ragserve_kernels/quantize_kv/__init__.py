@@ -1,0 +1,35 @@
+"""Quantised KV: 8 or 4 bits, scale and zero point per token and head (LServe, section 3.2; QServe). See README.md."""
+
+from __future__ import annotations
+
+import torch
+
+from .._common import INT_DTYPES, check_dtype, check_head_dim, check_last_contiguous, check_same_device, check_shape, use_triton
+from . import naive
+from .naive import dequantize_kv
+from .types import QuantizedKV
+
+__all__ = ["QuantizedKV", "dequantize_kv", "quantize_kv"]
+
+
+def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None:
+    """Quantise the rows of ``x`` into the slots of ``into``.
+
+    ``x`` [tokens, kv_heads, head_dim] bf16, fp16 or fp32, finite and within float16's range; ``slots`` int32 or int64 [tokens], distinct,
+    negative ones are skipped (padding of a CUDA graph). Writes codes, scales and zeros of those slots and nothing else.
+    """
+    check_dtype("x", x)
+    check_shape("x", x, (None, into.shape[1], into.shape[2]))
+    check_head_dim(x.shape[2])
+    check_last_contiguous("x", x)
+    check_dtype("slots", slots, INT_DTYPES)
+    check_shape("slots", slots, (x.shape[0],))
+    check_last_contiguous("slots", slots)
+    check_last_contiguous("into.codes", into.codes)
+    check_same_device(x, slots=slots, into=into.codes)
+    if use_triton(x):
+        from . import triton as kernels
+
+        kernels.quantize_kv(x, slots, into)
+    else:
+        naive.quantize_kv(x, slots, into)
