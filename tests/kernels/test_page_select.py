@@ -1,0 +1,177 @@
+"""page_select: scores, the best blocks of a budget, and rankings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged import make_batch
+
+from ragserve_kernels._common import forced_naive
+from ragserve_kernels.page_select import Selection, page_select, summarise
+from ragserve_kernels.page_select.naive import block_scores, forced_blocks
+from ragserve_kernels.sparse_decode import sparse_decode
+
+GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SCORINGS = ["minmax", "center"]
+
+
+class Case:
+    """Summaries of random keys for a ragged batch; NaN in the rows that no block owns."""
+
+    def __init__(
+        self, device: torch.device, lens: list[int], *, block_size: int = 16, per_block: int = 1, dtype: torch.dtype = torch.float32,
+        heads: int = 4, kv_heads: int = 2, head_dim: int = 64, scoring: str = "minmax",
+    ) -> None:  # fmt: skip
+        totals = [-(-n // block_size) for n in lens]
+        places = torch.randperm(sum(totals) + 2)[: sum(totals)].int()
+        table = torch.full((len(lens), max(1, *totals) + 1), 2**30, dtype=torch.int32)
+        keys = torch.randn(sum(totals) + 2, block_size, kv_heads, head_dim).to(dtype)
+        low, high, mean, _ = summarise(keys.flatten(0, 1), block_size // per_block)
+        at = 0
+        owned = torch.zeros(len(keys), dtype=torch.bool)
+        for i, total in enumerate(totals):
+            table[i, :total] = places[at : at + total]
+            owned[places[at : at + total].long()] = True
+            at += total
+        rows = (~owned).nonzero().flatten()[:, None] * per_block + torch.arange(per_block)
+        for summary in (low, high, mean):
+            summary[rows.flatten()] = math.nan
+        self.q = torch.randn(len(lens), heads, head_dim).to(dtype).to(device)
+        self.table = table.to(device)
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        self.parts = tuple(s.to(device) for s in ((low, high) if scoring == "minmax" else (mean,)))
+        self.totals = totals
+        self.block_size, self.per_block = block_size, per_block
+
+    def select(self, **options: object) -> Selection:
+        names = ("k_min", "k_max") if len(self.parts) == 2 else ("k_center",)
+        summaries = dict(zip(names, self.parts, strict=True))
+        return page_select(self.q, self.table, self.lens, block_size=self.block_size, per_block=self.per_block, **summaries, **options)
+
+    def check(self, *, budget_tokens: int | None = None, sink: int = 1, recent: int = 1, sum_group: bool = False) -> None:
+        """The chosen blocks are the best: none left out scores higher than one chosen, but for rounding of the scores."""
+        got = self.select(
+            budget_tokens=budget_tokens, rank=budget_tokens is None, sink_blocks=sink, recent_blocks=recent, sum_group=sum_group
+        )
+        scores = block_scores(
+            self.q, self.parts, self.table, self.lens, block_size=self.block_size, per_block=self.per_block, sum_group=sum_group
+        )
+        slack = 1e-4 * scores[scores.isfinite()].abs().amax().item() if scores.isfinite().any() else 0.0
+        for b, total in enumerate(self.totals):
+            take = total if budget_tokens is None else min(total, budget_tokens // self.block_size)
+            forced = forced_blocks(total, sink, recent)
+            for h in range(got.counts.shape[1]):
+                assert int(got.counts[b, h]) == take
+                chosen = got.blocks[b, h, :take].cpu().long()
+                assert len(chosen.unique()) == take, "blocks repeat"
+                assert ((chosen >= 0) & (chosen < total)).all()
+                inside = torch.zeros(total, dtype=torch.bool)
+                inside[chosen] = True
+                assert inside[forced].all()
+                row = scores[b, h, :total].masked_fill(forced, math.inf)
+                if budget_tokens is None:
+                    assert torch.equal(chosen[: int(forced.sum())], forced.nonzero().flatten())
+                    assert (row[chosen][1:].clamp_max(1e30) <= row[chosen][:-1].clamp_max(1e30) + slack).all(), "not in falling order"
+                else:
+                    assert torch.equal(chosen, chosen.sort().values), "not in the order of the sequence"
+                    if 0 < take < total:
+                        assert row[inside].min() >= row[~inside].max() - slack
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("per_block", [1, 4])
+@pytest.mark.parametrize("budget_tokens", [128, None], ids=["best", "rank"])
+def test_best_blocks(device: torch.device, budget_tokens: int | None, per_block: int, scoring: str) -> None:
+    Case(device, [2000, 0, 1, 111, 63], block_size=64, per_block=per_block, scoring=scoring).check(budget_tokens=budget_tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_dtypes_and_head_sizes(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
+    Case(device, [500, 40], dtype=dtype, head_dim=head_dim, heads=3, kv_heads=1).check(budget_tokens=160)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 2), (0, 5)])
+@pytest.mark.parametrize("sum_group", [False, True])
+def test_forced_blocks_and_group_sums(device: torch.device, sum_group: bool, sink: int, recent: int) -> None:
+    case = Case(device, [700, 17], heads=5, kv_heads=1)
+    case.check(budget_tokens=96, sink=sink, recent=recent, sum_group=sum_group)
+    case.check(sink=sink, recent=recent, sum_group=sum_group)
+
+
+@pytest.mark.parametrize("blocks", [5000, 20000, 70000] if GPU else [17000])
+def test_more_blocks_than_registers_hold(device: torch.device, blocks: int) -> None:
+    Case(device, [blocks, 300], block_size=1, heads=1, kv_heads=1, scoring="center").check(budget_tokens=333)
+
+
+def test_ties_go_to_the_earlier_block(device: torch.device) -> None:
+    case = Case(device, [320], heads=1, kv_heads=1, scoring="center")
+    case.parts[0].fill_(1.0)
+    got = case.select(budget_tokens=96)
+    assert got.blocks[0, 0].tolist() == [0, 1, 2, 3, 4, 19]
+    assert case.select(rank=True).blocks[0, 0, :20].tolist() == [0, 19, *range(1, 19)]
+
+
+def test_min_max_score_bounds_every_key(device: torch.device) -> None:
+    """Equation 2 is an upper bound of q . k over the logical page, so a block whose key is aligned with the query is found."""
+    batch = make_batch([1024], device=device, heads=2, kv_heads=1, page_size=64)
+    wanted = 11
+    slot = batch.slots(0, torch.tensor([wanted * 64 + 37]))
+    batch.k[slot, 0] = 4 * batch.q[0, 1]
+    low, high, _, _ = summarise(batch.k.nan_to_num(), 16)
+    got = page_select(batch.q, batch.page_table, batch.seq_lens, block_size=64, per_block=4, k_min=low, k_max=high, budget_tokens=256)
+    assert wanted in got.blocks[0, 0].tolist()
+    out = sparse_decode(*batch.inputs, page_size=64, index=got.blocks, counts=got.counts)
+    assert torch.nn.functional.cosine_similarity(out[0, 1], batch.v[slot[0], 0], dim=0) > 0.99
+
+
+@settings(max_examples=60 if GPU else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lens=st.lists(st.integers(0, 400), min_size=1, max_size=4 if GPU else 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    block_size=st.sampled_from([1, 16, 64, 128]),
+    logical=st.sampled_from([1, 8, 16, 64]),
+    budget_blocks=st.integers(2, 9),
+    scoring=st.sampled_from(SCORINGS),
+    dtype=st.sampled_from(DTYPES),
+    rank=st.booleans(),
+)
+def test_any_shape(
+    device: torch.device, lens: list[int], kv_heads: int, group: int, block_size: int, logical: int, budget_blocks: int, scoring: str,
+    dtype: torch.dtype, rank: bool,
+) -> None:  # fmt: skip
+    per_block = min(32, max(1, block_size // logical))
+    case = Case(
+        device, lens, block_size=block_size, per_block=per_block, heads=kv_heads * group, kv_heads=kv_heads, scoring=scoring, dtype=dtype
+    )
+    case.check(budget_tokens=None if rank else budget_blocks * block_size)
+
+
+def test_the_plain_forward_agrees(device: torch.device) -> None:
+    case = Case(device, [900, 30])
+    got = case.select(budget_tokens=160)
+    with forced_naive():
+        want = case.select(budget_tokens=160)
+    assert torch.equal(got.counts, want.counts)
+    assert torch.equal(got.blocks[0], want.blocks[0])
+
+
+def test_wrong_arguments_are_named(device: torch.device) -> None:
+    case = Case(device, [100])
+    low, high = case.parts
+    with pytest.raises(ValueError, match="either k_min and k_max, or k_center"):
+        page_select(case.q, case.table, case.lens, block_size=16, k_min=low, budget_tokens=64)
+    with pytest.raises(ValueError, match="either budget_tokens or rank"):
+        case.select()
+    with pytest.raises(ValueError, match="holds 1 blocks of 16"):
+        case.select(budget_tokens=16)
+    with pytest.raises(ValueError, match="per_block is 3"):
+        page_select(case.q, case.table, case.lens, block_size=16, per_block=3, k_min=low, k_max=high, budget_tokens=64)
+    with pytest.raises(TypeError, match="k_min has dtype"):
+        page_select(case.q, case.table, case.lens, block_size=16, k_min=low.double(), k_max=high.double(), budget_tokens=64)
