@@ -1,0 +1,225 @@
+"""progressive_decode: PSA's rounds, their stop on the device, and how much attention weight they really reach."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged import Batch, make_batch, random_index
+from reference import assert_close
+
+from ragserve_kernels._common import forced_naive
+from ragserve_kernels.page_select import page_select, summarise
+from ragserve_kernels.progressive_decode import Progressive, progressive_decode
+from ragserve_kernels.progressive_decode.naive import block_logs, round_ends, weight_estimate
+from ragserve_kernels.sparse_decode import sparse_decode
+
+GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def check(
+    batch: Batch, index: torch.Tensor, counts: torch.Tensor, *, block_size: int, threshold: float, first_round: int, growth: float,
+    forced: int = 2,
+) -> Progressive:  # fmt: skip
+    """The stop is where the estimate first passes (but for rounding at the threshold), the output is attention over those blocks."""
+    got = progressive_decode(
+        *batch.inputs, index, counts, page_size=batch.page_size, block_size=block_size, threshold=threshold, first_round=first_round,
+        growth=growth, forced=forced,
+    )  # fmt: skip
+    ends = round_ends(index.shape[2], max(first_round, forced, 1), growth, block_size)
+    group = batch.q.shape[1] // batch.k.shape[1]
+    slack = {torch.float32: 1e-4}.get(batch.q.dtype, 2e-2)
+    want = torch.zeros(batch.q.shape, dtype=torch.float64)
+    for b, seq_len in enumerate(batch.seq_lens.tolist()):
+        for h in range(batch.k.shape[1]):
+            rows = slice(h * group, (h + 1) * group)
+            total = int(counts[b, h])
+            used = int(got.blocks_used[b, h])
+            if not total:
+                assert used == 0
+                continue
+            assert used in {min(end, total) for end in ends}
+            blocks = index[b, h, :total].cpu().long()
+            tokens = batch.tokens(b, blocks, block_size)
+            k = batch.values(batch.k, b, tokens)[:, h].double().cpu()
+            scores = batch.q[b, rows].double().cpu() @ k.T / math.sqrt(k.shape[1])
+            logs = block_logs(scores, blocks, block_size, seq_len)
+            estimate = weight_estimate(logs[:, :used], forced, total - used)
+            assert torch.allclose(got.weight[b, rows].double().cpu(), estimate, atol=slack)
+            assert used == total or (estimate > threshold - slack).all()
+            for end in ends:  # no earlier round may have passed
+                if end < used:
+                    assert not (weight_estimate(logs[:, :end], forced, total - end) > threshold + slack).all()
+            want[b, rows] = batch.attend(b, h, batch.tokens(b, blocks[:used], block_size))[0]
+    assert_close(got.out, want, batch.q.dtype)
+    return got
+
+
+def ranked(batch: Batch, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranking by min/max scores, with a block per page."""
+    keys = batch.k.nan_to_num() if isinstance(batch.k, torch.Tensor) else batch.values(batch.k, 0, torch.arange(1))
+    low, high, _, _ = summarise(keys, min(16, block_size))
+    per_block = max(1, block_size // 16)
+    return page_select(
+        batch.q, batch.page_table, batch.seq_lens, block_size=block_size, per_block=per_block, k_min=low, k_max=high, rank=True
+    )
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.95, 1.0])
+@pytest.mark.parametrize("peak", [1.0, 8.0], ids=["flat", "peaked"])
+def test_stops_where_the_estimate_passes(device: torch.device, peak: float, threshold: float) -> None:
+    batch = make_batch([1000, 0, 1, 63] if GPU else [500, 0, 1], device=device, kv_heads=1, heads=2, peak=peak)
+    got = check(batch, *ranked(batch, 16), block_size=16, threshold=threshold, first_round=4, growth=1.5)
+    if threshold == 1.0:
+        assert got.blocks_used[0].tolist() == [63 if GPU else 32], "only all the blocks hold all the weight"
+
+
+@pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256] if GPU else [128])
+@pytest.mark.parametrize(("page_size", "block_size"), [(1, 16), (64, 64), (128, 128), (16, 64), (64, 16)] if GPU else [(64, 64), (1, 16)])
+def test_layouts(device: torch.device, page_size: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    batch = make_batch([500, 111], device=device, page_size=page_size, dtype=dtype, head_dim=head_dim, kv_heads=1, heads=3, peak=3.0)
+    check(batch, *random_index(batch, block_size, 1.0), block_size=block_size, threshold=0.9, first_round=2, growth=1.0)
+
+
+def test_blocks_larger_than_a_tile(device: torch.device) -> None:
+    """float32 with head size 256 has tiles of 16 tokens: a block's sum is put together over its tiles."""
+    batch = make_batch([300], device=device, page_size=128, head_dim=256, kv_heads=1, heads=2, peak=3.0)
+    check(batch, *random_index(batch, 128, 1.0), block_size=128, threshold=0.8, first_round=1, growth=1.0, forced=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised(device: torch.device, bits: int) -> None:
+    batch = make_batch([300, 20], device=device, bits=bits, kv_heads=1, heads=2, peak=3.0)
+    check(batch, *random_index(batch, 16, 1.0), block_size=16, threshold=0.8, first_round=4, growth=2.0)
+
+
+def test_all_blocks_equal_dense(device: torch.device) -> None:
+    batch = make_batch([200, 5], device=device)
+    got = progressive_decode(*batch.inputs, *ranked(batch, 16), page_size=16, threshold=1.0)
+    assert_close(got.out, sparse_decode(*batch.inputs, page_size=16), torch.float32)
+    assert (got.weight == 1).all()
+
+
+def test_blocks_after_the_stop_are_not_read(device: torch.device) -> None:
+    batch = make_batch([1600], device=device, kv_heads=1, heads=2, peak=12.0)
+    selection = ranked(batch, 16)
+    first = check(batch, *selection, block_size=16, threshold=0.6, first_round=8, growth=1.0)
+    used = int(first.blocks_used[0, 0])
+    assert used < 100, "a peaked head stops early"
+    batch.forget(0, 0, selection.blocks[0, 0, used:100], 16)
+    again = progressive_decode(*batch.inputs, *selection, page_size=16, threshold=0.6, first_round=8, growth=1.0)
+    assert torch.equal(again.out, first.out)
+
+
+def test_the_plain_forward_agrees(device: torch.device) -> None:
+    batch = make_batch([400, 0, 33], device=device, peak=4.0)
+    selection = ranked(batch, 16)
+    got = progressive_decode(*batch.inputs, *selection, page_size=16, threshold=0.9, first_round=4)
+    with forced_naive():
+        want = progressive_decode(*batch.inputs, *selection, page_size=16, threshold=0.9, first_round=4)
+    assert_close(got.out, want.out, torch.float32)
+    assert torch.equal(got.blocks_used, want.blocks_used)
+    assert_close(got.weight, want.weight, torch.float32)
+
+
+def test_achieved_weight_against_the_threshold(device: torch.device, record_property: pytest.RecordProperty) -> None:
+    """The estimate is no guarantee: the share of heads whose true weight lies below the threshold is reported, and bounded where it must
+    hold.
+
+    Ranked by the true block sums, AS_min bounds every block left, so no head may fall below the threshold.
+    """
+    block_size = 16
+    tokens = torch.arange(1500)
+    for peak in (1.0, 4.0, 12.0) if GPU else (12.0,):
+        batch = make_batch([1500] * (16 if GPU else 1), device=device, peak=peak)
+        scored = ranked(batch, block_size)
+        exact = torch.empty_like(scored.blocks)
+        truth = []
+        for b in range(len(batch.seq_lens)):
+            for h in range(2):
+                k = batch.values(batch.k, b, tokens)[:, h].double().cpu()
+                scores = batch.q[b, 2 * h : 2 * h + 2].double().cpu() @ k.T / 8
+                logs = block_logs(scores, torch.arange(94), block_size, 1500)
+                truth.append(torch.softmax(logs, -1))
+                # exact for the first head of the group only: one ranking cannot be right for both
+                order = logs[0].masked_fill(torch.tensor([i in (0, 93) for i in range(94)]), math.inf).sort(descending=True, stable=True)
+                exact[b, h, :94] = order.indices.int()
+        for name, index in (("estimated ranking", scored.blocks), ("true ranking", exact)):
+            for threshold in (0.9, 0.98) if GPU else (0.9,):
+                got = progressive_decode(*batch.inputs, index, scored.counts, page_size=16, threshold=threshold, first_round=4, growth=1.5)
+                below = []
+                for i, weights in enumerate(truth):
+                    b, h = divmod(i, 2)
+                    n = int(got.blocks_used[b, h])
+                    reached = weights[:, index[b, h, :n].cpu().long()].sum(-1)
+                    below += [float(w) < threshold for w in (reached[:1] if name == "true ranking" else reached)]
+                share = sum(below) / len(below)
+                line = f"peak {peak}, {name}, threshold {threshold}: {share:.0%} of heads below"
+                record_property(line, share)
+                print(line)
+                if name == "true ranking":
+                    assert share == 0.0, line
+
+
+@settings(max_examples=60 if GPU else 4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lens=st.lists(st.integers(0, 300), min_size=1, max_size=4 if GPU else 2),
+    kv_heads=st.integers(1, 3 if GPU else 2),
+    group=st.integers(1, 5),
+    page_size=st.sampled_from([1, 16, 64]),
+    block_size=st.sampled_from([4, 16, 64, 128]),
+    bits=st.sampled_from([0, 4, 8]),
+    threshold=st.floats(0.2, 1.0),
+    first_round=st.integers(1, 8),
+    growth=st.sampled_from([1.0, 1.5, 3.0]),
+    forced=st.integers(0, 3),
+    share=st.floats(0, 1),
+)
+def test_any_shape(
+    device: torch.device, lens: list[int], kv_heads: int, group: int, page_size: int, block_size: int, bits: int, threshold: float,
+    first_round: int, growth: float, forced: int, share: float,
+) -> None:  # fmt: skip
+    batch = make_batch(lens, device=device, heads=kv_heads * group, kv_heads=kv_heads, page_size=page_size, bits=bits, peak=3.0)
+    index, counts = random_index(batch, block_size, share)
+    check(batch, index, counts, block_size=block_size, threshold=threshold, first_round=first_round, growth=growth, forced=forced)
+
+
+def test_wrong_arguments_are_named(device: torch.device) -> None:
+    batch = make_batch([20], device=device)
+    index, counts = random_index(batch, 16, 1.0)
+    with pytest.raises(ValueError, match="threshold is 0"):
+        progressive_decode(*batch.inputs, index, counts, page_size=16, threshold=0.0)
+    with pytest.raises(ValueError, match="first_round, growth and forced"):
+        progressive_decode(*batch.inputs, index, counts, page_size=16, growth=0.5)
+    with pytest.raises(TypeError, match="index has dtype"):
+        progressive_decode(*batch.inputs, index.long(), counts, page_size=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_graph_follows_its_inputs() -> None:
+    device = torch.device("cuda")
+    batch = make_batch([9000, 3000], device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16, peak=4.0)
+    index, counts = ranked(batch, 64)
+    options = {"page_size": 64, "threshold": 0.9, "first_round": 8}
+    progressive_decode(*batch.inputs, index, counts, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = progressive_decode(*batch.inputs, index, counts, **options)
+    for lens in ([8000, 1], [0, 3000]):
+        batch.seq_lens.copy_(torch.tensor(lens))
+        batch.q.normal_().mul_(4)
+        fresh, fresh_counts = ranked(batch, 64)
+        index.copy_(fresh)
+        counts.copy_(fresh_counts)
+        got.out.fill_(torch.nan)
+        graph.replay()
+        want = progressive_decode(*batch.inputs, index, counts, **options)
+        assert torch.equal(got.blocks_used, want.blocks_used)
+        assert torch.equal(got.out, want.out)
