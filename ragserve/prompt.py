@@ -130,6 +130,10 @@ class PromptBuilder:
             pieces = self._layout.question(text, (), has_documents=True)
         return "".join(piece for piece, _ in pieces)
 
+    def document_ids(self, title: str, text: str) -> list[int]:
+        """Token ids of a document's segment, the same in every prompt."""
+        return self._document(PromptDocument("", title, text))
+
     def _head(self, system: str | None, *, has_documents: bool) -> list[int]:
         if system is not None and system != self._system:  # a request's own: not worth keeping
             return self._layout.encode(self._layout.head(system, has_documents=has_documents))

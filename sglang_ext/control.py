@@ -60,7 +60,7 @@ def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _remove(runtime: Any, body: dict[str, Any]) -> Answer:
-    return {"removed": runtime.remove([str(key) for key in body["keys"]])}
+    return {"removed": runtime.remove([str(key) for key in body["keys"]], str(body["namespace"]))}
 
 
 def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:

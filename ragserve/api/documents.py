@@ -95,8 +95,11 @@ async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) 
     responses=documented(examples.DOCUMENT, 400, 404, 503, 507, description="What was removed"),
 )
 async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
-    """Queries that begin after the answer do not see it any more."""
-    return _document(await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id))
+    """Queries that begin after the answer do not see it any more, and its KV is gone from every tier."""
+    chunks = await asyncio.to_thread(svc.store.document_chunks, where.namespace, doc_id)
+    removed = await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id)
+    await svc.engine.forget(where.namespace, [svc.prompts.document_ids(chunk.title, chunk.text) for chunk in chunks])
+    return _document(removed)
 
 
 @router.get(
@@ -129,8 +132,10 @@ async def namespace(name: NamespaceName, svc: Svc) -> NamespaceView:
     responses=documented(examples.NAMESPACE, 400, 404, 503, 507, description="What was dropped"),
 )
 async def drop(name: NamespaceName, svc: Svc) -> NamespaceView:
-    """All its documents, chunks and vectors go, at once and for good."""
-    return _namespace(await asyncio.to_thread(svc.store.drop_namespace, name))
+    """All its documents, chunks and vectors go, at once and for good, and all KV that was computed for it."""
+    dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
+    await svc.engine.forget(name, None)
+    return _namespace(dropped)
 
 
 def _document(document: Document) -> DocumentView:

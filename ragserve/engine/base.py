@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,6 +108,10 @@ class Engine(Protocol):
 
         Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
         """
+        ...
+
+    async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
+        """Evict what is cached of these documents (token ids of their segments; None: of the whole namespace) from every tier."""
         ...
 
     async def close(self) -> None: ...

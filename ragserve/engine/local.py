@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ragserve.config import Settings
@@ -17,7 +17,7 @@ from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sam
 from ragserve.engine.documents import Documents
 from ragserve.engine.stream import StreamReader, payload
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
-from sglang_ext.protocol import CACHE_BACKEND, CONTROL_METHOD, EXACT_STRATEGIES, KV_CONFIG_VARIABLE
+from sglang_ext.protocol import CACHE_BACKEND, CONTROL_METHOD, EXACT_STRATEGIES, KV_CONFIG_VARIABLE, document_key
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class LocalEngine:
         self._settings = settings
         self._on_stop = on_stop
         self._info: EngineInfo | None = None
+        self._fingerprint = ""
         self._pumps: set[asyncio.Task[None]] = set()
         self._documents = Documents(self._run, _new_rid)
 
@@ -42,6 +43,8 @@ class LocalEngine:
 
         manager, info = tokenizer_manager(), scheduler_info()
         args = manager.server_args
+        cache = await self.control("info")
+        self._fingerprint = cache["fingerprint"]
         self._info = EngineInfo(
             kind="local",
             model=args.model_path,
@@ -51,7 +54,7 @@ class LocalEngine:
             attention_backend=str(args.attention_backend),
             context_length=manager.context_len,
             max_total_tokens=info["max_total_num_tokens"],
-            strategies=(*EXACT_STRATEGIES, *(await self.control("info"))["strategies"]),
+            strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         async for _ in self.generate(warm_up):
@@ -89,6 +92,14 @@ class LocalEngine:
     async def warm(self, request: GenerateRequest) -> None:
         """Prefill every span of a request that is not cached yet, into all tiers."""
         await self._documents.prefill(request, list(request.spans))
+
+    async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
+        """See the protocol. The namespace's exact prefixes go, too: they hold its documents among others."""
+        if documents is None:
+            await self.control("remove_namespace", namespace=namespace)
+        elif documents:
+            keys = [document_key(namespace, self._fingerprint, ids) for ids in documents]
+            await self.control("remove", keys=keys, namespace=namespace)
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Ask the document cache (see `sglang_ext.control`). Raises EngineError with its reason."""

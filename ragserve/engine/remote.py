@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -121,6 +121,9 @@ class RemoteEngine:
                 task = asyncio.create_task(self._abort(rid))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
+
+    async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
+        """Nothing to do: an engine elsewhere keeps exact prefixes only, which nobody finds without the text, and evicts them by age."""
 
     async def _abort(self, rid: str) -> None:
         try:

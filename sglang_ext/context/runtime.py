@@ -321,8 +321,14 @@ class ContextRuntime:
             self.sweep()
         self.tiers.put(DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint), k, v)
 
-    def remove(self, keys: Sequence[str]) -> int:
-        """Evict documents from every tier; how many were in one. What a running request still reads is freed when that ends."""
+    def remove(self, keys: Sequence[str], namespace: str) -> int:
+        """Evict documents from every tier, and the namespace's exact prefixes, which may hold them; how many documents were in a tier.
+
+        What a running request still reads is freed when that ends.
+        """
+        prefixes = f"namespace:{namespace}"
+        if not self.tree.remove_key(prefixes):
+            self._doomed.add(prefixes)
         on_device = self.tree.tokens_by_key()
         removed = 0
         for key in keys:
@@ -335,7 +341,7 @@ class ContextRuntime:
         """Evict all documents of a namespace."""
         on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
         below = self.tiers.remove_namespace(namespace)
-        return max(below, self.remove(on_device))
+        return max(below, self.remove(on_device, namespace))
 
     def clear(self) -> None:
         """Evict all documents from every tier."""

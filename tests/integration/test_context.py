@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,29 @@ def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str
     assert answer.status_code == 400
     assert says in answer.text
     assert server.client.get("/health").status_code == 200
+
+
+def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None:
+    client = server.client
+    text = "The observatory of Quillmark was founded in 1902 by Ada Brandt. " * 4
+    job = client.post("/rag/ingest", json={"namespace": "deletions", "texts": [{"name": "quillmark", "text": text}]}).json()
+    deadline = time.monotonic() + 60
+    while client.get(f"/rag/jobs/{job['job_id']}").json()["state"] not in ("done", "failed") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    question = {"query": "Who founded the observatory of Quillmark?", "namespace": "deletions", "strategy": "concat"}
+    for _ in range(2):
+        answer = client.post("/rag/query", json=question).json()
+        assert answer["context"]["tokens_by_tier"] == {"device": answer["context"]["tokens_kept"]}
+    assert answer["usage"]["cached"] == 0
+    held = client.get("/rag/cache").json()
+    assert held["host"]["namespaces"]["deletions"]["documents"] == 2, "the document and the system text"
+    doc_id = answer["citations"][0]["doc_id"]
+    assert client.delete(f"/rag/documents/{doc_id}", params={"namespace": "deletions"}).status_code == 200
+    left = client.get("/rag/cache").json()
+    assert left["host"]["namespaces"]["deletions"]["documents"] == 1
+    assert left["device"]["documents"] == held["device"]["documents"] - 1
+    assert client.delete("/rag/namespaces/deletions").status_code == 200
+    gone = client.get("/rag/cache").json()
+    assert "deletions" not in gone["host"]["namespaces"]
+    assert "deletions" not in gone["disk"]["namespaces"]
+    assert gone["device"]["documents"] == left["device"]["documents"] - 1

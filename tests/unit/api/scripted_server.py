@@ -41,6 +41,7 @@ class ScriptedEngine:
     def reset(self) -> None:
         self.deltas: Sequence[str] = (" Alan", " Stevenson", " [1]", ".")
         self.cached = 0
+        self.forgotten: list[tuple[str, Any]] = []
         self.finish_reason = "stop"
         self.error: Exception | None = None
         self.error_after = 0
@@ -81,6 +82,9 @@ class ScriptedEngine:
             self.running.discard(request.rid)
             if not finished:
                 self.aborted.append(request.rid)
+
+    async def forget(self, namespace: str, documents: Any) -> None:
+        self.forgotten.append((namespace, documents))
 
     async def close(self) -> None:
         return None
