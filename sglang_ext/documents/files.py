@@ -1,0 +1,294 @@
+"""Document files in a folder: where they lie, how they are written and removed. No torch, no SGLang.
+
+    <root>/rank-0-of-1/<namespace>/<key>.pages      a document: record, then pages
+    <root>/rank-0-of-1/.tmp/                        files being written; emptied at start
+    <root>/rank-0-of-1/.trash/                      removed namespaces; emptied in the background
+    <root>/rank-0-of-1/.owner                       locked by the process that owns this rank's folder
+
+A document appears by one rename and disappears by one unlink; a namespace disappears by one rename. So whatever kills the process,
+a document is whole or absent, and one that was removed stays removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.documents import page_format
+from sglang_ext.documents.page_format import Layout, PageError, Record
+
+SUFFIX = ".pages"
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
+_IOV_MAX = 512  # buffers of one preadv/pwritev; Linux allows 1024
+
+
+@dataclass(frozen=True)
+class Found:
+    """A document file as a directory listing shows it."""
+
+    namespace: str
+    key: str
+    size: int
+    used_at: float
+
+
+class DocumentFiles:
+    """The document files of one tensor-parallel rank. Thread-safe."""
+
+    def __init__(self, root: Path, *, rank: int, world: int) -> None:
+        self.folder = root / f"rank-{rank}-of-{world}"
+        self._lock = threading.Lock()  # orders a rename into place against a removal
+        self._writing: dict[tuple[str, str], bool] = {}  # a document being written -> whether it was removed meanwhile
+        self._serial = 0
+        self._owner: int | None = None
+
+    # who owns the folder
+
+    def acquire(self, timeout_s: float = 5.0) -> bool:
+        """Become the folder's only owner, waiting for one that is stopping; False when it stays taken. Creates the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / ".owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    os.close(descriptor)
+                    return False
+                time.sleep(0.05)
+                continue
+            self._owner = descriptor
+            return True
+
+    def release(self) -> None:
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+
+    def sweep(self) -> None:
+        """Delete what killed writers and removed namespaces left. For the owner only."""
+        for name in (".tmp", ".trash"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    # finding
+
+    def path(self, namespace: str, key: str) -> Path:
+        return self.folder / namespace / f"{key}{SUFFIX}"
+
+    def namespaces(self) -> list[str]:
+        try:
+            with os.scandir(self.folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        except FileNotFoundError:
+            return []
+
+    def find(self, namespace: str, key: str) -> Found | None:
+        """One stat of the path; nothing is read."""
+        try:
+            stat = os.stat(self.path(namespace, key))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Found(namespace, key, stat.st_size, stat.st_mtime)
+
+    def scan(self, only: str | None = None) -> Iterator[Found]:
+        """All documents (of one namespace), by listing folders. A document that disappears meanwhile is left out."""
+        for namespace in self.namespaces() if only is None else [only]:
+            try:
+                with os.scandir(self.folder / namespace) as entries:
+                    names = [entry.name for entry in entries if entry.name.endswith(SUFFIX)]
+            except FileNotFoundError:
+                continue
+            for name in names:
+                found = self.find(namespace, name.removesuffix(SUFFIX))
+                if found is not None:
+                    yield found
+
+    # reading
+
+    def read_raw_record(self, namespace: str, key: str) -> tuple[bytes, int]:
+        """(the record's bytes, only their length checked; the file's size). Raises PageError or OSError (not found: a plain miss)."""
+        with open(self.path(namespace, key), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = _read_exactly(file, page_format.ALIGN)
+            total = page_format.record_length(data[: page_format.FIXED_BYTES])
+            if len(data) < total:
+                data += _read_exactly(file, total - len(data))
+        return data, size
+
+    def read_record(self, namespace: str, key: str, layout: Layout | None) -> Record:
+        """The record, checked against the file it heads. Raises as ``read_raw_record``."""
+        data, size = self.read_raw_record(namespace, key)
+        record = page_format.decode(data, layout=layout, key=key)
+        if record.namespace != namespace:
+            raise PageError("namespace", f"a document of namespace {record.namespace!r} lies under {namespace!r}")
+        if size != record.file_bytes:
+            raise PageError("truncated", f"{size} bytes, a whole file has {record.file_bytes}")
+        return record
+
+    def read_pages(self, namespace: str, key: str, page_bytes: int, blocks: Sequence[int], targets: Sequence[Any]) -> int:
+        """Fill each target (a writable buffer of ``page_bytes``) with its block; returns the bytes read of pages, and no others are read.
+
+        Raises PageError when the file ends too early. The pages are not checked here: whoever uses them compares ``page_crc``.
+        """
+        done = 0
+        with open(self.path(namespace, key), "rb", buffering=0) as file:
+            start = page_format.record_length(_read_exactly(file, page_format.FIXED_BYTES))
+            for first, count in _runs(blocks):
+                offset = start + blocks[first] * page_bytes
+                done += _read_into(file.fileno(), targets[first : first + count], offset, page_bytes)
+        return done
+
+    # writing and removing
+
+    def begin(self, namespace: str, key: str) -> None:
+        """Announce a write that follows: a removal from now on makes it come to nothing."""
+        with self._lock:
+            self._writing[namespace, key] = False
+
+    def write(self, namespace: str, key: str, parts: Sequence[Any], *, fsync: bool) -> bool:
+        """Write a document's file from its parts (buffers). False when it was removed meanwhile; raises OSError, leaving nothing behind."""
+        with self._lock:
+            self._serial += 1
+            temporary = self.folder / ".tmp" / f"{key}.{os.getpid()}.{self._serial}"
+            self._writing.setdefault((namespace, key), False)
+        try:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                _write_all(descriptor, parts)
+                if fsync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            final = self.path(namespace, key)
+            with self._lock:
+                if self._writing[namespace, key]:
+                    return False
+                final.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(temporary, final)
+            if fsync:
+                _fsync_folder(final.parent)
+            return True
+        finally:
+            with self._lock:
+                del self._writing[namespace, key]
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+
+    def remove(self, namespace: str, key: str) -> bool:
+        """Whether there was one. A write of it in progress comes to nothing."""
+        with self._lock:
+            was_writing = self._writing.get((namespace, key)) is False  # True: removed before
+            if was_writing:
+                self._writing[namespace, key] = True
+            try:
+                self.path(namespace, key).unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return was_writing
+            return True
+
+    def remove_namespace(self, namespace: str) -> list[str]:
+        """The keys removed. The space comes back with ``sweep_trash``."""
+        folder = self.folder / namespace
+        with self._lock:
+            removed = {key for (name, key), gone in self._writing.items() if name == namespace and not gone}
+            for key in removed:
+                self._writing[namespace, key] = True
+            try:
+                removed |= {name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX)}
+                self._serial += 1
+                trash = self.folder / ".trash"
+                trash.mkdir(exist_ok=True)
+                os.rename(folder, trash / f"{namespace}.{os.getpid()}.{self._serial}")
+            except FileNotFoundError:
+                pass  # nothing of it on disk
+        return sorted(removed)
+
+    def sweep_trash(self) -> None:
+        shutil.rmtree(self.folder / ".trash", ignore_errors=True)
+
+    def touch(self, namespace: str, key: str) -> None:
+        """Note a use, so that the order of use survives a restart."""
+        with suppress(OSError):  # the file is gone or the folder read-only: only the order suffers
+            os.utime(self.path(namespace, key))
+
+
+def ranks(root: Path) -> list[DocumentFiles]:
+    """The ranks that have a folder under ``root``."""
+    try:
+        names = sorted(os.listdir(root))
+    except FileNotFoundError:
+        return []
+    matches = [match for match in map(_RANK.fullmatch, names) if match is not None]
+    return [DocumentFiles(root, rank=int(match[1]), world=int(match[2])) for match in matches]
+
+
+def verify_document(files: DocumentFiles, found: Found, layout: Layout | None) -> Record:
+    """Read a whole document and check every page. Raises PageError or OSError."""
+    record = files.read_record(found.namespace, found.key, layout)
+    buffer = bytearray(record.page_bytes)
+    for block in range(record.n_pages):
+        files.read_pages(record.namespace, record.key, record.page_bytes, [block], [buffer])
+        if page_format.page_crc(record.key, block, buffer) != record.crcs[block]:
+            raise PageError("crc", f"page {block} fails its CRC")
+    return record
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(index of the first, count) of each run of consecutive blocks."""
+    start = 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            yield start, index - start
+            start = index
+
+
+def _read_exactly(file: Any, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = file.read(count - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _read_into(descriptor: int, targets: Sequence[Any], offset: int, each: int) -> int:
+    done, total = 0, each * len(targets)
+    while done < total:
+        index, within = divmod(done, each)
+        views = [memoryview(target) for target in targets[index : index + _IOV_MAX]]
+        views[0] = views[0][within:]
+        count = os.preadv(descriptor, views, offset + done)
+        if count == 0:
+            raise PageError("truncated", f"the file ends {total - done} bytes too early")
+        done += count
+    return done
+
+
+def _write_all(descriptor: int, parts: Sequence[Any]) -> None:
+    pending = [memoryview(part).cast("B") for part in parts]
+    while pending:
+        count = os.writev(descriptor, pending[:_IOV_MAX])
+        while pending and count >= len(pending[0]):
+            count -= len(pending.pop(0))
+        if count:
+            pending[0] = pending[0][count:]
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

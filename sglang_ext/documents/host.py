@@ -1,0 +1,282 @@
+"""The host tier: a pool of pages, whose they are, and who goes first when they run out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_ext.documents.types import IntegrityError, KvShape, LoadPart
+
+logger = logging.getLogger(__name__)
+_ABSENT = -1
+_COPY_BYTES = 64 * 2**20  # device memory one step of a copy down may take
+
+
+@dataclass(eq=False, slots=True)
+class HostEntry:
+    """A document with pages on host, or on their way there, or held there by a pin."""
+
+    key: str
+    namespace: str
+    token_ids: array[int]
+    pages: list[int]  # per block: page number, or -1
+    pins: int = 0  # callers that read the pages
+    holds: int = 0  # reads and writes in progress of our own
+    doomed: bool = False  # removed, but still pinned or held
+    loading: dict[int, LoadPart] = field(default_factory=dict)
+    copied: Any = None  # torch.cuda.Event after which the pages hold what was put
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Memory of everything but the pages; a page number is an int object of 32 bytes."""
+        own = (self, self.key, self.token_ids, self.pages, self.loading)
+        return sum(sys.getsizeof(part) for part in own) + 32 * len(self.pages)
+
+    @property
+    def free_to_go(self) -> bool:
+        return self.pins == 0 and self.holds == 0
+
+    def resident(self) -> list[int]:
+        return [page for page in self.pages if page != _ABSENT]
+
+    def missing(self) -> list[int]:
+        return [block for block, page in enumerate(self.pages) if page == _ABSENT]
+
+    def wait_copied(self) -> None:
+        """Until the device has finished copying into these pages."""
+        copied = self.copied
+        if copied is not None:
+            copied.synchronize()
+            self.copied = None
+
+
+class HostTier:
+    """Pages and the documents in them. Not thread-safe: the store's lock is held by every caller."""
+
+    def __init__(self, shape: KvShape, *, budget_bytes: int, pin: bool, scratch_pages: int = 0) -> None:
+        self.shape = shape
+        self.capacity = max(0, budget_bytes) // shape.page_bytes
+        self.limit = self.capacity
+        self.evictions = 0
+        self.entries: OrderedDict[str, HostEntry] = OrderedDict()  # least recently used first
+        self.doomed: dict[str, HostEntry] = {}
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._moving: set[int] = set()  # pages of loads in progress
+        self.pool = torch.empty((self.capacity + scratch_pages, *shape.page_shape), dtype=shape.dtype)
+        self.scratch = list(range(self.capacity, self.capacity + scratch_pages))
+        self._registered = pin and self.pool.numel() > 0
+        if self._registered:
+            _register(self.pool)
+        self._bytes = self.pool.view(len(self.pool), -1).view(torch.uint8) if len(self.pool) else None
+
+    @property
+    def used(self) -> int:
+        """Pages that are not free."""
+        return self.capacity - len(self._free)
+
+    def page_view(self, page: int) -> torch.Tensor:
+        """The page's bytes, uint8 [page_bytes], sharing its memory."""
+        if self._bytes is None:
+            raise IndexError("the host tier has no pages")
+        return self._bytes[page]
+
+    def find(self, key: str) -> HostEntry | None:
+        """Visible or doomed."""
+        return self.entries.get(key) or self.doomed.get(key)
+
+    def add(self, key: str, namespace: str, token_ids: array[int]) -> HostEntry:
+        """A new entry without pages; ``settle`` drops it again unless it gets some, a pin or a hold."""
+        entry = HostEntry(key, namespace, token_ids, [_ABSENT] * self.shape.blocks(len(token_ids)))
+        self.entries[key] = entry
+        return entry
+
+    def allocate(self, count: int, keep: HostEntry) -> list[int] | None:
+        """Page numbers, after evicting least recently used documents where needed; None, and nothing evicted, if that would not do.
+
+        The caller owns the pages until ``attach`` or ``give_back``.
+        """
+        short = count - min(len(self._free), self.limit - self.used)
+        victims = []
+        for entry in self.entries.values():
+            if short <= 0:
+                break
+            if entry is not keep and entry.free_to_go:
+                victims.append(entry)
+                short -= len(entry.resident())
+        if short > 0:
+            return None
+        for entry in victims:
+            self._evict(entry)
+        pages = [self._free.pop() for _ in range(count)]
+        self._moving.update(pages)
+        return pages
+
+    def attach(self, entry: HostEntry, blocks: Sequence[int], pages: Sequence[int]) -> None:
+        """Make allocated pages the document's; a block that has one already keeps it, and the page is free again."""
+        for block, page in zip(blocks, pages, strict=True):
+            if entry.pages[block] == _ABSENT:
+                entry.pages[block] = page
+                self._moving.remove(page)
+            else:
+                self.give_back([page])
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Return allocated pages unused."""
+        for page in pages:
+            self._moving.remove(page)
+            self._free.append(page)
+
+    def settle(self, entry: HostEntry) -> None:
+        """After a pin or hold ended: free what was waiting for it. Evicts nothing: IO threads call this."""
+        if entry.free_to_go:
+            if entry.doomed:
+                self._free_pages(entry)
+                self.doomed.pop(entry.key, None)
+            elif not entry.resident() and self.entries.get(entry.key) is entry:
+                del self.entries[entry.key]
+
+    def doom(self, entry: HostEntry) -> None:
+        """Remove from sight now, from memory as soon as nobody reads it."""
+        self.entries.pop(entry.key, None)
+        entry.doomed = True
+        self.doomed[entry.key] = entry
+        self.settle(entry)
+
+    def revive(self, entry: HostEntry) -> None:
+        """The same document came back while its old pages were still read: they are what it would write again."""
+        del self.doomed[entry.key]
+        entry.doomed = False
+        self.entries[entry.key] = entry
+
+    def set_limit(self, budget_bytes: int) -> None:
+        limit = max(0, budget_bytes) // self.shape.page_bytes
+        if limit > self.capacity:
+            raise ValueError(
+                f"the host tier was started with {self.capacity * self.shape.page_bytes} bytes and cannot grow beyond them: "
+                "restart with a larger host budget"
+            )
+        self.limit = limit
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Evict down to the limit; pinned and held documents stay until they are let go."""
+        if self.used <= self.limit:
+            return
+        for entry in [entry for entry in self.entries.values() if entry.free_to_go]:
+            if self.used <= self.limit:
+                return
+            self._evict(entry)
+
+    def drop(self) -> int:
+        """Evict everything that is free to go; how many documents."""
+        victims = [entry for entry in self.entries.values() if entry.free_to_go]
+        for entry in victims:
+            self._evict(entry)
+        return len(victims)
+
+    def check(self) -> None:
+        """Every page is free, a document's or on its way, exactly once. Raises IntegrityError."""
+        seen: dict[int, str] = {}
+        owners = [("free", self._free), ("loading", self._moving)]
+        owners += [(entry.key, entry.resident()) for entry in (*self.entries.values(), *self.doomed.values())]
+        for owner, pages in owners:
+            for page in pages:
+                if page in seen or not 0 <= page < self.capacity:
+                    raise IntegrityError(f"host page {page} belongs to {owner} and to {seen.get(page, 'nobody: out of range')}")
+                seen[page] = owner
+        if len(seen) != self.capacity:
+            raise IntegrityError(f"{self.capacity - len(seen)} host pages are lost")
+        loading = [page for entry in (*self.entries.values(), *self.doomed.values()) for page in _loading_pages(entry)]
+        if sorted(loading) != sorted(self._moving):
+            raise IntegrityError("host pages are on their way for no document")
+        for entry in self.entries.values():
+            if entry.doomed or min(entry.pins, entry.holds) < 0 or (entry.free_to_go and not entry.resident()):
+                raise IntegrityError(f"document {entry.key} should not be in the host tier")
+        for entry in self.doomed.values():
+            if not entry.doomed or entry.free_to_go:
+                raise IntegrityError(f"removed document {entry.key} is held by nobody and still there")
+        if self.used > self.limit and any(entry.free_to_go for entry in self.entries.values()):
+            raise IntegrityError(f"{self.used} host pages in use, {self.limit} allowed, and some could go")
+
+    def close(self) -> None:
+        if self._registered:
+            _unregister(self.pool)
+            self._registered = False
+
+    def _evict(self, entry: HostEntry) -> None:
+        self._free_pages(entry)
+        del self.entries[entry.key]
+        self.evictions += 1
+
+    def _free_pages(self, entry: HostEntry) -> None:
+        entry.wait_copied()  # the next owner's data must not be overtaken by a copy still on its way
+        self._free.extend(reversed(entry.resident()))
+        entry.pages = [_ABSENT] * len(entry.pages)
+
+
+def _loading_pages(entry: HostEntry) -> list[int]:
+    return [page for part in {id(part): part for part in entry.loading.values()}.values() for page in part.pages]
+
+
+def fill_pages(pool: torch.Tensor, shape: KvShape, blocks: Sequence[int], pages: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
+    """Copy blocks of a document's K and V, [layers, n, kv_heads, head_dim], into pool pages; what lies behind its end becomes zero.
+
+    From a CUDA device the copies are only enqueued on the current stream.
+    """
+    step = max(1, _COPY_BYTES // shape.page_bytes)
+    at = 0
+    while at < len(blocks):
+        count = 1
+        while at + count < len(blocks) and count < step and _follows(blocks, at, count) and _follows(pages, at, count):
+            count += 1
+        target = pool[pages[at] : pages[at] + count]
+        first = blocks[at] * shape.block
+        last = min(first + count * shape.block, k.shape[1])
+        if k.is_cuda:
+            staged = torch.zeros((count, *shape.page_shape), dtype=shape.dtype, device=k.device)
+            _arrange(staged, shape, k[:, first:last], v[:, first:last])
+            target.copy_(staged, non_blocking=True)
+        else:
+            if (last - first) % shape.block:
+                target[-1].zero_()
+            _arrange(target, shape, k[:, first:last], v[:, first:last])
+        at += count
+
+
+def _follows(values: Sequence[int], at: int, count: int) -> bool:
+    return values[at + count] == values[at] + count
+
+
+def _arrange(target: torch.Tensor, shape: KvShape, k: torch.Tensor, v: torch.Tensor) -> None:
+    """k, v [layers, n, kv_heads, head_dim] into target [pages, layers, 2, kv_heads, block, head_dim]."""
+    whole = k.shape[1] // shape.block
+    for index, source in enumerate((k, v)):
+        if whole:
+            cut = source[:, : whole * shape.block].unflatten(1, (whole, shape.block))
+            target[:whole, :, index].copy_(cut.permute(1, 0, 3, 2, 4))
+        rest = source[:, whole * shape.block :]
+        if rest.shape[1]:
+            target[whole, :, index, :, : rest.shape[1]].copy_(rest.transpose(1, 2))
+
+
+def _register(pool: torch.Tensor) -> None:
+    """Pin the pool. ``pin_memory=True`` would round its size up to a power of two."""
+    code = torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeError(
+            f"cannot pin {pool.nbytes} bytes of host memory for documents (cudaHostRegister: {int(code)}): lower the host budget, "
+            "or raise the locked-memory limit (ulimit -l)"
+        )
+
+
+def _unregister(pool: torch.Tensor) -> None:
+    code = torch.cuda.cudart().cudaHostUnregister(pool.data_ptr())
+    if int(code) != 0:
+        logger.warning("cudaHostUnregister failed with %d; the memory comes back when the process ends", int(code))

@@ -1,0 +1,33 @@
+"""Prometheus metrics of the document tiers, `ragserve_kv_*`, labelled by tier: device, host or disk.
+
+Created on first use, in the process that uses them: SGLang sets prometheus_client's multi-process folder when its server starts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class KvMetrics:
+    """One object per process; see :func:`kv_metrics`."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self.hits = Counter("ragserve_kv_hits", "Documents found, by the fastest tier that has all of their KV.", ["tier"])
+        self.misses = Counter("ragserve_kv_misses", "Documents asked for whose KV is in no tier.")
+        self.evictions = Counter("ragserve_kv_evictions", "Documents evicted to stay within a tier's budget.", ["tier"])
+        self.bytes = Gauge("ragserve_kv_bytes", "Bytes of documents in a tier.", ["tier"], multiprocess_mode="livesum")
+        self.moved = Counter("ragserve_kv_moved_bytes", "Bytes moved: to_host, to_disk, from_disk.", ["direction"])
+        self.load_seconds = Histogram(
+            "ragserve_kv_load_seconds", "Seconds to bring blocks of a document from disk to host.", buckets=_SECONDS
+        )
+        self.faults = Counter("ragserve_kv_faults", "What turned a hit into a miss or kept a document off the disk.", ["reason"])
+
+
+@lru_cache(maxsize=1)
+def kv_metrics() -> KvMetrics:
+    """The process's metrics."""
+    return KvMetrics()

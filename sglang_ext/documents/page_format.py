@@ -1,0 +1,207 @@
+"""Page format, version 1: a document's record, and the check of each of its pages. No torch, no SGLang: the CLI reads it too.
+
+A document file is its record, padded to 4,096 bytes, and then its pages, each ``page_bytes``. Other storage backends keep the record as
+a value of its own. Integers are little-endian; README.md has the table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import zlib
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+MAGIC = b"RSKVDOC\0"
+VERSION = 1
+ALIGN = 4096
+_FIXED = struct.Struct("<8sIIII32s32sIIIIIIIIQHHI")
+FIXED_BYTES = _FIXED.size
+_CRC_OFFSET = 16
+MAX_RECORD_BYTES = 64 * 2**20  # 14 million tokens: a larger length field is damage, not a document
+
+
+_KEY = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # as the product's settings have it; safe as a folder's name
+
+
+def valid_key(key: str) -> bool:
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
+def valid_namespace(namespace: str) -> bool:
+    return isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace) is not None
+
+
+class PageError(Exception):
+    """A record or page that must not be used. ``reason`` is one of those in README.md, for counters."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides whether pages can be used by this process at all."""
+
+    fingerprint: str
+    rank: int
+    world: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block: int
+    dtype_code: int
+    page_bytes: int
+
+    def sizes(self) -> tuple[int, ...]:
+        return (self.dtype_code, self.rank, self.world, self.layers, self.kv_heads, self.head_dim, self.block, self.page_bytes)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document: whose it is, its token ids (int32) and the CRC-32 of every page (uint32)."""
+
+    key: str
+    namespace: str
+    token_ids: array[int]
+    crcs: array[int]
+    record_bytes: int
+    page_bytes: int
+
+    @property
+    def n_pages(self) -> int:
+        return len(self.crcs)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.record_bytes + self.n_pages * self.page_bytes
+
+
+def token_array(token_ids: Any) -> array[int]:
+    """int32 array of any sequence of ints. Raises ValueError for an id that is not one."""
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids
+    try:
+        return array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be 32-bit integers: {error}") from error
+
+
+def record_bytes(namespace: str, key: str, n_tokens: int, n_pages: int) -> int:
+    """Bytes of a record, padding included."""
+    used = FIXED_BYTES + 4 * n_pages + 4 * n_tokens + len(namespace.encode()) + len(key.encode())
+    return -(-used // ALIGN) * ALIGN
+
+
+def pages_of_file(size: int, namespace: str, key: str, *, block: int, page_bytes: int) -> int:
+    """Pages in a document file of ``size`` bytes, from its size alone; 0 for a size that no document has."""
+    pages = size // page_bytes
+    while pages > 0 and record_bytes(namespace, key, (pages - 1) * block + 1, pages) + pages * page_bytes > size:
+        pages -= 1
+    return pages
+
+
+def page_crc(key: str, block: int, data: Any) -> int:
+    """CRC-32 of a page's bytes, seeded with its document and number: a page in another's place fails it too."""
+    return zlib.crc32(data, zlib.crc32(f"{key}/{block}".encode()))
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def encode(key: str, namespace: str, token_ids: array[int], crcs: array[int], layout: Layout) -> bytes:
+    """The record, padded; its own CRC covers all of it."""
+    n_tokens, n_pages = len(token_ids), len(crcs)
+    total = record_bytes(namespace, key, n_tokens, n_pages)
+    if total > MAX_RECORD_BYTES:
+        raise ValueError(f"a document of {n_tokens} tokens is too long for a record")
+    if n_pages != -(-n_tokens // layout.block):
+        raise ValueError(f"{n_tokens} tokens do not fill {n_pages} pages of {layout.block}")
+    name, key_text = namespace.encode(), key.encode()
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        total,
+        0,
+        layout.dtype_code,
+        digest(layout.fingerprint),
+        digest(key),
+        layout.rank,
+        layout.world,
+        layout.layers,
+        layout.kv_heads,
+        layout.head_dim,
+        layout.block,
+        n_tokens,
+        n_pages,
+        layout.page_bytes,
+        len(name),
+        len(key_text),
+        0,
+    )
+    data = bytearray(b"".join((fixed, _little_endian(crcs), _little_endian(token_ids), name, key_text)).ljust(total, b"\0"))
+    struct.pack_into("<I", data, _CRC_OFFSET, zlib.crc32(data))
+    return bytes(data)
+
+
+def record_length(fixed: bytes) -> int:
+    """Bytes of the record that starts with these ``FIXED_BYTES``. Raises PageError when they start none."""
+    if len(fixed) < FIXED_BYTES:
+        raise PageError("truncated", f"a record starts with {FIXED_BYTES} bytes, here are {len(fixed)}")
+    magic, version, total = _FIXED.unpack(fixed[:FIXED_BYTES])[:3]
+    if magic != MAGIC:
+        raise PageError("magic", "not a document file of this project")
+    if version != VERSION:
+        raise PageError("version", f"format version {version}, this program reads {VERSION}")
+    if total % ALIGN or not FIXED_BYTES <= total <= MAX_RECORD_BYTES:
+        raise PageError("record", f"a record of {total} bytes cannot be")
+    return int(total)
+
+
+def decode(data: bytes, *, layout: Layout | None, key: str | None = None) -> Record:
+    """The record in ``data`` (at least ``record_length`` bytes).
+
+    Raises PageError unless it is whole and, where given, of this layout and key. Checked in the order of README.md's table.
+    """
+    total = record_length(data[:FIXED_BYTES])
+    if len(data) < total:
+        raise PageError("truncated", f"the record has {total} bytes, here are {len(data)}")
+    body = bytearray(data[:total])
+    (_, _, _, crc, dtype_code, fingerprint, key_digest, rank, world, layers, kv_heads, head_dim, block, n_tokens, n_pages, page_bytes,
+     name_bytes, key_bytes, _) = _FIXED.unpack_from(body)  # fmt: skip
+    struct.pack_into("<I", body, _CRC_OFFSET, 0)
+    if zlib.crc32(body) != crc:
+        raise PageError("record", "the record fails its CRC")
+    if layout is not None:
+        if fingerprint != digest(layout.fingerprint):
+            raise PageError("fingerprint", "pages of another model, tokenizer or dtype")
+        if (dtype_code, rank, world, layers, kv_heads, head_dim, block, page_bytes) != layout.sizes():
+            raise PageError("shape", "pages of another shape or tensor-parallel rank")
+    at = FIXED_BYTES + 4 * (n_pages + n_tokens)
+    if at + name_bytes + key_bytes > total or n_tokens < 1 or block < 1 or n_pages != -(-n_tokens // block):
+        raise PageError("record", "the record's counts do not agree")
+    tail = bytes(body[at : at + name_bytes + key_bytes])
+    namespace, found_key = tail[:name_bytes].decode(errors="replace"), tail[name_bytes:].decode(errors="replace")
+    if key_digest != digest(found_key) or (key is not None and found_key != key):
+        raise PageError("key", "pages of another document")
+    return Record(
+        key=found_key,
+        namespace=namespace,
+        token_ids=_from_little_endian("i", bytes(body[FIXED_BYTES + 4 * n_pages : at])),
+        crcs=_from_little_endian("I", bytes(body[FIXED_BYTES : FIXED_BYTES + 4 * n_pages])),
+        record_bytes=total,
+        page_bytes=page_bytes,
+    )
+
+
+def _little_endian(values: array[int]) -> bytes:
+    return struct.pack(f"<{len(values)}{values.typecode}", *values)
+
+
+def _from_little_endian(typecode: str, data: bytes) -> array[int]:
+    return array(typecode, struct.unpack(f"<{len(data) // 4}{typecode}", data))

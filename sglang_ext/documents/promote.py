@@ -1,0 +1,117 @@
+"""Promotion: single blocks of documents from disk to host, in the IO threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from sglang_ext.documents.core import Tiers
+from sglang_ext.documents.host import HostEntry
+from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.types import LoadPart, LoadTicket
+
+_PART_BYTES = 2 * 2**20  # below this a second thread costs more than it brings
+
+
+class Promoter:
+    """Every method wants the store's lock held; the reads themselves run without it."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def load(self, key: str, blocks: Sequence[int] | None) -> LoadTicket:
+        """Raises IndexError for a block the document does not have."""
+        tiers, host = self._tiers, self._tiers.host
+        entry = host.entries.get(key)
+        on_disk = tiers.find_on_disk(key, None) is not None
+        record = tiers.record(key) if on_disk and (entry is None or entry.missing()) else None
+        if entry is None:
+            if record is None:
+                return LoadTicket(reason="unknown")
+            entry = host.add(key, record.namespace, record.token_ids)
+        ticket = self._load_entry(entry, record, blocks)
+        host.settle(entry)
+        if key in host.entries:
+            host.entries.move_to_end(key)
+        return ticket
+
+    def close(self) -> None:
+        """End the loads that will not run any more."""
+        host = self._tiers.host
+        for entry in [*host.entries.values(), *host.doomed.values()]:
+            for part in {id(part): part for part in entry.loading.values()}.values():
+                self._end(entry, part, "closed")
+
+    def _load_entry(self, entry: HostEntry, record: Record | None, blocks: Sequence[int] | None) -> LoadTicket:
+        tiers, io = self._tiers, self._tiers.io
+        wanted = range(len(entry.pages)) if blocks is None else sorted(set(blocks))
+        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < len(entry.pages):
+            tiers.host.settle(entry)
+            raise IndexError(f"document {entry.key} has blocks 0 to {len(entry.pages) - 1}, asked for {wanted[0]} to {wanted[-1]}")
+        absent = [block for block in wanted if entry.pages[block] < 0]
+        missing = [block for block in absent if block not in entry.loading]
+        parts = list({id(part): part for block in absent if (part := entry.loading.get(block)) is not None}.values())
+        own: list[LoadPart] = []
+        if missing:
+            if record is None:
+                return LoadTicket(reason="not_on_disk")
+            pages = tiers.host.allocate(len(missing), keep=entry)
+            if pages is None:
+                return LoadTicket(reason="no_room")
+            per_part = max(1, -(-len(missing) // 2), _PART_BYTES // tiers.shape.page_bytes)
+            starts = range(0, len(missing), per_part)
+            own = [LoadPart(missing[at : at + per_part], pages[at : at + per_part]) for at in starts]
+            for part in own:
+                entry.holds += 1
+                entry.loading.update(dict.fromkeys(part.blocks, part))
+        ticket = LoadTicket([*parts, *own])
+        ticket.own(own)
+        for part in own:
+            if io is None or record is None or not io.read(partial(self._run, entry, part, record)):
+                self._end(entry, part, "closed")
+        return ticket
+
+    def _run(self, entry: HostEntry, part: LoadPart, record: Record) -> None:
+        """An IO job."""
+        tiers, started = self._tiers, time.perf_counter()
+        reason = "io"
+        try:
+            targets = [tiers.host.page_view(page) for page in part.pages]
+            if tiers.disk is not None:
+                reason = tiers.disk.load(record, part.blocks, targets, part.pages)
+        except OSError as error:
+            tiers.faults("io", f"loading document {entry.key}: {error}")
+        finally:
+            tiers.metrics.load_seconds.observe(time.perf_counter() - started)
+            with tiers.lock:
+                failed = bool(reason)
+                if reason == "missing" and not entry.doomed:
+                    tiers.faults("missing", f"document {entry.key} is gone from the disk")
+                self._end(entry, part, reason)
+                if not failed and tiers.disk is not None:
+                    tiers.disk.touch(entry.key, entry.namespace)
+                elif failed and not entry.doomed and tiers.index.record(entry.key) is record:
+                    tiers.forget(entry.key)
+                tiers.refresh()
+
+    def _end(self, entry: HostEntry, part: LoadPart, reason: str) -> None:
+        tiers, host = self._tiers, self._tiers.host
+        for block in part.blocks:
+            if entry.loading.get(block) is part:
+                del entry.loading[block]
+        if reason:
+            host.give_back(part.pages)
+            if all(entry.pages[block] >= 0 for block in part.blocks):
+                reason = ""  # put again while it was loading
+            elif entry.doomed:
+                reason = "removed"
+        else:
+            host.attach(entry, part.blocks, part.pages)
+            part.bytes_ = len(part.pages) * tiers.shape.page_bytes
+            tiers.moved["from_disk"] += part.bytes_
+            tiers.metrics.moved.labels("from_disk").inc(part.bytes_)
+        entry.holds -= 1
+        part.reason = reason
+        host.settle(entry)
+        part.finished.set()

@@ -1,0 +1,196 @@
+"""Plain types of the document cache: shapes, what a document is, what a lookup and a load answer.
+
+Words: a *page* holds one *block* (``block`` consecutive tokens) of one document, over all layers, K and V. A *document* is known by its
+key, a digest of namespace, model, tokenizer and token ids; the token ids are compared all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sglang_ext.documents.page_format import Layout, valid_key, valid_namespace
+
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+OWN_BACKEND = "file"
+SGLANG_FILE = "sglang-file"  # SGLang's own backend called `file`, which checks nothing
+
+
+class IntegrityError(RuntimeError):
+    """A page is in no place or in two, or a counter disagrees with what it counts: a bug, never the user's fault."""
+
+
+class StoreInUse(RuntimeError):
+    """Another process owns the folder: two would break each other's byte budget."""
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """One rank's KV of a token: ``kv_heads`` are the rank's own heads, ``block`` the tokens of a page."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.kv_heads, self.head_dim, self.block) < 1:
+            raise ValueError(f"every size of a KV shape is at least 1: {self}")
+        if self.dtype not in DTYPE_CODES:
+            raise ValueError(f"KV of {self.dtype} cannot be kept: supported are float32, float16 and bfloat16")
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """[layers, 2 (K, V), kv_heads, block, head_dim]: one head's block of one layer is contiguous."""
+        return (self.layers, 2, self.kv_heads, self.block, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.block * self.head_dim * self.dtype.itemsize
+
+    def blocks(self, n_tokens: int) -> int:
+        """Pages of a document of ``n_tokens``; the last one is padded with zeros."""
+        return -(-n_tokens // self.block)
+
+    def layout(self, fingerprint: str, rank: int, world: int) -> Layout:
+        """What the page format must find in a record for its pages to be ours."""
+        return Layout(
+            fingerprint=fingerprint,
+            rank=rank,
+            world=world,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block=self.block,
+            dtype_code=DTYPE_CODES[self.dtype],
+            page_bytes=self.page_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class DocumentMeta:
+    """``token_ids`` are the document's alone, ``fingerprint`` that of model, tokenizer and KV dtype. Raises ValueError when malformed."""
+
+    key: str
+    namespace: str
+    token_ids: Sequence[int]
+    n_tokens: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        if not valid_key(self.key):
+            raise ValueError(f"not a document key: {self.key!r} (1 to 128 letters, digits, '_' or '-')")
+        if not valid_namespace(self.namespace):
+            raise ValueError(f"not a namespace: {self.namespace!r}")
+        if self.n_tokens < 1 or self.n_tokens != len(self.token_ids):
+            raise ValueError(f"document {self.key}: n_tokens {self.n_tokens}, but {len(self.token_ids)} token ids")
+
+
+@dataclass(frozen=True)
+class DiskConfig:
+    """The disk tier of one rank."""
+
+    path: Path | None
+    """Folder of `file` and `sglang-file`; None where the backend keeps its pages elsewhere."""
+    budget_bytes: int = 64 * 2**30
+    """File bytes this rank may use, records included. Other backends keep their own limits."""
+    backend: str = OWN_BACKEND
+    """`file` (ours: checked document files), `sglang-file` (SGLang's), or another name of SGLang's StorageBackendFactory: nixl, mooncake,
+    hf3fs, aibrix, eic, simm, mori, dynamic."""
+    queue_bytes: int = 256 * 2**20
+    """Page bytes waiting to be written. Further documents wait on host, without a place in the queue, until there is room."""
+    fsync: Literal["none", "document"] = "none"
+    """`none`: after a power cut a torn file is a miss (its CRCs say so). `document`: each file reaches the medium before it is counted."""
+    extra: dict[str, Any] | None = None
+    """Passed to other backends as SGLang's ``hicache_storage_backend_extra_config``."""
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 0 or self.queue_bytes < 0:
+            raise ValueError("the disk budget and the write queue cannot be negative")
+        if self.backend in (OWN_BACKEND, SGLANG_FILE) and self.path is None:
+            raise ValueError(f"the {self.backend} backend needs a folder: set DiskConfig.path")
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Where a document is. Every block is on host or on disk, or both; a document that misses a block is a miss as a whole."""
+
+    n_tokens: int
+    blocks_on_host: torch.Tensor  # bool [blocks]
+    blocks_on_disk: torch.Tensor  # bool [blocks]
+    namespace: str
+
+
+class LoadTicket:
+    """The progress of one ``load``. ``ok`` and ``bytes_`` are final once ``done()``."""
+
+    def __init__(self, parts: Sequence[LoadPart] = (), reason: str = "") -> None:
+        self._parts = tuple(parts)
+        self._reason = reason
+
+    def done(self) -> bool:
+        return all(part.finished.is_set() for part in self._parts)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until done; False when it takes longer. Not for the scheduler's loop."""
+        return all(part.finished.wait(timeout_s) for part in self._parts)
+
+    @property
+    def ok(self) -> bool:
+        """All blocks asked for are on host."""
+        return not self.reason and self.done()
+
+    @property
+    def reason(self) -> str:
+        """Why it failed: no_room, unknown, not_on_disk, closed or a fault; empty otherwise."""
+        return self._reason or next((part.reason for part in self._parts if part.reason), "")
+
+    @property
+    def bytes_(self) -> int:
+        """Page bytes moved from disk for this ticket, those that another ticket had asked for before left out."""
+        return sum(part.bytes_ for part in self._parts if part.counted_by is self)
+
+    def own(self, parts: Sequence[LoadPart]) -> None:
+        """Count these parts' bytes as this ticket's."""
+        for part in parts:
+            part.counted_by = self
+
+
+@dataclass(eq=False)
+class LoadPart:
+    """Some blocks of one document on their way up; several tickets may wait for one part."""
+
+    blocks: list[int]
+    pages: list[int]
+    finished: threading.Event = field(default_factory=threading.Event)
+    reason: str = ""
+    bytes_: int = 0
+    counted_by: LoadTicket | None = None
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    namespace: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What ``verify`` read. ``integrity`` is empty, or what the accounting got wrong."""
+
+    documents: int
+    pages: int
+    bytes_: int
+    bad: tuple[BadDocument, ...] = ()
+    integrity: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.bad and not self.integrity

@@ -1,0 +1,216 @@
+"""Write-through: documents on their way to disk, in bounded memory and without ever making the caller wait.
+
+A document on host is written from its host pages, which stay until then. When the queue is full it waits on host for its turn, and is
+lost to the disk (counted as ``dropped_writes``) only if the host must evict it first. A document that found no room on host is copied
+aside if the queue has room for it, or dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.documents import page_format
+from sglang_ext.documents.core import Tiers
+from sglang_ext.documents.host import HostEntry, fill_pages
+from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.types import DocumentMeta, IntegrityError
+
+
+@dataclass(eq=False)
+class _Write:
+    key: str
+    namespace: str
+    token_ids: array[int]
+    bytes_: int
+    entry: HostEntry | None = None
+    staged: torch.Tensor | None = None  # uint8 [pages, page_bytes]
+    cancelled: bool = False
+    started: bool = False
+
+
+class WriteBack:
+    """Every method but ``drain`` wants the store's lock held."""
+
+    def __init__(self, tiers: Tiers, *, queue_bytes: int) -> None:
+        self._tiers = tiers
+        self._limit = queue_bytes
+        self._writes: dict[str, _Write] = {}
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self.queued_bytes = 0
+
+    @property
+    def waiting(self) -> int:
+        """Documents on host that wait for room in the queue."""
+        return len(self._waiting)
+
+    def room(self) -> int:
+        """Page bytes the queue takes before further documents have to wait."""
+        return max(0, self._limit - self.queued_bytes)
+
+    def offer(self, entry: HostEntry) -> None:
+        """Write a document that is whole on host, now or when there is room."""
+        if entry.key in self._writes or entry.key in self._tiers.index:
+            return
+        size = len(entry.pages) * self._tiers.shape.page_bytes
+        if self.queued_bytes and self.queued_bytes + size > self._limit:
+            self._waiting[entry.key] = None
+            if len(self._waiting) > 2 * len(self._tiers.host.entries) + 16:
+                self._prune()
+            return
+        self._waiting.pop(entry.key, None)
+        write = _Write(entry.key, entry.namespace, entry.token_ids, size, entry=entry)
+        entry.holds += 1
+        self._submit(write)
+
+    def offer_aside(self, meta: DocumentMeta, token_ids: array[int], k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Write a document that has no room on host; False when the queue has none either."""
+        tiers = self._tiers
+        if meta.key in self._writes or meta.key in tiers.index:
+            return True
+        blocks = range(tiers.shape.blocks(meta.n_tokens))
+        size = len(blocks) * tiers.shape.page_bytes
+        if self.queued_bytes + size > self._limit:
+            tiers.counts["dropped_writes"] += 1
+            return False
+        staged = torch.empty((len(blocks), *tiers.shape.page_shape), dtype=tiers.shape.dtype)
+        fill_pages(staged, tiers.shape, blocks, blocks, k, v)
+        if k.is_cuda:
+            torch.cuda.current_stream(k.device).synchronize()
+        self._submit(_Write(meta.key, meta.namespace, token_ids, size, staged=staged.view(len(blocks), -1).view(torch.uint8)))
+        return True
+
+    def cancel(self, key: str) -> bool:
+        """The document was removed: do not write it. Whether it was on its way."""
+        was_waiting = key in self._waiting
+        self._waiting.pop(key, None)
+        write = self._writes.pop(key, None)
+        if write is None:
+            return was_waiting
+        write.cancelled = True
+        if write.started and self._tiers.disk is not None:
+            self._tiers.disk.remove(key, write.namespace, None)
+        return True
+
+    def keys(self, namespace: str | None = None) -> list[str]:
+        """Documents in the queue or waiting for it; those that wait are on host, too."""
+        return [write.key for write in self._writes.values() if namespace in (None, write.namespace)]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything is written; False when it takes longer."""
+        until = time.monotonic() + timeout_s
+        io = self._tiers.io
+        if io is None:
+            return True
+        while True:
+            idle = io.wait_idle(max(0.0, until - time.monotonic()))
+            with self._tiers.lock:
+                if idle and not self._writes and not self._waiting:
+                    return True
+                self._pump()
+            if time.monotonic() >= until:
+                return False
+
+    def check(self) -> None:
+        """Raises IntegrityError when the queue holds more than it may or counts wrongly."""
+        largest = max((write.bytes_ for write in self._writes.values()), default=0)
+        if self.queued_bytes > max(self._limit, largest) and self._writes:
+            raise IntegrityError(f"{self.queued_bytes} bytes wait to be written, {self._limit} allowed")
+        if self.queued_bytes < sum(write.bytes_ for write in self._writes.values()):
+            raise IntegrityError("the write queue counts fewer bytes than it holds")
+
+    def _submit(self, write: _Write) -> None:
+        io = self._tiers.io
+        self.queued_bytes += write.bytes_
+        self._writes[write.key] = write
+        if io is None or not io.write(lambda: self._run(write)):
+            self._finish(write)
+
+    def _run(self, write: _Write) -> None:
+        """An IO job."""
+        tiers, disk, reserved, done = self._tiers, self._tiers.disk, 0, False
+        try:
+            if disk is None or write.cancelled:
+                return
+            record, data, views, numbers = self._prepare(write)
+            if tiers.trash:
+                tiers.sweep()
+            with tiers.lock:
+                if write.cancelled:
+                    return
+                if not tiers.make_disk_room(record.file_bytes):
+                    tiers.faults("too_large", f"document {write.key} needs {record.file_bytes} bytes on disk, more than the budget has")
+                    return
+                reserved = record.file_bytes
+                tiers.index.reserved += reserved
+                write.started = True
+                tiers.writing.add(write.key)
+                disk.begin(write.key, write.namespace)
+            done = disk.write(record, data, views, numbers)
+            with tiers.lock:
+                if done and write.cancelled:
+                    disk.remove(write.key, write.namespace, record.n_pages)
+                elif done:
+                    tiers.index.reserved -= reserved
+                    reserved = 0
+                    tiers.index.add(write.key, write.namespace, record.file_bytes, record)
+                    tiers.make_disk_room(0)  # the budget may have become smaller meanwhile
+                    tiers.moved["to_disk"] += record.file_bytes
+                    tiers.metrics.moved.labels("to_disk").inc(record.file_bytes)
+        finally:
+            with tiers.lock:
+                tiers.index.reserved -= reserved
+                self._finish(write)
+                self._pump()
+                tiers.refresh()
+
+    def _prepare(self, write: _Write) -> tuple[Record, bytes, list[torch.Tensor], list[int] | None]:
+        tiers = self._tiers
+        layout = tiers.layout
+        if write.entry is not None:
+            write.entry.wait_copied()
+            numbers: list[int] | None = list(write.entry.pages)
+            views = [tiers.host.page_view(page) for page in write.entry.pages]
+        else:
+            numbers = None
+            views = list(write.staged) if write.staged is not None else []
+        crcs = array("I", (page_format.page_crc(write.key, block, view.numpy()) for block, view in enumerate(views)))
+        data = page_format.encode(write.key, write.namespace, write.token_ids, crcs, layout)
+        record = Record(write.key, write.namespace, write.token_ids, crcs, len(data), layout.page_bytes)
+        return record, data, views, numbers
+
+    def _finish(self, write: _Write) -> None:
+        self.queued_bytes -= write.bytes_
+        if self._writes.get(write.key) is write:
+            del self._writes[write.key]
+        if write.started:
+            self._tiers.writing.discard(write.key)
+        if write.entry is not None:
+            write.entry.holds -= 1
+            self._tiers.host.settle(write.entry)
+
+    def _pump(self) -> None:
+        """Move waiting documents into the queue while it has room."""
+        host = self._tiers.host
+        while self._waiting and self.room():
+            key = next(iter(self._waiting))
+            entry = host.entries.get(key)
+            if entry is None or entry.missing():
+                del self._waiting[key]
+                self._tiers.counts["dropped_writes"] += 1
+                continue
+            size = len(entry.pages) * self._tiers.shape.page_bytes
+            if self.queued_bytes and self.queued_bytes + size > self._limit:
+                return
+            del self._waiting[key]
+            self.offer(entry)
+
+    def _prune(self) -> None:
+        gone = [key for key in self._waiting if key not in self._tiers.host.entries]
+        for key in gone:
+            del self._waiting[key]
+        self._tiers.counts["dropped_writes"] += len(gone)
