@@ -1,0 +1,12 @@
+"""SGLang is imported once, after the preparation that a CPU-only machine needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_ext.compat import prepare
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _prepared() -> None:
+    prepare()

@@ -1,0 +1,116 @@
+"""Documents with made-up KV, and how to read them back out of a store's pool."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
+
+FINGERPRINT = "model-a/tokenizer-a"
+SHAPE = KvShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, block=4)  # pages of 512 bytes
+LARGE = 1 << 30
+
+
+class Sample:
+    """A document whose KV follows from its namespace and number."""
+
+    def __init__(self, number: int, n_tokens: int, *, namespace: str = "default", shape: KvShape = SHAPE, fingerprint: str = FINGERPRINT):
+        self.shape = shape
+        ids = [number * 1000 + i for i in range(n_tokens)]
+        text = f"{namespace}|{fingerprint}|{ids}"
+        self.key = hashlib.sha256(text.encode()).hexdigest()
+        self.meta = DocumentMeta(self.key, namespace, ids, n_tokens, fingerprint)
+        generator = torch.Generator().manual_seed(int(self.key[:12], 16))
+        size = (shape.layers, n_tokens, shape.kv_heads, shape.head_dim)
+        self.k = torch.randn(size, generator=generator).to(shape.dtype)
+        self.v = torch.randn(size, generator=generator).to(shape.dtype)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.meta.token_ids
+
+    @property
+    def namespace(self) -> str:
+        return self.meta.namespace
+
+    @property
+    def blocks(self) -> int:
+        return self.shape.blocks(self.meta.n_tokens)
+
+    def put(self, store: TierStore) -> None:
+        store.put(self.meta, self.k, self.v)
+
+    def found(self, store: TierStore) -> Any:
+        return store.lookup(self.key, self.ids, self.namespace)
+
+    def assert_pages(self, store: TierStore, blocks: Sequence[int] | None = None) -> None:
+        """These blocks are on host, bit for bit what was put, and zero behind the document's end."""
+        blocks = range(self.blocks) if blocks is None else blocks
+        block = self.shape.block
+        for index, page in zip(blocks, store.pages(self.key, list(blocks)).tolist(), strict=True):
+            n = min(block, self.meta.n_tokens - index * block)
+            for half, source in enumerate((self.k, self.v)):
+                stored = store.pool[page][:, half].transpose(1, 2)  # [layers, block, kv_heads, head_dim]
+                expected = source[:, index * block : index * block + n]
+                assert torch.equal(stored[:, :n].view(torch.uint8), expected.contiguous().view(torch.uint8))
+                assert not stored[:, n:].any()
+
+    def load_and_check(self, store: TierStore, blocks: Sequence[int] | None = None) -> bool:
+        """Load, and compare what came up; False for a load that failed. The store must say a document is there only if its bytes are."""
+        store.pin(self.key)
+        try:
+            ticket = store.load(self.key, blocks)
+            assert ticket.wait(30)
+            if ticket.ok:
+                self.assert_pages(store, blocks)
+            return ticket.ok
+        finally:
+            store.unpin(self.key)
+
+
+@contextmanager
+def opened(
+    folder: Path | None,
+    *,
+    shape: KvShape = SHAPE,
+    host_pages: int = 1000,
+    disk_bytes: int = LARGE,
+    fingerprint: str = FINGERPRINT,
+    queue_bytes: int = LARGE,
+    **disk: Any,
+) -> Iterator[TierStore]:
+    """A store, closed at the end; without a folder there is no disk tier."""
+    config = None if folder is None else DiskConfig(folder, disk_bytes, queue_bytes=queue_bytes, **disk)
+    store = TierStore(shape, fingerprint=fingerprint, host_bytes=host_pages * shape.page_bytes, disk=config, pin=False)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Document files in their places."""
+    return sorted(folder.glob("rank-*/[!.]*/*.pages"))
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes of all files, finished, being written or being deleted; what disappears while it is counted counts as nothing."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(place, name))
+    return total
+
+
+def flushed(store: TierStore) -> None:
+    assert store.flush(60)
+    store.check_integrity()

@@ -1,0 +1,156 @@
+"""The same documents through SGLang's storage interface: its own file backend, and one that works on the pool by address."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
+
+from sglang_ext.documents.disk import FileTier
+from sglang_ext.documents.file_storage import RECORD, storage_key
+from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.types import DiskConfig
+
+
+@pytest.fixture(params=["sglang-file", "dynamic"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    if request.param == "sglang-file":
+        yield {"path": tmp_path, "backend": "sglang-file"}
+        return
+    yield {"path": None, "backend": "dynamic", "extra": _dynamic("PoolStorage")}
+    import storage_by_pool
+
+    storage_by_pool.PAGES.clear()
+
+
+def _dynamic(name: str, **more: Any) -> dict[str, Any]:
+    return {"backend_name": "pool", "module_path": "storage_by_pool", "class_name": name, "interface_v1": 1, **more}
+
+
+def _open(config: dict[str, Any], host_pages: int = 100, fingerprint: str = FINGERPRINT) -> TierStore:
+    disk = DiskConfig(queue_bytes=LARGE, **config)
+    return TierStore(SHAPE, fingerprint=fingerprint, host_bytes=host_pages * SHAPE.page_bytes, disk=disk, pin=False)
+
+
+def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, Any]) -> None:
+    documents = [Sample(i, n, namespace=f"space-{i % 2}") for i, n in enumerate((1, 18, 64, 300))]
+    store = _open(config)
+    for document in documents:
+        document.put(store)
+    flushed(store)
+    assert store.stat()["faults"] == {}
+    assert store.verify().documents == 4
+    store.close()
+    store = _open(config)
+    for document in documents:
+        resident = document.found(store)
+        assert bool(resident.blocks_on_disk.all())
+        assert not resident.blocks_on_host.any()
+        assert store.lookup(document.key, document.ids, "nobody") is None
+        assert document.load_and_check(store, [0])
+        assert document.load_and_check(store)
+    assert store.remove(documents[1].key)
+    assert store.remove_namespace("space-0") == 2
+    store.close()
+    store = _open(config)
+    assert [document.found(store) is not None for document in documents] == [False, False, False, True]
+    store.clear()
+    store.close()
+    store = _open(config)
+    assert documents[3].found(store) is None
+    store.check_integrity()
+    store.close()
+
+
+def test_damaged_and_foreign_pages_are_misses(config: dict[str, Any]) -> None:
+    document = Sample(1, 18)
+    store = _open(config)
+    document.put(store)
+    flushed(store)
+    store.close()
+    store = _open(config, fingerprint="model-b")
+    assert document.found(store) is None
+    store.close()
+    if config["backend"] == "dynamic":
+        import storage_by_pool
+
+        first, second = storage_by_pool.PAGES[f"{document.key}@2"]
+        storage_by_pool.PAGES[f"{document.key}@2"] = [second, first]
+    else:
+        path = next(config["path"].glob(f"{document.key}@2*"))
+        data = bytearray(path.read_bytes())
+        data[5] ^= 1
+        path.write_bytes(data)
+    store = _open(config)
+    assert document.found(store) is not None
+    assert [bad.reason.split(":")[0] for bad in store.verify().bad] == ["crc"]
+    assert document.load_and_check(store, [0, 1])
+    assert not document.load_and_check(store)
+    assert document.found(store) is None
+    assert store.stat()["faults"]["crc"] == 2  # verify and load
+    document.put(store)
+    flushed(store)
+    store.drop_host()
+    assert document.load_and_check(store)
+    store.close()
+
+
+def test_a_backend_that_fails_costs_hits_not_answers(caplog: pytest.LogCaptureFixture) -> None:
+    document = Sample(1, 18)
+    with caplog.at_level(logging.WARNING):
+        store = _open({"path": None, "backend": "dynamic", "extra": _dynamic("PoolStorage", refuse=True)})
+        document.put(store)
+        flushed(store)
+        assert store.stat()["faults"]["backend"] > 0
+        document.assert_pages(store)
+        store.drop_host()
+        assert document.found(store) is None
+        store.close()
+    assert "the storage cluster is away" in caplog.text
+
+
+def test_a_backend_that_cannot_delete_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _open({"path": None, "backend": "dynamic", "extra": _dynamic("KeepingStorage")}).close()
+    assert "cannot delete" in caplog.text
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ValueError, match="Unknown storage backend 'nonesuch'"):
+        _open({"path": None, "backend": "nonesuch"})
+
+
+def test_our_backend_keeps_the_interfaces_promises(tmp_path: Path) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+    document, other = Sample(1, 18), Sample(2, 18)
+    with opened(tmp_path) as store:
+        for each in (document, other):
+            each.put(store)
+        flushed(store)
+        tier = store._tiers.disk
+        assert isinstance(tier, FileTier)
+        storage = tier.storage
+        assert isinstance(storage, HiCacheStorage)
+        keys = [storage_key("default", each.key, block) for each in (document, other) for block in (4, 0)]
+        assert storage.batch_exists(keys) == 4
+        assert storage.exists(storage_key("default", document.key, RECORD))
+        assert not storage.exists(storage_key("default", document.key, 5))
+        assert not storage.exists(storage_key("elsewhere", document.key, 0))
+        targets = [torch.empty(SHAPE.page_bytes, dtype=torch.uint8) for _ in keys]
+        assert [value.data_ptr() for value in storage.batch_get(keys, targets)] == [target.data_ptr() for target in targets]
+        fresh = storage.batch_get(keys)
+        assert all(torch.equal(a, b) for a, b in zip(fresh, targets, strict=True))
+        assert storage.get(storage_key("default", "unknown", 0)) is None
+        assert storage.set(keys[0], fresh[0])  # there already
+        assert not storage.set(storage_key("default", "unknown", 0), fresh[0])  # a document is written as a whole
+        assert store.stat()["faults"] == {"refused": 1}
+        assert storage.delete(keys[0])
+        assert [path.stem for path in files_of(tmp_path)] == [other.key]
+        storage.clear()
+        assert files_of(tmp_path) == []

@@ -1,0 +1,62 @@
+"""The host tier with a GPU above it: pinned pages, copies that are only enqueued, and nothing overtaking them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from document_samples import FINGERPRINT, Sample, flushed
+
+from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.types import DiskConfig, KvShape
+
+pytestmark = pytest.mark.gpu
+SHAPE = KvShape(32, 8, 128, torch.bfloat16, 16)  # Llama-3.1-8B
+
+
+def _store(folder: Path, pages: int) -> TierStore:
+    return TierStore(SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=DiskConfig(folder), pin=True)
+
+
+def test_kv_from_the_device_survives_all_tiers(tmp_path: Path) -> None:
+    documents = [Sample(i, n, shape=SHAPE) for i, n in enumerate((1, 16, 300, 777))]
+    store = _store(tmp_path, 200)
+    for document in documents:
+        k, v = document.k.cuda(), document.v.cuda()
+        store.put(document.meta, k, v)
+        k.zero_()  # on the same stream: the copy was enqueued before
+        v.zero_()
+    for document in documents:
+        document.assert_pages(store)
+    flushed(store)
+    store.drop_host()
+    for document in documents:
+        assert document.load_and_check(store)
+        store.pin(document.key)
+        pages = store.pages(document.key, range(document.blocks))
+        assert torch.equal(store.pool[pages].cuda().cpu(), store.pool[pages])
+        store.unpin(document.key)
+    store.close()
+
+
+def test_pages_are_not_reused_before_the_device_has_filled_them(tmp_path: Path) -> None:
+    documents = [Sample(i, 160, shape=SHAPE) for i in range(6)]
+    store = _store(tmp_path, 20)
+    for _ in range(3):
+        for document in documents:
+            torch.cuda._sleep(20_000_000)
+            store.put(document.meta, document.k.cuda(non_blocking=True), document.v.cuda(non_blocking=True))
+    flushed(store)
+    assert store.verify().ok
+    for document in documents:
+        if document.found(store) is not None:
+            assert document.load_and_check(store)
+    store.close()
+
+
+def test_the_pool_is_pinned_and_let_go(tmp_path: Path) -> None:
+    for _ in range(2):  # the second start would fail on memory that is still registered
+        store = _store(tmp_path, 50)
+        assert store.pool.is_pinned()
+        store.close()
