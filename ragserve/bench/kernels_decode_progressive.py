@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench.kernels_decode_cases import LOGICAL, TOKEN_BYTES, Case, Layer, layer_ms, topic_case
@@ -56,18 +57,23 @@ def progressive_rows(ceiling: float, quick: bool) -> list[Row]:
         ranking = rank(0)
         dense_ms, rank_ms = layer_ms(dense, 1), layer_ms(rank, 1)
         summary_gb = 2 * batch * context // LOGICAL * KV_HEADS * HEAD_DIM * 2 / 1e9
-        for threshold in (0.9, 0.95, 0.98):
+        for bound, threshold in itertools.product(("lowest", "round"), (0.9, 0.95, 0.98)):
 
             def attend(
-                _: int, case: Case = case, layer: Layer = layer, ranking: Selection = ranking, threshold: float = threshold
+                _: int,
+                case: Case = case,
+                layer: Layer = layer,
+                ranking: Selection = ranking,
+                threshold: float = threshold,
+                bound: Any = bound,
             ) -> Progressive:
-                return progressive_decode(*case.attention(layer), *ranking, page_size=case.page, threshold=threshold)
+                return progressive_decode(*case.attention(layer), *ranking, page_size=case.page, threshold=threshold, bound=bound)
 
             got = attend(0)
             reached = torch.exp(_dense(case, Selection(ranking.blocks, got.blocks_used))[1] - full)
             error = _error(got.out, want)
             ms = layer_ms(attend, 1)
-            name = f"{kind} keys, batch {batch} x {context}, threshold {threshold}"
+            name = f"{kind} keys, batch {batch} x {context}, threshold {threshold}, bound {bound}"
             gb = int(got.blocks_used.sum()) * case.page * TOKEN_BYTES / 1e9
             rows.append(
                 bandwidth(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ def progressive_decode(
     first_round: int = 16,
     growth: float = 2.0,
     forced: int = 2,
+    bound: Literal["lowest", "round"] = "lowest",
     scale: float | None = None,
 ) -> Progressive:
     """One decode step of attention over ranked blocks, in rounds that stop by themselves on the device.
@@ -47,10 +48,12 @@ def progressive_decode(
     a token, the most critical first. Its first ``forced`` entries (the first and the newest block) are attended to in the first round,
     whatever their score, and do not enter the bound AS_min, because they were not ranked.
 
-    After each round, P = AS_acc / (AS_acc + AS_min * blocks left) (equation of algorithm 1); a (request, KV head) stops when P >
-    ``threshold``, in (0, 1], for every query head of its group. The rounds have ``first_round`` blocks, then ``growth`` (>= 1) times as
-    many each, up to whole tiles of 64 tokens. The number of launches follows from ``capacity`` alone, so the call can be captured in a
-    CUDA graph; nothing waits for the device.
+    After each round, P = AS_acc / (AS_acc + AS_min * blocks left), algorithm 1; a (request, KV head) stops when P > ``threshold``, in
+    (0, 1], for every query head of its group. AS_min is, with ``bound`` "lowest", the lowest block so far, as in the paper; with "round"
+    the mean of the latest round's blocks, which one block ranked too high cannot pull down.
+
+    The rounds have ``first_round`` blocks, then ``growth`` (>= 1) times as many each, up to whole tiles of 64 tokens. The number of
+    launches follows from ``capacity`` alone, so the call can be captured in a CUDA graph; nothing waits for the device.
     """
     block_size = block_size or page_size
     _, bits = check_paged(q, k, v, page_table, seq_lens, page_size=page_size, block_size=block_size)
@@ -65,8 +68,17 @@ def progressive_decode(
             "expected at least 1 block, a factor of at least 1 and 0 blocks or more."
         )
     first_round = max(first_round, forced, 1)
+    if bound not in ("lowest", "round"):
+        raise ValueError(f"bound is {bound!r}; expected 'lowest' or 'round'.")
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    arguments: dict[str, Any] = {"page_size": page_size, "block_size": block_size, "threshold": threshold, "forced": forced, "scale": scale}
+    arguments: dict[str, Any] = {
+        "page_size": page_size,
+        "block_size": block_size,
+        "threshold": threshold,
+        "forced": forced,
+        "bound": bound,
+        "scale": scale,
+    }
     if not batch or not index.shape[2]:
         return Progressive(torch.zeros_like(q), torch.zeros_like(counts), torch.ones(q.shape[:2], dtype=torch.float32, device=q.device))
     ends = naive.round_ends(index.shape[2], first_round, growth, block_size)

@@ -35,21 +35,24 @@ def block_logs(scores: torch.Tensor, blocks: torch.Tensor, block_size: int, seq_
     return torch.stack([torch.logsumexp(part, -1) for part in parts], -1)
 
 
-def weight_estimate(logs: torch.Tensor, forced: int, left: int) -> torch.Tensor:
-    """P of PSA per head, from the blocks attended so far in ranked order (``logs`` [heads, blocks]); the first ``forced`` do not bound
-    the rest.
+def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | None = None) -> torch.Tensor:
+    """P per head, from the blocks attended to so far in ranked order (``logs`` [heads, blocks]); the first ``forced`` bound nothing.
+
+    A block left is taken to weigh what the lowest of the others does (PSA), or, with ``since``, the rank at which the latest round
+    began, what that round's blocks weigh on average.
     """
     if left <= 0:
         return torch.ones(logs.shape[0], dtype=logs.dtype, device=logs.device)
-    ranked = logs[:, forced:]
+    ranked = logs[:, max(forced, since or 0) :]
     if not ranked.shape[1]:
         return torch.zeros(logs.shape[0], dtype=logs.dtype, device=logs.device)
-    return torch.sigmoid(torch.logsumexp(logs, -1) - ranked.amin(-1) - math.log(left))
+    each = ranked.amin(-1) if since is None else torch.logsumexp(ranked, -1) - math.log(ranked.shape[1])
+    return torch.sigmoid(torch.logsumexp(logs, -1) - each - math.log(left))
 
 
 def progressive_decode(
     q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, *,
-    page_size: int, block_size: int, threshold: float, ends: list[int], forced: int, scale: float,
+    page_size: int, block_size: int, threshold: float, ends: list[int], forced: int, bound: str, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, _ = q.shape
     kv_heads = k.shape[1]
@@ -68,9 +71,9 @@ def progressive_decode(
             tokens = block_tokens(blocks, block_size, seq_len)
             scores = q[b, rows].double() @ gather(k, h, tokens, page_table[b], page_size).T * scale
             logs = block_logs(scores, blocks, block_size, seq_len)
-            for end in ends:
+            for start, end in zip([0, *ends], ends, strict=False):
                 n = min(end, total)
-                estimate = weight_estimate(logs[:, :n], forced, total - n)
+                estimate = weight_estimate(logs[:, :n], forced, total - n, start if bound == "round" else None)
                 if bool((estimate > threshold).all()) or n == total:
                     break
             kept = len(block_tokens(blocks[:n], block_size, seq_len))

@@ -32,27 +32,34 @@ def _lse(values, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _estimate(state, item, left, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """P per head [BLOCK_M] from a round's state, ``[items, 3, splits, BLOCK_M]``: running maximum, sum, lowest block."""
+def _estimate(state, item, left, ranked, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, MEAN: tl.constexpr):
+    """P per head [BLOCK_M] from a round's state, ``[items, 3, splits, BLOCK_M]``: running maximum, sum, and the bound's part.
+
+    That is the lowest block so far or, with ``MEAN``, the log sum of the round's ``ranked`` blocks.
+    """
     at = tl.arange(0, SPLITS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     base = state + item.to(tl.int64) * (3 * SPLITS * BLOCK_M)
     b_max = tl.load(base + at)
     b_sum = tl.load(base + SPLITS * BLOCK_M + at)
-    lowest = tl.min(tl.load(base + 2 * SPLITS * BLOCK_M + at), 0)
+    parts = tl.load(base + 2 * SPLITS * BLOCK_M + at)
+    if MEAN:
+        each = tl.where(ranked > 0, _lse(parts, 0) - tl.math.log2(tl.maximum(ranked, 1).to(tl.float32)), float("inf"))
+    else:
+        each = tl.min(parts, 0)
     some = b_sum > 0.0
     seen = _lse(tl.where(some, b_max + tl.math.log2(tl.where(some, b_sum, 1.0)), float("-inf")), 0)
-    # 1 / (1 + 2^(lowest + log2 left - seen)); lowest is +inf while only forced blocks were attended to
-    share = 1.0 / (1.0 + tl.math.exp2(lowest + tl.math.log2(tl.maximum(left, 1).to(tl.float32)) - seen))
+    # 1 / (1 + 2^(each + log2 left - seen)); each is +inf while only forced blocks were attended to
+    share = 1.0 / (1.0 + tl.math.exp2(each + tl.math.log2(tl.maximum(left, 1).to(tl.float32)) - seen))
     return tl.where(left <= 0, 1.0, share)
 
 
 @triton.jit
 def _round(
-    q, k, v, k_params, v_params, table, lens, index, counts, acc, state, before, stopped, used,
-    kv_heads, capacity, start, end, number, forced, threshold, scale,
+    q, k, v, k_params, v_params, table, lens, index, counts, acc, state, before, stopped, used, weight,
+    kv_heads, capacity, previous, start, end, number, forced, threshold, scale,
     stride_qb, stride_qh, stride_table, stride_k, stride_kh, stride_v, stride_vh, stride_kp, stride_kph, stride_vp, stride_vph,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, MEAN: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     split = tl.program_id(1)
@@ -67,12 +74,14 @@ def _round(
         # stopped earlier, or (the same answer in all programs of the item) stops now: `stopped` is the round that is not run any more
         go = tl.load(stopped + item) < 0
         if go:
-            share = _estimate(before, item, n - start, SPLITS, BLOCK_M)
+            ranked = tl.minimum(start, n) - tl.maximum(previous, forced)
+            share = _estimate(before, item, n - start, ranked, SPLITS, BLOCK_M, MEAN)
             failing = tl.sum(((share <= threshold) & (heads < GROUP)).to(tl.int32), 0)
             go = (failing > 0) & (n > start)
             if (not go) & (split == 0):
                 tl.store(used + item, tl.minimum(start, n))
                 tl.store(stopped + item, number)
+                tl.store(weight + item * GROUP + heads, share, mask=heads < GROUP)
     if go:
         half: tl.constexpr = D // 2
         cols = tl.arange(0, half)
@@ -84,16 +93,18 @@ def _round(
         if FIRST:
             b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             b_sum = tl.zeros([BLOCK_M], tl.float32)
-            lowest = tl.full([BLOCK_M], float("inf"), tl.float32)
+            part = tl.full([BLOCK_M], float("inf"), tl.float32)
             acc_low = tl.zeros([BLOCK_M, half], tl.float32)
             acc_high = tl.zeros([BLOCK_M, half], tl.float32)
         else:
             b_max = tl.load(before + o_state)
             b_sum = tl.load(before + SPLITS * BLOCK_M + o_state)
-            lowest = tl.load(before + 2 * SPLITS * BLOCK_M + o_state)
+            part = tl.load(before + 2 * SPLITS * BLOCK_M + o_state)
             seen = mask & (b_sum > 0.0)[:, None]  # unwritten before
             acc_low = tl.load(p_acc, mask=seen, other=0.0)
             acc_high = tl.load(p_acc + half, mask=seen, other=0.0)
+        if MEAN:  # of this round only
+            part = tl.full([BLOCK_M], float("-inf"), tl.float32)
         until = tl.minimum(end, n)
         per_tile: tl.constexpr = max(1, BLOCK_N // BLOCK)  # whole blocks of a tile, or
         per_block: tl.constexpr = max(1, BLOCK // BLOCK_N)  # tiles of a block
@@ -126,10 +137,14 @@ def _round(
                 within = tl.where(both > 0.0, safe + tl.math.log2(tl.where(both > 0.0, both, 1.0)), float("-inf"))
                 logs = within
                 counted = counted & ((tile + 1) % per_block == 0)
-            lowest = tl.minimum(lowest, tl.min(tl.where(counted[None, :], logs, float("inf")), 1))
+            if MEAN:
+                added = _lse(tl.where(counted[None, :], logs, float("-inf")), 1)
+                part = _lse(tl.join(part, added), 1)
+            else:
+                part = tl.minimum(part, tl.min(tl.where(counted[None, :], logs, float("inf")), 1))
         tl.store(state + o_state, b_max)
         tl.store(state + SPLITS * BLOCK_M + o_state, b_sum)
-        tl.store(state + 2 * SPLITS * BLOCK_M + o_state, lowest)
+        tl.store(state + 2 * SPLITS * BLOCK_M + o_state, part)
         tl.store(p_acc, acc_low + acc_zero[:, None], mask=mask)
         tl.store(p_acc + half, acc_high + acc_zero[:, None], mask=mask)
 
@@ -144,10 +159,10 @@ def _finish(
     n = tl.minimum(tl.maximum(tl.load(counts + item), 0), capacity)
     n = tl.where(tl.load(lens + item // kv_heads) > 0, n, 0)
     stop = tl.load(stopped + item)
-    attended = tl.load(used + item)
+    o_row = item.to(tl.int64) * GROUP + i_g
     if stop < 0:  # ran to the end: the rounds cover the whole capacity
         stop = rounds
-        attended = n
+        tl.store(weight + o_row, 1.0)
         if i_g == 0:
             tl.store(used + item, n)
     state = states + (stop - 1).to(tl.int64) * round_stride
@@ -162,15 +177,12 @@ def _finish(
     cols = tl.arange(0, D)
     p_acc = acc + ((item * SPLITS + splits).to(tl.int64) * GROUP + i_g)[:, None] * D + cols[None, :]
     b_acc = tl.sum(tl.load(p_acc, mask=some[:, None], other=0.0) * factor[:, None], 0)
-    o_row = item.to(tl.int64) * GROUP + i_g
     tl.store(out + o_row * D + cols, tl.where(total > 0.0, b_acc / tl.where(total > 0.0, total, 1.0), 0.0).to(out.dtype.element_ty))
-    share = _estimate(state, item, n - attended, SPLITS, BLOCK_M)
-    tl.store(weight + o_row, tl.sum(tl.where(tl.arange(0, BLOCK_M) == i_g, share, 0.0), 0))
 
 
 def progressive_decode(
     q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, *,
-    page_size: int, block_size: int, threshold: float, ends: list[int], forced: int, scale: float, bits: int,
+    page_size: int, block_size: int, threshold: float, ends: list[int], forced: int, bound: str, scale: float, bits: int,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``splits``: programs per (request, KV head), a power of two up to 64, to tune it."""
@@ -190,17 +202,18 @@ def progressive_decode(
     weight = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
     k_values, k_params, *k_strides = kv_arguments(k)
     v_values, v_params, *v_strides = kv_arguments(v)
-    start = 0
+    previous = start = 0
     for number, end in enumerate(ends):
         _round[(n_items, splits)](
             q, k_values, v_values, k_params, v_params, page_table, seq_lens, index, counts, acc, states[number], states[max(0, number - 1)],
-            stopped, used, kv_heads, capacity, start, end, number, forced, threshold, scale / LN2,
+            stopped, used, weight, kv_heads, capacity, previous, start, end, number, forced, threshold, scale / LN2,
             q.stride(0), q.stride(1), page_table.stride(0), k_strides[0], k_strides[1], v_strides[0], v_strides[1],
             k_strides[2], k_strides[3], v_strides[2], v_strides[3],
             GROUP=group, BLOCK_M=block_m, D=head_dim, PAGE=page_size, BLOCK=block_size, BLOCK_N=tokens, SPLITS=splits, BITS=bits,
-            PRECISION=code_precision(q.dtype, bits), FIRST=number == 0, STAGES=2 if q.element_size() == 4 else 5, num_warps=4,
+            PRECISION=code_precision(q.dtype, bits), MEAN=bound == "round", FIRST=number == 0,
+            STAGES=2 if q.element_size() == 4 else 5, num_warps=4,
         )  # fmt: skip
-        start = end
+        previous, start = start, end
     _finish[(n_items, group)](
         out, weight, used, stopped, acc, states, seq_lens, counts, kv_heads, capacity, len(ends), states.stride(0),
         GROUP=group, BLOCK_M=block_m, D=head_dim, SPLITS=splits, num_warps=4,
