@@ -158,6 +158,11 @@ class LocalEngine:
                 abandoned = True
                 manager.abort_request(rid)
 
+    def stop(self) -> None:
+        """Ask the server around this engine to end, as SIGTERM does."""
+        if self._on_stop is not None:
+            self._on_stop()
+
     async def close(self) -> None:
         """Abort what still runs."""
         from sglang_ext.launch import tokenizer_manager

@@ -121,15 +121,16 @@ class Composer:
         if isinstance(source, DeviceSource):
             taken = source.slots[offsets.to(source.slots.device)]
         else:
-            page, within = source.pages[offsets // self._block], offsets % self._block
+            blocks, place = torch.unique(offsets // self._block, return_inverse=True)
+            pages, taken = source.pages[blocks], (place * self._block + offsets % self._block).to(self._device)
         for layer in layers:
             keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
             if isinstance(source, DeviceSource):
                 k, v = keys[taken], values[taken]
             else:
-                stored = self._tiers.pool[page, layer, :, :, within]  # [n, 2, kv_heads, head_dim]
-                stored = stored.to(self._device, non_blocking=True)
-                k, v = stored[:, 0], stored[:, 1]
+                whole = self._tiers.pool[:, layer].index_select(0, pages).to(self._device, non_blocking=True)
+                whole = whole.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, tokens of whole blocks, kv_heads, head_dim]
+                k, v = whole[0, taken], whole[1, taken]
             keys[target] = self._rotation.rotate(k, shifts) if shift else k
             values[target] = v
 
