@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from ragserve.bench import kernels_compose
+from ragserve.bench import kernels_compose, kernels_decode
 from ragserve.bench.kernels_timing import agree, bandwidth
 from ragserve.errors import InvalidRequest, RagserveError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures on CUDA")
-def test_without_a_gpu_nothing_is_measured() -> None:
+@pytest.mark.parametrize("bench", [kernels_compose, kernels_decode], ids=["compose", "decode"])
+def test_without_a_gpu_nothing_is_measured(bench: ModuleType) -> None:
     with pytest.raises(InvalidRequest, match="found no CUDA device"):
-        kernels_compose.run(None)
+        bench.run(None)
 
 
 def test_a_wrong_result_is_not_timed() -> None:
