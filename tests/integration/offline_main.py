@@ -1,0 +1,45 @@
+"""Run by test_offline inside a network namespace that has nothing but a loopback interface: ingest, serve another model, ask."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
+
+
+def loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        fcntl.ioctl(s, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))
+
+
+def must_be_cut_off() -> None:
+    try:
+        socket.create_connection(("192.0.2.1", 80), timeout=1).close()
+    except OSError:
+        return
+    raise SystemExit("this process can reach a network: the test would prove nothing")
+
+
+def main(work: Path, model: str) -> None:
+    from ragserve.bench.server import running_server
+
+    loopback_up()
+    must_be_cut_off()
+    (work / "a.txt").write_text("The lighthouse of Orrin was built in 1871 by Mara Tell.")
+    data = work / "data"
+    command = [sys.executable, "-m", "ragserve.cli", "ingest", str(work / "a.txt"), "--namespace", "n", "--data-dir", str(data), "--json"]
+    ingested = subprocess.run([*command, "--model", model], check=True, capture_output=True, text=True)
+    with running_server(data_dir=data, model=model) as server, server.client() as client:
+        answer = client.post("/rag/query", json={"query": "Who built the lighthouse?", "namespace": "n", "max_new_tokens": 8})
+        info = client.get("/info").json()
+    print(json.dumps({"ingested": json.loads(ingested.stdout), "status": answer.status_code, "answer": answer.json(), "info": info}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,59 @@
+"""Without any network, and with a model other than the embedded one: another architecture, vocabulary layout and chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MODEL, REPO
+
+CHATML = (
+    "{% for m in messages %}{{'<|im_start|>'+m['role']+'\n'+m['content']+'<|im_end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}"
+)
+
+
+@pytest.fixture
+def other_model(tmp_path: Path) -> Path:
+    """A random two-layer Qwen2 whose template takes messages only: it says nothing sensible, but everything around it must work."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path / "other-model"
+    config = Qwen2Config(
+        vocab_size=8192,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    shutil.copy(MODEL / "tokenizer.json", folder)
+    tokenizer = json.loads((MODEL / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": CHATML, "model_max_length": 2048}))
+    return folder
+
+
+def test_no_network_and_another_model(tmp_path: Path, other_model: Path) -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not let us make a network namespace")
+    command = ["unshare", "-rn", sys.executable, str(REPO / "tests" / "integration" / "offline_main.py"), str(tmp_path), str(other_model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    out = json.loads(done.stdout)
+    assert out["status"] == 200
+    assert out["info"]["model"] == str(other_model)
+    assert out["answer"]["usage"]["completion"] > 0
+    assert out["answer"]["usage"]["prompt"] > 60, "our system text, the document and the question in ChatML"
+    assert out["answer"]["citations"][0]["text"].startswith("The lighthouse of Orrin")
