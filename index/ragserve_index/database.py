@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 
 from ragserve_index.errors import RagserveError, RegistryDamaged, StorageFull, Unavailable
+from ragserve_index.locks import CommitMark
 from ragserve_index.schema import APPLICATION_ID, SCHEMA_VERSION, TABLES
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ class Database:
         """Open or create the file. Raises RegistryDamaged, StorageFull, Unavailable."""
         self.path = path
         self._idle: list[sqlite3.Connection] = []  # list.append and list.pop are atomic
-        self._writing = Lock()  # threads of this process queue here instead of polling SQLite's lock
+        self._writing = Lock()  # threads of this process queue here instead of polling for the lock among processes
         self._closed = False
+        self.mark = CommitMark(path.with_name("ragserve.commits"))
         try:
             with self.write() as connection:
                 self._prepare(connection)
@@ -79,7 +81,7 @@ class Database:
     def acquire(self) -> sqlite3.Connection:
         """A connection in autocommit mode, for :meth:`release` after use. May raise sqlite3.Error: see :meth:`failure`."""
         if self._closed:
-            raise Unavailable("The index is closed.", code="index_closed")
+            raise _closed()
         try:
             return self._idle.pop()
         except IndexError:
@@ -110,7 +112,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """A write transaction, committed when the block ends and rolled back when it raises. One at a time among all processes."""
-        with self._writing:
+        with self._writing, self._marked():
             connection: sqlite3.Connection | None = None
             try:
                 connection = self.acquire()
@@ -125,6 +127,20 @@ class Database:
                 if connection is not None:
                     self.release(connection)
 
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        if self._closed:
+            raise _closed()
+        try:
+            with self.mark.changing(BUSY_TIMEOUT_S):
+                yield
+        except TimeoutError:
+            raise self._busy() from None
+        except OSError as error:
+            if is_full(error):
+                raise storage_full(self.path, error) from error
+            raise
+
     def failure(self, error: sqlite3.Error) -> RagserveError:
         """What an SQLite error means to a user."""
         name = getattr(error, "sqlite_errorname", "") or ""
@@ -137,11 +153,7 @@ class Database:
                 "`sqlite3 FILE .recover` may save part of it.",
             )
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            return Unavailable(
-                f"Another process has kept the registry {self.path} locked for {BUSY_TIMEOUT_S:.0f} s.",
-                hint="Try again when its ingestion step is done.",
-                code="registry_busy",
-            )
+            return self._busy()
         if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
             return Unavailable(
                 f"The registry {self.path} cannot be opened for writing: {error}.",
@@ -149,6 +161,13 @@ class Database:
                 code="registry_not_writable",
             )
         return Unavailable(f"The registry {self.path} failed: {error} ({name or 'no code'}).", hint="See the log.", code="registry_failed")
+
+    def _busy(self) -> Unavailable:
+        return Unavailable(
+            f"Another process has kept the registry {self.path} locked for {BUSY_TIMEOUT_S:.0f} s.",
+            hint="Try again when its ingestion step is done.",
+            code="registry_busy",
+        )
 
     def _is_full(self) -> bool:
         """SQLite reports some writes that found no room (of its -shm file, or over a size limit) as an input/output error."""
@@ -175,10 +194,17 @@ class Database:
         return [line for line in lines if line != "ok"] + [f"{table} row {row} refers to no {parent}" for table, row, parent, _ in broken]
 
     def close(self) -> None:
-        """Close what is idle; what is in use closes on release. Idempotent."""
-        self._closed = True
+        """Close what is idle; what is in use closes on release. Waits for a write under way. Idempotent."""
+        with self._writing:
+            if not self._closed:
+                self._closed = True
+                self.mark.close()
         while self._idle:
             self._idle.pop().close()
+
+
+def _closed() -> Unavailable:
+    return Unavailable("The index is closed.", code="index_closed")
 
 
 def storage_full(path: Path, error: Exception) -> StorageFull:

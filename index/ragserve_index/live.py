@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from threading import Lock, RLock
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from ragserve_index import files, registry, structures, vectors
 from ragserve_index.database import Database
+from ragserve_index.errors import InvalidRequest
 from ragserve_index.gpu import GpuMirror
 from ragserve_index.locks import ReadWriteLock
 from ragserve_index.saved import SavedIndex
@@ -62,7 +64,8 @@ class LiveIndex:
     def search(self, queries: Floats, k: int, version: int, selection: Selection | None) -> tuple[Floats, Ids, int]:
         """Scores [n, k], ids [n, k] (-1 padded) and the version they are of.
 
-        Without a selection at ``version`` or later, with one exactly at ``version``. Raises Behind when the index is elsewhere.
+        Without a selection at ``version`` or later, with one exactly at ``version``. Raises Behind when the index is elsewhere, and
+        InvalidRequest for queries that are not finite.
         """
         lock = self.lock
         lock.acquire_read()
@@ -72,6 +75,7 @@ class LiveIndex:
                 raise Behind
             candidates = structure.count if selection is None else len(selection)
             if not candidates:
+                sound = bool(np.isfinite(queries).all())
                 scores, ids = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
             elif self._gpu is not None and selection is None:
                 scores, ids = self._gpu.search(structure, queries, min(k, candidates))
@@ -79,6 +83,12 @@ class LiveIndex:
                 scores, ids = _search(structure, queries, min(k, candidates), selection)
         finally:
             lock.release_read()
+        # A NaN or an infinity in a query makes its scores NaN or infinite, or leaves it without results: cheaper to see here than before.
+        if candidates:
+            one = len(scores) == 1
+            sound = ids[0, 0] >= 0 and isfinite(scores[0, 0]) if one else bool((ids[:, :1] >= 0).all() and np.isfinite(scores[:, :1]).all())
+        if not sound:
+            raise InvalidRequest("Query vectors must be finite.", code="invalid_vectors", param="queries")
         if candidates < k:
             missing = ((0, 0), (0, k - ids.shape[1]))
             scores = np.pad(scores, missing, constant_values=_LOWEST)

@@ -1,15 +1,15 @@
 """Searching: one cheap look at the registry, FAISS, and the rows of what it found.
 
-The common case is one SELECT of the namespace's version, FAISS, and chunk rows from a cache. It is right without a transaction: the
+The common case is a look at the commit mark, FAISS, and chunk rows from a cache. It is right without a transaction: the
 index is at one committed version, and the rows of a chunk id never change. Only when a row is gone (its document was replaced since)
 or the index will not stand still is the search repeated inside a transaction.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import sqlite3
+import time
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from ragserve_index.structures import Floats, Ids, Selection
 from ragserve_index.types import Chunk, Hit, SearchResult
 
 MAX_K = 10_000
+RECHECK_S = 0.25  # seconds after which the registry is asked whatever the mark says: should someone delete its file, this bounds the harm
+_MAX_KNOWN = 4_096  # namespaces
 _TRIES = 4  # without a transaction, before one is used; only a writer that commits between any two steps makes them fail
 
 Scored = tuple[Floats, Ids, int]
@@ -38,6 +40,8 @@ class Searcher:
         self._indexes = indexes
         self._chunks = ChunkCache()
         self._selections = SelectionCache()
+        # namespace -> commit mark, when it was checked, index, version: right as long as the mark is the same
+        self._known: dict[str, tuple[int, float, LiveIndex, int]] = {}
 
     def search(self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None) -> SearchResult:
         """See :meth:`IndexStore.search`."""
@@ -45,8 +49,8 @@ class Searcher:
         for _ in range(_TRIES):
             scores, ids, version = self.search_ids(namespace, queries, k, filter)
             rows = ids.tolist()
-            chunks = [[cached(i) for i in row] for row in rows]
-            if any(None in row for row in chunks):
+            chunks = [list(map(cached, row)) for row in rows]
+            if not all(map(all, chunks)):  # None is the only false one; `None in row` would call each row's __eq__
                 with self._database.read() as connection:
                     if not self._fetch(connection, namespace, rows, chunks):
                         continue  # a chunk went away since: search the newer version
@@ -56,7 +60,7 @@ class Searcher:
         with live.updating, self._database.read() as connection:
             scores, ids, version = self._search_pinned(connection, live, _checked(queries, live.dim), _checked_k(k), filter, condition)
             rows = ids.tolist()
-            chunks = [[cached(i) for i in row] for row in rows]
+            chunks = [list(map(cached, row)) for row in rows]
             if not self._fetch(connection, namespace, rows, chunks):
                 raise NotFound(f"Namespace {namespace!r} was dropped during the search.", code="namespace_not_found")
         return _result(scores, chunks, version)
@@ -101,27 +105,29 @@ class Searcher:
 
     def _prepare(self, namespace: str, filter: AnyFilter | None, condition: Any) -> tuple[LiveIndex, int, Selection | None]:
         """The index, the registry's version now, and what the filter selects in it."""
-        database = self._database
-        connection = database.acquire()
-        try:
-            row = connection.execute("SELECT id, version FROM namespaces WHERE name = ?", (namespace,)).fetchone()
-            if row is None:
-                raise registry.namespace_not_found(namespace)
-            namespace_id, version = row
-            selection = None
-            if filter is not None:
-                connection.execute("BEGIN")
-                found = registry.namespace_by_id(connection, namespace_id)
-                if found is None:
-                    raise registry.namespace_not_found(namespace)
-                version = found.version
-                selection = self._select(connection, namespace_id, version, filter, condition)
-                connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise database.failure(error) from error
-        finally:
-            database.release(connection)
-        return self._indexes.get(namespace_id) or self._locate_again(namespace), version, selection
+        known = self._known.get(namespace)
+        mark = self._database.mark
+        if known is None or not mark.is_still(known[0]) or time.monotonic() - known[1] > RECHECK_S:
+            seen = mark.settled()  # before the registry is read: a commit in between changes it
+            now = time.monotonic()
+            with self._database.read() as connection:
+                ns = registry.namespace(connection, namespace)
+            live, version = self._indexes.of(ns), ns.version
+            if seen is not None:
+                if len(self._known) >= _MAX_KNOWN:
+                    self._known.clear()
+                self._known[namespace] = (seen, now, live, version)
+        else:
+            _, _, live, version = known
+        if filter is None:
+            return live, version, None
+        selection = self._selections.get((live.namespace_id, version, filter.model_dump_json()))
+        if selection is None:
+            with self._database.read() as connection:
+                ns = registry.namespace(connection, namespace)
+                selection = self._select(connection, ns.id, ns.version, filter, condition)
+                live, version = self._indexes.of(ns), ns.version
+        return live, version, selection
 
     def _locate_again(self, namespace: str) -> LiveIndex:
         with self._database.read() as connection:
@@ -149,16 +155,13 @@ def _checked_k(k: int) -> int:
 def _checked(queries: np.ndarray, dim: int) -> Floats:
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InvalidRequest(f"Query vectors of shape {list(queries.shape)}, expected [n, {dim}].", code="invalid_vectors", param="queries")
-    checked = np.ascontiguousarray(queries, dtype=np.float32)
-    if not math.isfinite(np.vdot(checked, checked)):  # one pass that makes no array: a NaN or an infinity comes out at the end
-        raise InvalidRequest("Query vectors must be finite.", code="invalid_vectors", param="queries")
-    return checked
+    return np.ascontiguousarray(queries, dtype=np.float32)  # that they are finite shows in the scores: see LiveIndex.search
 
 
 def _result(scores: Floats, chunks: list[list[Any]], version: int) -> SearchResult:
     hits = []
     for row, values in zip(chunks, scores.tolist(), strict=True):
-        if None in row:  # fewer than k
+        if not all(row):  # fewer than k
             row = [chunk for chunk in row if chunk is not None]
         hits.append(list(map(Hit, row, values)))
     return SearchResult(hits, version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 from index_samples import TYPES, all_chunks, assert_clean, fill, item, make, texts, vectors_of
 
-from ragserve.errors import NotFound
-from ragserve_index import Eq, IndexStore
+from ragserve.errors import NotFound, Unavailable
+from ragserve_index import Eq, IndexStore, database, search
 from ragserve_index.locks import ReadWriteLock
 from ragserve_index.structures import Selection
 from ragserve_index.structures.flat import Sq8
@@ -22,6 +23,7 @@ from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
 
 HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
 DOCUMENTS, CHUNKS = 6, 10
 
 
@@ -129,7 +131,7 @@ def test_another_process_writes(tmp_path: Path) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+            env=ENVIRONMENT,
         )
         with process:
             assert process.stdin is not None
@@ -202,3 +204,57 @@ def test_a_waiting_writer_is_not_starved() -> None:
     stop.set()
     for thread in readers:
         thread.join()
+
+
+_DIES = """
+import os, signal, sys
+from pathlib import Path
+from index_samples import item
+from ragserve_index import IndexStore
+
+store, real, calls = IndexStore(Path(sys.argv[1])), os.pwrite, []
+
+def pwrite(descriptor, data, offset):
+    calls.append(data)
+    if len(calls) == 2:  # the first announces the commit, the second would say that it is done
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(descriptor, data, offset)
+
+os.pwrite = pwrite
+store.replace_documents("n", [item(f"d{i}", 10, edition=1) for i in range(6)])
+"""
+
+
+def test_a_writer_killed_before_it_could_say_so(tmp_path: Path) -> None:
+    """Killed between its commit and setting the commit mark: who is searching sees the commit all the same, and the next ones."""
+    with make(tmp_path) as reader:
+        write_edition(reader, 0)
+        reader.search("n", vectors_of("q"), 10)
+        done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], env=ENVIRONMENT, timeout=120)
+        assert done.returncode == -signal.SIGKILL
+        for edition in (1, 2, 3):
+            result = reader.search("n", vectors_of("q"), 1000)
+            assert {hit.chunk.text.split("#")[1].split(".")[0] for hit in result.hits[0]} == {str(edition)}
+            with IndexStore(tmp_path) as other:
+                write_edition(other, edition + 1)
+
+
+def test_a_commit_mark_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry is asked again after a quarter of a second at the latest, whatever the mark says."""
+    monkeypatch.setattr(search, "RECHECK_S", 0.0)
+    with make(tmp_path) as reader:
+        write_edition(reader, 0)
+        reader.search("n", vectors_of("q"), 10)
+        (tmp_path / "ragserve.commits").unlink()
+        with IndexStore(tmp_path) as writer:
+            version = write_edition(writer, 1)
+        assert reader.search("n", vectors_of("q"), 10).version == version
+
+
+def test_a_process_that_hangs_in_a_write_is_not_waited_for_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+    with make(tmp_path) as store, IndexStore(tmp_path) as other:
+        with store.database.write(), pytest.raises(Unavailable, match="locked for") as caught:
+            write_edition(other, 0)
+        assert caught.value.code == "registry_busy"
+        assert write_edition(other, 1) == 1

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from index_samples import TYPES, all_chunks, assert_clean, exact, fill, item, make, overlap, texts, vectors_of
 
-from ragserve_index import IndexStore, structures
+from ragserve.errors import InvalidRequest
+from ragserve_index import IndexStore, Range, structures
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
@@ -178,3 +179,15 @@ def test_hnsw_widens_for_a_selection_too_large_to_score() -> None:
     _, found = graph.search(queries, 10, selection)
     assert not (found % 10 == 0).any()
     assert overlap(found, exact(vectors[keep - 1], keep, queries, 10)[1]) >= 0.95
+
+
+@pytest.mark.parametrize("index_type", TYPES)
+def test_queries_that_are_not_finite(tmp_path: Path, index_type: str) -> None:
+    with make(tmp_path, index_type) as store:
+        fill(store, SIZE[index_type])
+        for value in (np.nan, np.inf, -np.inf):
+            for n, node in ((1, None), (1, Range(field="i", lt=40)), (30, None)):
+                queries = vectors_of("q", n=n)
+                queries[-1, 3] = value
+                with pytest.raises(InvalidRequest, match="finite"):
+                    store.search("n", queries, 5, filter=node)
