@@ -71,15 +71,16 @@ class Composer:
         self._device = torch.device(model_runner.device)
 
     def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> None:
-        """Write the kept KV of each context into its slots int64 [S], recompute, and set the reports."""
+        """Write the kept KV of each context into its slots int64 [S], recompute, and set the reports.
+
+        The reports' stage times are those until the work is launched: on CUDA it runs behind them, on a CPU it has run.
+        """
         started = time.perf_counter()
         for context, target in zip(contexts, slots, strict=True):
             self._gather(context, target)
-        self._synchronize()
         gathered = time.perf_counter()
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
         recompute(self._runner, [job for job in jobs if job is not None])
-        self._synchronize()
         ended = time.perf_counter()
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
@@ -94,9 +95,6 @@ class Composer:
                 load_ms=context.load_ms,
                 recompute_ms=(ended - gathered) * 1e3,
             )
-
-    def _synchronize(self) -> None:
-        """Stage times are worth a wait only where it costs nothing: on CUDA they are the time to launch."""
 
     def _gather(self, context: ComposedContext, target: torch.Tensor) -> None:
         kept = context.selection.kept

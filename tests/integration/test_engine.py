@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ragserve.prompt import PromptBuilder, PromptDocument
@@ -120,21 +116,6 @@ def test_unreachable_engine_is_a_clear_failure(tmp_path: Path) -> None:
 
 def test_resident_memory_stays_small(server: Any) -> None:
     assert server.running.resident_bytes() < 5 * 2**30
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_behind(start_server: Any, tmp_path: Path, how: signal.Signals) -> None:
-    with start_server(data_dir=tmp_path / "data") as running:
-        family = [psutil.Process(running.process.pid), *psutil.Process(running.process.pid).children(recursive=True)]
-        assert len(family) >= 3, "server, scheduler, detokenizer"
-        os.kill(running.process.pid, how)
-        status = running.process.wait(30)
-        if how == signal.SIGTERM:
-            assert status == 0
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family):
-            time.sleep(0.1)
-        assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_taken_port_is_refused_before_anything_starts(server: Any, tmp_path: Path) -> None:
