@@ -41,7 +41,7 @@ def main() -> int:
         ingest(options.data_dir)
         console.rule("[bold]serve")
         port = options.port or (_default_port() if options.serve else 0)
-        with running_server(data_dir=options.data_dir, port=port) as server:
+        with running_server(data_dir=options.data_dir, port=port, outlive=options.serve) as server:
             memory = server.resident_bytes() / 2**30
             console.print(f"{server.url} is ready after {server.start_s:.1f} s; all its processes hold {memory:.1f} GiB")
             with server.client() as client:

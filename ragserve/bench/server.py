@@ -32,7 +32,7 @@ class RunningServer:
     log: Path
     start_s: float
     api_key: str | None = None
-    detached: bool = False  # set it to leave the server running when the block ends
+    detached: bool = False  # set it to leave the server running when the block ends; start it with ``outlive`` then
 
     def client(self, **options: Any) -> httpx.Client:
         """An HTTP client for it, with its API key."""
@@ -48,9 +48,12 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(*, data_dir: Path | None = None, env: dict[str, str] | None = None, **flags: Any) -> Iterator[RunningServer]:
+def running_server(
+    *, data_dir: Path | None = None, env: dict[str, str] | None = None, outlive: bool = False, **flags: Any
+) -> Iterator[RunningServer]:
     """Start `ragserve serve` with the given settings (``port=0``: a free one), wait until /ready, and stop it at the end.
 
+    It also stops when the thread that started it dies by other means, a kill for instance, unless it may ``outlive`` it.
     Raises Unavailable with the end of its log when it does not come up.
     """
     with contextlib.ExitStack() as stack:
@@ -72,6 +75,7 @@ def running_server(*, data_dir: Path | None = None, env: dict[str, str] | None =
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            preexec_fn=None if outlive else _stop_with_parent,
         )
         api_key = str(flags["api_key"]) if "api_key" in flags else None
         server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
@@ -79,6 +83,13 @@ def running_server(*, data_dir: Path | None = None, env: dict[str, str] | None =
         _wait_ready(server)
         server.start_s = time.monotonic() - started
         yield server
+
+
+def _stop_with_parent() -> None:
+    """In the child: Linux sends it SIGTERM when its parent thread ends (prctl PR_SET_PDEATHSIG)."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _wait_ready(server: RunningServer) -> None:
