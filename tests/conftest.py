@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# No deadline: two busy cores make any example slow once.
+settings.register_profile("suite", deadline=None, max_examples=40)
+settings.load_profile("suite")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads of several processes on few cores are 10 times slower

@@ -1,0 +1,138 @@
+"""Plans and the token sets that strategies choose from them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.context.rope import Rotation
+from sglang_ext.context.strategies import BLOCK, names, select
+from sglang_ext.protocol import ContextPlan, ContextReport, PlanError, Span, document_key
+
+lengths = st.lists(st.integers(1, 70), min_size=2, max_size=5)
+
+
+def plan(sizes: list[int], strategy: str = "concat", **options: Any) -> ContextPlan:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    spans = tuple(Span(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    return ContextPlan("compose", "n", strategy, spans, options)
+
+
+@given(lengths, st.sampled_from(["concat", "epic", "random", "cacheblend"]))
+def test_a_plan_survives_its_journey(sizes: list[int], strategy: str) -> None:
+    sent = plan(sizes, strategy)
+    assert ContextPlan.from_json(sent.to_json(), sum(sizes) + 1) == sent
+    with pytest.raises(PlanError, match="at least one token"):
+        ContextPlan.from_json(sent.to_json(), sum(sizes))
+
+
+@given(lengths, st.floats(0.01, 1.0), st.sampled_from(["concat", "epic", "random"]))
+def test_selections_are_ascending_positions_of_the_context(sizes: list[int], keep: float, strategy: str) -> None:
+    sent = plan(sizes, strategy, keep=keep)
+    chosen = select(sent, layers=4)
+    kept = chosen.kept
+    assert bool((kept.diff() > 0).all())
+    assert kept[: sizes[0]].tolist() == list(range(sizes[0])), "the system text stays whole"
+    assert int(kept[0]) >= 0
+    assert int(kept[-1]) < sent.question_start
+    for span in sent.spans[1:]:
+        assert bool(((kept >= span.start) & (kept < span.end)).any()), "every document keeps something"
+    assert bool(torch.isin(chosen.recomputed, kept).all())
+    assert chosen.slots == len(kept)
+
+
+@given(lengths)
+def test_keeping_everything_is_everything(sizes: list[int]) -> None:
+    assert select(plan(sizes, keep=1.0), 2).kept.tolist() == list(range(sum(sizes)))
+
+
+def test_keep_is_counted_in_blocks_of_each_document() -> None:
+    kept = select(plan([4, 8 * BLOCK], keep=0.5), 2).kept
+    assert len(kept) == 4 + 4 * BLOCK
+    assert kept[4] == 4, "the first block"
+    assert kept[-1] == 4 + 8 * BLOCK - 1, "and the last"
+
+
+def test_epic_recomputes_the_beginnings_of_documents_only() -> None:
+    assert select(plan([3, 10, 2], "epic", first=4), 2).recomputed.tolist() == [3, 4, 5, 6, 13, 14]
+
+
+@given(lengths, st.floats(0.01, 1.0), st.integers(0, 5))
+def test_random_draws_its_share_repeatably_and_never_from_the_system_text(sizes: list[int], share: float, seed: int) -> None:
+    sent = plan(sizes, "random", share=share, seed=seed)
+    first, again = select(sent, 2).recomputed, select(sent, 2).recomputed
+    assert torch.equal(first, again)
+    documents = sum(sizes[1:])
+    assert len(first) == min(documents, max(1, round(share * documents)))
+    assert int(first.min()) >= sizes[0]
+
+
+def test_layers_may_keep_different_tokens_but_as_many() -> None:
+    chosen = select(plan([4, 4], kept=[[0, 1, 5], [2, 3, 7]]), layers=2)
+    assert chosen.kept.shape == (2, 3)
+    with pytest.raises(PlanError, match="2 rows, the model 3 layers"):
+        select(plan([4, 4], kept=[[0, 1, 5], [2, 3, 7]]), layers=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "says"),
+    [
+        ("concat", {"keep": 0}, "keep must be"),
+        ("concat", {"keep": True}, "keep must be"),
+        ("concat", {"kept": [[0, 1], [2]]}, "equally long"),
+        ("concat", {"kept": [3, 2]}, "ascending"),
+        ("concat", {"kept": [0, 99]}, "below 8"),
+        ("concat", {"recompute": "some"}, "'all' or a list"),
+        ("concat", {"recompute": [99]}, "below 8"),
+        ("concat", {"rotate": "no"}, "true or false"),
+        ("concat", {"depth": 1}, "no option depth"),
+        ("epic", {"first": 1.5}, "whole number"),
+        ("random", {"seed": -1}, "at least 0"),
+        ("nothing", {}, "one of cacheblend, concat, epic, random"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(strategy: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        select(plan([4, 4], strategy, **options), layers=2)
+
+
+def test_every_registered_strategy_has_a_description() -> None:
+    from sglang_ext.context import strategies
+
+    assert names() == ("cacheblend", "concat", "epic", "random")
+    assert all(strategies._registry[name].__doc__ for name in names())
+
+
+@given(st.lists(st.integers(0, 2**31), max_size=20), st.text(max_size=8), st.text(max_size=8))
+def test_keys_depend_on_namespace_model_and_tokens(ids: list[int], namespace: str, model: str) -> None:
+    key = document_key(namespace, model, ids)
+    assert len(key) == 32
+    others = {
+        document_key(namespace + "x", model, ids),
+        document_key(namespace, model + "x", ids),
+        document_key(namespace, model, [*ids, 1]),
+    }
+    assert key not in others
+    assert len(others) == 3
+
+
+def test_a_report_survives_its_journey() -> None:
+    report = ContextReport("epic", 100, 90, 16, {"device": 50, "host": 40}, 1.5, 0.0, 2.5)
+    assert ContextReport.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["by_tier"] == {"device": 50, "host": 40}
+
+
+@given(st.integers(0, 100_000), st.integers(-50_000, 50_000), st.sampled_from([True, False]), st.integers(0, 2**31))
+def test_rotations_add_up(position: int, shift: int, neox: bool, seed: int) -> None:
+    """Rotating by a, then by b, is rotating by a + b: what lets cached keys move."""
+    torch.manual_seed(seed)
+    rotation = Rotation(1.0 / (10000.0 ** (torch.arange(0, 16, 2) / 16)), 16, neox=neox)
+    k = torch.randn(3, 2, 24)
+    moved = rotation.rotate(rotation.rotate(k, torch.full((3,), position)), torch.full((3,), shift))
+    torch.testing.assert_close(moved, rotation.rotate(k, torch.full((3,), position + shift)), rtol=1e-4, atol=1e-4)
+    assert torch.equal(moved[..., 16:], k[..., 16:]), "dimensions beyond the rotary ones stay"
