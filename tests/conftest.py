@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import settings
 # No deadline: two busy cores make any example slow once.
 settings.register_profile("suite", deadline=None, max_examples=40)
 settings.load_profile("suite")
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads of several processes on few cores are 10 times slower
@@ -38,10 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_settings_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ragserve.toml in the working directory would change the defaults."""
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
-    yield
 
 
 @pytest.fixture(scope="session")
