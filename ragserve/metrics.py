@@ -22,9 +22,7 @@ class Metrics:
         self.query_stage = Histogram(
             "ragserve_query_stage_seconds", "Seconds per stage: embed, search, prompt, ttft, total.", ["stage"], buckets=_SECONDS
         )
-        self.tokens = Counter(
-            "ragserve_tokens", "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.", ["kind"]
-        )
+        self.tokens = Counter("ragserve_tokens", "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.", ["kind"])
         self.aborted = Counter("ragserve_queries_aborted", "Queries whose client went away before the end.")
         self.in_flight = Gauge("ragserve_queries_in_flight", "Queries being answered.", multiprocess_mode="livesum")
         self.ingested = Counter("ragserve_ingested_files", "Files by outcome: indexed, unchanged, failed, removed.", ["outcome"])
