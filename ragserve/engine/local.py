@@ -226,6 +226,7 @@ def server_args(settings: Settings) -> Any:
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,  # nothing to overlap with: CPU streams do nothing
+            "sleep_on_idle": True,  # SGLang polls when it has nothing to do, which takes a core from everyone else
         }
         if settings.dtype == "auto":
             options["dtype"] = "float32"
