@@ -64,10 +64,11 @@ def test_a_crash_is_reported_with_its_signal(tokenizer: TokenizerSource, documen
 def test_a_file_that_needs_too_much_memory_fails_alone(tokenizer: TokenizerSource, document: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.txt"
     big.write_text("🙂 a few words. " * 3_000_000)
-    with process(tokenizer, memory_bytes=600 * 2**20) as parser:
+    with process(tokenizer, memory_bytes=600 * 2**20, timeout_s=10.0) as parser:
         result = parser.parse(request(big))
         assert isinstance(result, Failed)
-        assert result.code in {"memory", "crash"}  # Rust and C++ libraries abort where Python raises MemoryError
+        # Rust and C++ libraries abort where Python raises MemoryError; some allocators search for room until the time is up.
+        assert result.code in {"memory", "crash", "timeout"}
         assert isinstance(parser.parse(request(document)), ParsedFile)
 
 
