@@ -6,6 +6,9 @@ CPU-only machine must be prepared before (see `compat`); these live here, so the
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
 from typing import Any
 
 from sglang_ext.compat import prepare
@@ -26,7 +29,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """SGLang's detokenizer."""
+    """SGLang's detokenizer, ended with its parent also where that dies while the engine is still starting."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)
