@@ -355,9 +355,7 @@ class ContextRuntime:
                 self.tree.remove_key(key)
         if "host" in tiers:
             self.tiers.flush(30)
-            budget = self.tiers.stat()["host"]["budget_bytes"]
-            self.tiers.set_budget(host_bytes=0)
-            self.tiers.set_budget(host_bytes=budget)
+            self.tiers.drop_host()
 
     def sweep(self) -> None:
         """Free removed documents whose last reader has gone, and forget whose those were that the tree has evicted."""
