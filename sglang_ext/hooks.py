@@ -19,6 +19,11 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req": ("self", "req", "has_chunked_req", "truncation_align_size"),
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": ("self", "batch", "forward_batch"),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("batch", "model_runner"),
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill": (
+        "self",
+        "batch",
+        "result",
+    ),
     "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
@@ -26,7 +31,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 
-TARGETS = tuple(SIGNATURES)[:5]  # those that are hooked; the others are methods that our cache overrides or calls
+TARGETS = tuple(SIGNATURES)[:6]  # those that are hooked; the others are methods that our cache overrides or calls
 
 _runtime: Any = None
 
@@ -77,15 +82,24 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    if _runtime is not None and batch is not None and batch.forward_mode.is_extend():
-        _runtime.before_forward(batch)
-    return original(worker, batch, *args, **kwargs)
+    if _runtime is None or batch is None or not batch.forward_mode.is_extend():
+        return original(worker, batch, *args, **kwargs)
+    _runtime.before_forward(batch)
+    result = original(worker, batch, *args, **kwargs)
+    _runtime.after_forward()
+    return result
 
 
 def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
     if _runtime is not None:
         _runtime.shift_positions(result)
     return result
+
+
+def _around_result(original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+    if _runtime is not None:
+        _runtime.before_result(batch)
+    return original(processor, batch, result, *args, **kwargs)
 
 
 def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -103,6 +117,13 @@ def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any)
 
 
 def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
-    hooks: tuple[Callable[..., Any], ...] = (_after_request, _around_admission, _around_forward, _after_batch, _around_control)
-    kinds = ("after", "around", "around", "after", "around")
+    hooks: tuple[Callable[..., Any], ...] = (
+        _after_request,
+        _around_admission,
+        _around_forward,
+        _after_batch,
+        _around_result,
+        _around_control,
+    )
+    kinds = ("after", "around", "around", "after", "around", "around")
     return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -123,6 +123,7 @@ class ContextReport:
     compose_ms: float
     load_ms: float
     recompute_ms: float
+    extend_ms: float = 0.0  # the forward pass of the question, or of its first chunk, and of the requests beside it
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from sglang_ext.context.clock import StageClock
+from sglang_ext.context.gather import Filling, Gather, Ints, needed_blocks
 from sglang_ext.context.recompute import RecomputeJob, recompute
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Selection
-from sglang_ext.protocol import ContextPlan, ContextReport, Span
+from sglang_ext.protocol import ContextPlan, ContextReport
 
 
 @dataclass(slots=True)
@@ -26,10 +28,10 @@ class DeviceSource:
 
 @dataclass(slots=True)
 class HostSource:
-    """A document in host pages: page numbers int64 [blocks], pinned meanwhile; bytes that had to come from disk for it."""
+    """A document in host pages, pinned meanwhile: page numbers int64 [blocks], -1 where none is needed; whether they came from disk."""
 
     key: str
-    pages: torch.Tensor
+    pages: Ints
     from_disk: bool = False
 
 
@@ -43,14 +45,24 @@ class ComposedContext:
     selection: Selection
     sources: list[DeviceSource | HostSource] = field(default_factory=list)
     tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
+    _blocks: list[Ints] | None = None
     filled: bool = False
-    report: ContextReport | None = None
+    clock: StageClock | None = None  # of the batch that filled it, until its report is written
+    by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by the tier that they came from
+    recomputed: int = 0
     waiting_since: float | None = None
     load_ms: float = 0.0
 
     @property
     def slots(self) -> int:
         return self.selection.slots
+
+    def blocks(self, number: int, block: int) -> Ints:
+        """Blocks of ``block`` tokens of document ``number`` that any layer keeps a token of, ascending."""
+        if self._blocks is None:
+            starts, ends = (np.array(values, dtype=np.int64) for values in zip(*((s.start, s.end) for s in self.plan.spans), strict=True))
+            self._blocks = needed_blocks(self.selection.kept.numpy(), starts, ends, block)
+        return self._blocks[number]
 
     @property
     def delta(self) -> int:
@@ -59,112 +71,78 @@ class ComposedContext:
 
 
 class Composer:
-    """Works on the KV pool of one rank. Called on the stream of the forward pass."""
+    """Works on the KV pool of one rank. Called on the stream of the forward pass; nothing here waits for the device."""
 
     def __init__(self, model_runner: Any, rotation: Rotation, tiers: Any, block: int) -> None:
         self._runner = model_runner
-        self._rotation = rotation
-        self._tiers = tiers
-        self._block = block
-        self._pool = model_runner.token_to_kv_pool
-        self._layers = model_runner.token_to_kv_pool.layer_num
         self._device = torch.device(model_runner.device)
+        self._gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
 
-    def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> None:
-        """Write the kept KV of each context into its slots int64 [S], recompute, and set the reports.
-
-        The reports' stage times are those until the work is launched: on CUDA it runs behind them, on a CPU it has run.
-        """
-        started = time.perf_counter()
-        for context, target in zip(contexts, slots, strict=True):
-            self._gather(context, target)
-        gathered = time.perf_counter()
+    def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> StageClock:
+        """Write the kept KV of each context into its slots int64 [S], recompute, and note in the contexts what was done and when."""
+        clock = StageClock(self._device)
+        self._gather([_filling(context, target) for context, target in zip(contexts, slots, strict=True)])
+        clock.mark("compose")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
         recompute(self._runner, [job for job in jobs if job is not None])
-        ended = time.perf_counter()
+        clock.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
-            by_tier = tokens_by_tier(context)
-            context.report = ContextReport(
-                strategy=context.plan.strategy,
-                document_tokens=context.plan.question_start - context.plan.spans[0].end,
-                kept=sum(by_tier.values()),
-                recomputed=0 if job is None or job.done is None else int((job.done >= context.plan.spans[0].end).sum()),
-                by_tier=by_tier,
-                compose_ms=(gathered - started) * 1e3,
-                load_ms=context.load_ms,
-                recompute_ms=(ended - gathered) * 1e3,
-            )
-
-    def _gather(self, context: ComposedContext, target: torch.Tensor) -> None:
-        kept = context.selection.kept
-        per_layer = kept.dim() == 2
-        for span, source in zip(context.plan.spans, context.sources, strict=True):
-            shift = span.start if context.selection.rotate else 0
-            for layers, positions in self._rows(kept, per_layer):
-                here = (positions >= span.start) & (positions < span.end)
-                destination, offsets = target[here.to(target.device)], positions[here] - span.start
-                if len(offsets):
-                    self._copy(source, layers, offsets, destination, shift)
-
-    def _rows(self, kept: torch.Tensor, per_layer: bool) -> list[tuple[range, torch.Tensor]]:
-        """(layers, positions) pairs that share positions."""
-        if per_layer:
-            return [(range(layer, layer + 1), kept[layer]) for layer in range(self._layers)]
-        return [(range(self._layers), kept)]
-
-    def _copy(self, source: DeviceSource | HostSource, layers: range, offsets: torch.Tensor, target: torch.Tensor, shift: int) -> None:
-        """Tokens ``offsets`` [n] of one document into slots ``target`` [n], keys moved by ``shift`` positions."""
-        shifts = torch.full((len(offsets),), shift, dtype=torch.int64, device=self._device)
-        if isinstance(source, DeviceSource):
-            taken = source.slots[offsets.to(source.slots.device)]
-        else:
-            blocks, place = torch.unique(offsets // self._block, return_inverse=True)
-            pages, taken = source.pages[blocks], (place * self._block + offsets % self._block).to(self._device)
-        for layer in layers:
-            keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
-            if isinstance(source, DeviceSource):
-                k, v = keys[taken], values[taken]
-            else:
-                whole = self._tiers.pool[:, layer].index_select(0, pages).to(self._device, non_blocking=True)
-                whole = whole.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, tokens of whole blocks, kv_heads, head_dim]
-                k, v = whole[0, taken], whole[1, taken]
-            keys[target] = self._rotation.rotate(k, shifts) if shift else k
-            values[target] = v
+            context.recomputed = 0 if job is None else job.recomputed
+            context.by_tier = tokens_by_tier(context)
+            context.clock = clock
+        return clock
 
     def _job(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
         selection = context.selection
-        n = context.plan.question_start
-        if selection.deviation_share is not None:
-            positions = torch.arange(n)
-        elif len(selection.recomputed):
-            positions = selection.recomputed
-        else:
+        choosing = selection.deviation_share is not None
+        positions = (selection.kept if choosing else selection.recomputed).numpy()
+        if not len(positions) or (choosing and len(context.plan.spans) == 1):
             return None
-        ids = torch.tensor(context.ids[:n], dtype=torch.int64)[positions]
-        job = RecomputeJob(
-            ids=ids.to(self._device),
-            positions=positions.to(self._device),
-            kept=selection.kept.to(self._device),
-            slots=target,
+        return RecomputeJob.plan(
+            np.frombuffer(context.ids, dtype=np.int64)[positions],
+            positions,
+            selection.kept.numpy(),
+            target,
+            first_document=context.plan.spans[0].end,
+            deviation_share=selection.deviation_share,
         )
-        if selection.deviation_share is not None:
-            job.deviation_share = selection.deviation_share
-            job.choosable = (positions >= context.plan.spans[0].end).to(self._device)
-        return job
+
+
+def _filling(context: ComposedContext, slots: torch.Tensor) -> Filling:
+    starts = np.array([span.start for span in context.plan.spans], dtype=np.int64)
+    return Filling(
+        kept=context.selection.kept.numpy(),
+        slots=slots,
+        starts=starts,
+        shifts=starts if context.selection.rotate else np.zeros_like(starts),
+        sources=[source.slots if isinstance(source, DeviceSource) else source.pages for source in context.sources],
+    )
+
+
+def report_of(context: ComposedContext) -> ContextReport:
+    """What was done for a request whose first forward pass has run."""
+    stages = context.clock.stages() if context.clock is not None else {}
+    return ContextReport(
+        strategy=context.plan.strategy,
+        document_tokens=context.plan.question_start - context.plan.spans[0].end,
+        kept=sum(context.by_tier.values()),
+        recomputed=context.recomputed,
+        by_tier=context.by_tier,
+        compose_ms=stages.get("compose", 0.0),
+        load_ms=context.load_ms,
+        recompute_ms=stages.get("recompute", 0.0),
+        extend_ms=stages.get("extend", 0.0),
+    )
 
 
 def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
     """Kept document tokens by the tier that their document came from (in the first layer, where layers keep different ones)."""
     kept = context.selection.kept if context.selection.kept.dim() == 1 else context.selection.kept[0]
+    spans = context.plan.spans
+    counts = np.diff(np.searchsorted(kept.numpy(), [*(span.start for span in spans), spans[-1].end]))
     tiers: dict[str, int] = {}
-    for span, source in zip(context.plan.spans[1:], context.sources[1:], strict=True):
+    for tokens, source in zip(counts[1:].tolist(), context.sources[1:], strict=True):
         tier = "device" if isinstance(source, DeviceSource) else "disk" if source.from_disk else "host"
-        tiers[tier] = tiers.get(tier, 0) + count_within(kept, span)
+        tiers[tier] = tiers.get(tier, 0) + tokens
     return tiers
-
-
-def count_within(positions: torch.Tensor, span: Span) -> int:
-    """How many of the ascending positions lie in the span."""
-    bounds = torch.searchsorted(positions, torch.tensor([span.start, span.end]))
-    return int(bounds[1] - bounds[0])

@@ -14,7 +14,7 @@ class ContextMetrics:
         from prometheus_client import Counter, Histogram
 
         self.stage = Histogram(
-            "ragserve_context_stage_seconds", "Seconds per stage: load, compose, recompute.", ["stage"], buckets=_SECONDS
+            "ragserve_context_stage_seconds", "Seconds per stage: load, compose, recompute, extend.", ["stage"], buckets=_SECONDS
         )
         self.requests = Counter("ragserve_contexts", "Composed requests by strategy.", ["strategy"])
         self.tokens = Counter(
@@ -26,8 +26,8 @@ class ContextMetrics:
         self.requests.labels(report.strategy).inc()
         for kind, n in (("whole", report.document_tokens), ("kept", report.kept), ("recomputed", report.recomputed)):
             self.tokens.labels(report.strategy, kind).inc(n)
-        for stage, ms in (("load", report.load_ms), ("compose", report.compose_ms), ("recompute", report.recompute_ms)):
-            self.stage.labels(stage).observe(ms / 1e3)
+        for stage in ("load", "compose", "recompute", "extend"):
+            self.stage.labels(stage).observe(getattr(report, f"{stage}_ms") / 1e3)
 
 
 @lru_cache(maxsize=1)

@@ -10,34 +10,85 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_ext.context.gather import Ints, upload
 from sglang_ext.context.rope import decoder_layers
+from sglang_ext.context.rows import PADDING_SLOT, Rows
 
 
 @dataclass(slots=True)
 class RecomputeJob:
-    """One request's part of a pass. Tensors on the model's device, int64.
+    """One request's part of a pass, R rows over S slots. Tensors on the model's device, int64; by layer, or once for all layers.
 
-    ``ids`` and ``positions`` [R], ascending: the rows. ``kept`` [S] or [layers, S]: positions of the slots. ``slots`` [S]: slot numbers.
-    ``deviation_share``: the rows are all context tokens, and from layer 1 on only the ``choosable`` ones ([R] bool) whose values differ
-    most from the cached ones go on. ``done`` afterwards holds the positions that were recomputed.
+    ``ids`` and ``positions`` [R], ascending: the rows. ``slots`` [S]. ``seen`` [layers or 1, R]: how many slots a row attends to, those of
+    positions up to its own. ``targets`` [layers or 1, R]: the slots that the rows' new K and V go to. ``alone`` bool [layers or 1, R]: rows
+    that a layer does not keep, which see themselves besides; None where every layer keeps every row.
+    ``choose``: from layer 1 on only so many of the rows from ``first_choosable`` on go on, those whose values differ most from the
+    cached ones. ``recomputed``: document tokens that are computed again.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    kept: torch.Tensor
     slots: torch.Tensor
-    deviation_share: float | None = None
-    choosable: torch.Tensor | None = None
-    done: torch.Tensor | None = None
+    seen: torch.Tensor
+    targets: torch.Tensor
+    alone: torch.Tensor | None
+    recomputed: int
+    choose: int | None = None
+    first_choosable: int = 0
 
-    def kept_at(self, layer: int) -> torch.Tensor:
-        return self.kept if self.kept.dim() == 1 else self.kept[layer]
+    @classmethod
+    def plan(
+        cls,
+        ids: Ints,
+        positions: Ints,
+        kept: Ints,
+        slots: torch.Tensor,
+        *,
+        first_document: int,
+        deviation_share: float | None = None,
+    ) -> RecomputeJob:
+        """``ids``, ``positions`` [R] and ``kept`` [S] or [layers, S] on the host; documents begin at position ``first_document``.
+
+        With ``deviation_share`` that share of the document rows is chosen in the pass; ``kept`` must then hold every row.
+        """
+        device = slots.device
+        kept = np.atleast_2d(kept)
+        place = np.stack([np.searchsorted(row, positions) for row in kept])
+        clipped = np.minimum(place, kept.shape[1] - 1)
+        found: npt.NDArray[np.bool_] = (place < kept.shape[1]) & (np.take_along_axis(kept, clipped, 1) == positions)
+        documents = int((positions >= first_document).sum())
+        choose = None
+        if deviation_share is not None:
+            if not found.all():
+                raise ValueError("rows can be chosen by deviation only among tokens that are kept in every layer")
+            choose = min(documents, max(1, round(deviation_share * documents))) if documents else 0
+        targets = slots[upload(clipped, device)]
+        absent = None if found.all() else upload(~found, device)
+        if absent is not None:
+            targets = targets.masked_fill(absent, PADDING_SLOT)
+        return cls(
+            ids=upload(ids, device),
+            positions=upload(positions, device),
+            slots=slots,
+            seen=upload(place + found, device),
+            targets=targets,
+            alone=absent,
+            recomputed=documents if choose is None else choose,
+            choose=choose,
+            first_choosable=len(positions) - documents,
+        )
+
+    def narrow(self, rows: torch.Tensor) -> None:
+        """Go on with these rows, int64 ascending, only."""
+        self.ids, self.positions, self.choose = self.ids[rows], self.positions[rows], None
+        self.seen, self.targets = self.seen[:, rows], self.targets[:, rows]
 
 
-class _Rows:
+class _Pass:
     """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the composed slots itself."""
 
     def __init__(self, model_runner: Any, jobs: Sequence[RecomputeJob]) -> None:
@@ -45,117 +96,71 @@ class _Rows:
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._tp_group = model_runner.tp_group
         self._jobs = jobs
-        self.counts = [len(job.positions) for job in jobs]
-        self.survivors: list[torch.Tensor] | None = None  # per job, bool over its rows: who goes on after layer 1
+        self._rows = Rows.of(jobs)
+        self.going_on: torch.Tensor | None = None  # after layer 1: the rows that go on, where some do not
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any) -> torch.Tensor:
         """q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] of all jobs, one after the other."""
         number = layer.layer_id
         keys, values = self.token_to_kv_pool.get_key_buffer(number), self.token_to_kv_pool.get_value_buffer(number)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.zeros_like(q)
-        survivors, start = [], 0
-        for job, count in zip(self._jobs, self.counts, strict=True):
-            rows = slice(start, start + count)
+        if number != 1 or all(job.choose is None for job in self._jobs):
+            return self._rows.step(number, q, k, v, keys, values, layer.scaling).flatten(1)
+        self.going_on = rows = self._choose(v, values)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        out[rows] = self._rows.step(number, q[rows], k[rows], v[rows], keys, values, layer.scaling)
+        return out.flatten(1)
+
+    def _choose(self, v: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """CacheBlend: narrow the jobs to the rows whose values, v [rows, kv_heads, head_dim], differ most from the cached ones.
+
+        The difference is squared and summed over all heads. Returns the rows of the pass that are left, int64 ascending.
+        """
+        left, start = [], 0
+        for job in self._jobs:
+            count = len(job.positions)
+            rows = torch.arange(count, device=v.device)
+            if job.choose is not None:
+                cached = values[job.targets[0, job.first_choosable :]]
+                deviation = (v[start + job.first_choosable : start + count].float() - cached.float()).square().sum((1, 2))
+                if self._tp_group is not None and self._tp_group.world_size > 1:
+                    deviation = self._tp_group.all_reduce(deviation)  # every rank must choose the same rows
+                rows = deviation.topk(job.choose).indices.sort().values + job.first_choosable
+                job.narrow(rows)
+            left.append(rows + start)
             start += count
-            live = torch.ones(count, dtype=torch.bool, device=q.device)
-            if number == 1 and job.deviation_share is not None:
-                live = self._most_deviating(job, v[rows], values)
-            survivors.append(live)
-            # Layer 0 depends on a token alone: what is cached there is exact, and a pass that still chooses must not write yet.
-            write = number > 0 or job.deviation_share is None
-            out[rows] = self._attend(job, number, q[rows], k[rows], v[rows], keys, values, live, layer.scaling, write=write)
-        if number == 1:
-            self.survivors = survivors
-        return out.view(out.shape[0], -1)
-
-    def _attend(
-        self,
-        job: RecomputeJob,
-        number: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        live: torch.Tensor,
-        scaling: float,
-        *,
-        write: bool,
-    ) -> torch.Tensor:
-        positions, kept = job.positions[live], job.kept_at(number)
-        place = torch.searchsorted(kept, positions)
-        found = (place < len(kept)) & (kept[place.clamp(max=len(kept) - 1)] == positions)
-        if write:
-            target = job.slots[place[found]]
-            keys[target], values[target] = k[live][found].to(keys.dtype), v[live][found].to(values.dtype)
-        k_all, v_all = keys[job.slots].to(q.dtype), values[job.slots].to(q.dtype)
-        mask = kept[None, :] <= positions[:, None]  # [rows, S]: a prefix per row
-        if not bool(found.all()):  # a row that this layer does not keep still sees itself
-            k_all, v_all = torch.cat((k_all, k[live])), torch.cat((v_all, v[live]))
-            mask = torch.cat((mask, torch.diag(~found)), dim=1)
-        attended = scaled_dot_product_attention(
-            q[live].transpose(0, 1)[None],
-            k_all.transpose(0, 1)[None],
-            v_all.transpose(0, 1)[None],
-            attn_mask=mask,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        out = torch.zeros_like(q)
-        out[live] = attended[0].transpose(0, 1)
-        return out
-
-    def _most_deviating(self, job: RecomputeJob, v: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Bool [rows]: the share of the choosable rows with the largest squared difference to the cached values, over all heads."""
-        if job.choosable is None or job.deviation_share is None:
-            return torch.ones(len(v), dtype=torch.bool, device=v.device)
-        place = torch.searchsorted(job.kept_at(1), job.positions)
-        deviation = (v.float() - values[job.slots[place]].float()).square().sum((1, 2))
-        if self._tp_group is not None and self._tp_group.world_size > 1:
-            deviation = self._tp_group.all_reduce(deviation)  # every rank must choose the same rows
-        deviation = deviation.masked_fill(~job.choosable, -1.0)
-        n = int(job.choosable.sum())
-        count = min(n, max(1, round(job.deviation_share * n))) if n else 0
-        live = torch.zeros(len(v), dtype=torch.bool, device=v.device)
-        live[deviation.topk(count).indices] = True
-        return live
+        self._rows = Rows.of(self._jobs)
+        return torch.cat(left)
 
 
 @torch.no_grad()
 def recompute(model_runner: Any, jobs: Sequence[RecomputeJob]) -> None:
-    """Run the jobs' rows through all layers in one pass; sets each job's ``done``. Their slots must hold the composed KV."""
+    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    jobs = [job for job in jobs if len(job.positions)]
     if not jobs:
         return
     model = model_runner.model
-    backend: Any = _Rows(model_runner, jobs)
+    backend: Any = _Pass(model_runner, jobs)
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
-    batch = _forward_batch(model_runner, ids, positions)
+    batch = _forward_batch(ids, positions)
     hidden, residual = model.model.embed_tokens(ids), None
     with forward_context(ForwardContext(attn_backend=backend)):
         for number, layer in enumerate(decoder_layers(model)):
             hidden, residual = layer(positions, hidden, batch, residual)
-            if number == 1 and any(job.deviation_share is not None for job in jobs):
-                live = torch.cat(backend.survivors)
-                for job, mine in zip(jobs, backend.survivors, strict=True):
-                    job.ids, job.positions, job.deviation_share = job.ids[mine], job.positions[mine], None
-                backend.counts = [len(job.positions) for job in jobs]
-                ids, positions, hidden = ids[live], positions[live], hidden[live]
-                residual = residual[live] if residual is not None else None
-                batch = _forward_batch(model_runner, ids, positions)
-    for job in jobs:
-        job.done = job.positions
+            if number == 1 and backend.going_on is not None:
+                rows = backend.going_on
+                ids, positions, hidden = ids[rows], positions[rows], hidden[rows]
+                residual = residual[rows] if residual is not None else None
+                batch = _forward_batch(ids, positions)
 
 
-def _forward_batch(model_runner: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+def _forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
     """What decoder layers and communicators read of a batch; slots and rows belong to the pass, not to SGLang's pools."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     n, device = len(ids), ids.device
-    lengths = torch.tensor([n], dtype=torch.int32, device=device)
+    lengths = torch.full((1,), n, dtype=torch.int32, device=device)
     batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=1,

@@ -38,7 +38,11 @@ class Rotation:
 
     def rotate(self, k: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
         """k [tokens, heads, head_dim] moved by shifts int64 [tokens] positions; computed in fp32, returned in k's dtype."""
-        cos, sin = (part[:, None, :] for part in self.angles(shifts))
+        return self.turn(k, *self.angles(shifts))
+
+    def turn(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """k [tokens, heads, head_dim] rotated by angles whose cos and sin are given, [tokens, rotary_dim / 2] each."""
+        cos, sin = cos[:, None, :], sin[:, None, :]
         turned, rest = k[..., : self.rotary_dim].float(), k[..., self.rotary_dim :]
         if self.neox:
             a, b = turned.chunk(2, dim=-1)

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource, HostSource
+from sglang_ext.context.clock import StageClock
+from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource, HostSource, report_of
 from sglang_ext.context.metrics import context_metrics
 from sglang_ext.context.rope import UnsupportedRope, rotation_of
 from sglang_ext.context.strategies import select
@@ -52,6 +54,7 @@ class ContextRuntime:
         # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests, written each time a row is taken.
         self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
         self._held: list[tuple[Any, list[ComposedContext]]] = []  # (event, contexts) whose host pages a running copy still reads
+        self._clock: StageClock | None = None  # of the batch whose forward pass is being run
         self._namespaces: dict[str, str] = {}  # of documents on the device
         self._doomed: set[str] = set()  # removed while a running request held them: gone for everyone else, freed when it ends
         self._composer: Composer | None = None
@@ -175,7 +178,7 @@ class ContextRuntime:
         missing: list[int] = []
         loading = False
         for i, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True)):
-            found = self._find(context, span, key)
+            found = self._find(context, i, span, key)
             if found == "loading":
                 loading = True
             elif found is None:
@@ -192,7 +195,7 @@ class ContextRuntime:
             context.waiting_since = None
         return []
 
-    def _find(self, context: ComposedContext, span: Span, key: str) -> Any:
+    def _find(self, context: ComposedContext, number: int, span: Span, key: str) -> Any:
         if key in self._doomed:
             return None
         ids = context.ids[span.start : span.end]
@@ -202,8 +205,8 @@ class ContextRuntime:
         resident = self.tiers.lookup(key, ids, context.plan.namespace, count=context.waiting_since is None)
         if resident is None:
             return None
-        blocks = self._needed_blocks(context, span)
-        absent = [b for b in blocks.tolist() if not bool(resident.blocks_on_host[b])]
+        blocks = context.blocks(number, self._block)
+        absent = blocks[~resident.blocks_on_host.numpy()[blocks]].tolist()
         if absent:
             ticket = context.tickets.get(key)
             if ticket is None:
@@ -217,8 +220,8 @@ class ContextRuntime:
             return "loading"
         from_disk = key in context.tickets
         self.tiers.pin(key)
-        pages = torch.full((-(-len(ids) // self._block),), -1, dtype=torch.int64)
-        pages[blocks] = self.tiers.pages(key, blocks.tolist())
+        pages = np.full(-(-len(ids) // self._block), -1, dtype=np.int64)
+        pages[blocks] = self.tiers.pages(key, blocks.tolist()).numpy()
         return HostSource(key, pages, from_disk)
 
     def _on_device(self, key: str, ids: array[int]) -> DeviceSource | None:
@@ -231,12 +234,6 @@ class ContextRuntime:
             return None
         self.tree.inc_lock_ref(match.last_device_node)
         return DeviceSource(match.device_indices, match.last_device_node)
-
-    def _needed_blocks(self, context: ComposedContext, span: Span) -> torch.Tensor:
-        """Blocks of a document that any layer keeps a token of, int64 ascending."""
-        kept = context.selection.kept.flatten()
-        inside = kept[(kept >= span.start) & (kept < span.end)] - span.start
-        return torch.unique(inside // self._block)
 
     def _unlock(self, context: ComposedContext) -> None:
         for source in context.sources:
@@ -268,12 +265,23 @@ class ContextRuntime:
         table = self.tree.req_to_token_pool.req_to_token
         slots = [table[r.req_pool_idx, : r.ragserve.slots].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
-        self._composer.fill(contexts, slots)
-        for r in new:
-            report = r.ragserve.report
-            r.customized_info = {PLAN_FIELD: [report.to_json()]}
-            context_metrics().observe(report)
+        self._clock = self._composer.fill(contexts, slots)
         self._hold(contexts)
+
+    def after_forward(self) -> None:
+        """The extend batch's forward pass has run, or, on CUDA, has been launched."""
+        if self._clock is not None:
+            self._clock.mark("extend")
+            self._clock = None
+
+    def before_result(self, batch: Any) -> None:
+        """SGLang is about to wait for an extend batch's tokens: what was composed for it has run by then, and goes out with them."""
+        for r in batch.reqs:
+            if is_composed(r) and r.ragserve.clock is not None:
+                report = report_of(r.ragserve)
+                r.ragserve.clock = None
+                r.customized_info = {PLAN_FIELD: [report.to_json()]}
+                context_metrics().observe(report)
 
     def _hold(self, contexts: list[ComposedContext]) -> None:
         """Unlock device documents (later writes to their slots are behind us on the stream); host pages when the copies have run."""

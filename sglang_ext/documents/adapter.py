@@ -38,7 +38,7 @@ def by_pool_index(config: DiskConfig) -> bool:
 class HostPoolView:
     """Our host pool as SGLang's backends see a host pool: pages in page-first order, a token's index = page * page_size + offset.
 
-    A page's two halves take the places of its K and V: to a backend they are bytes.
+    A page's two halves are its K and its V, each over all layers.
     """
 
     layout = "page_first_direct"

@@ -39,6 +39,8 @@ def create_cache(context: Any) -> Any:
     config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
     runner = context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        raise ValueError("the ragserve cache needs KV laid out token by token: unset SGLANG_USE_HND_KVCACHE")
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
     fingerprint = model_fingerprint(args.model_path, f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}")
     folder = config.get("disk_dir")

@@ -255,15 +255,15 @@ def _follows(values: Sequence[int], at: int, count: int) -> bool:
 
 
 def _arrange(target: torch.Tensor, shape: KvShape, k: torch.Tensor, v: torch.Tensor) -> None:
-    """k, v [layers, n, kv_heads, head_dim] into target [pages, layers, 2, kv_heads, block, head_dim]."""
+    """k, v [layers, n, kv_heads, head_dim] into target [pages, 2, layers, kv_heads, block, head_dim]."""
     whole = k.shape[1] // shape.block
     for index, source in enumerate((k, v)):
         if whole:
             cut = source[:, : whole * shape.block].unflatten(1, (whole, shape.block))
-            target[:whole, :, index].copy_(cut.permute(1, 0, 3, 2, 4))
+            target[:whole, index].copy_(cut.permute(1, 0, 3, 2, 4))
         rest = source[:, whole * shape.block :]
         if rest.shape[1]:
-            target[whole, :, index, :, : rest.shape[1]].copy_(rest.transpose(1, 2))
+            target[whole, index, :, :, : rest.shape[1]].copy_(rest.transpose(1, 2))
 
 
 def _register(pool: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Page format, version 1: a document's record, and the check of each of its pages. No torch, no SGLang: the CLI reads it too.
+"""Page format, version 2: a document's record, and the check of each of its pages. No torch, no SGLang: the CLI reads it too.
 
 A document file is its record, padded to 4,096 bytes, and then its pages, each ``page_bytes``. Other storage backends keep the record as
 a value of its own. Integers are little-endian; README.md has the table.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAGIC = b"RSKVDOC\0"
-VERSION = 1
+VERSION = 2
 ALIGN = 4096
 _FIXED = struct.Struct("<8sIIII32s32sIIIIIIIIQHHI")
 FIXED_BYTES = _FIXED.size

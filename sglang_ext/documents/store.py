@@ -79,7 +79,7 @@ class TierStore:
 
     @property
     def pool(self) -> torch.Tensor:
-        """[pages, layers, 2 (K, V), kv_heads, block, head_dim], the same memory for the store's life."""
+        """[pages, 2 (K, V), layers, kv_heads, block, head_dim], the same memory for the store's life."""
         return self._tiers.host.pool
 
     # finding

@@ -47,8 +47,8 @@ class KvShape:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, 2 (K, V), kv_heads, block, head_dim]: one head's block of one layer is contiguous."""
-        return (self.layers, 2, self.kv_heads, self.block, self.head_dim)
+        """[2 (K, V), layers, kv_heads, block, head_dim]: K first, then V; one head's block of one layer is contiguous."""
+        return (2, self.layers, self.kv_heads, self.block, self.head_dim)
 
     @property
     def page_bytes(self) -> int:

@@ -127,6 +127,21 @@ def test_all_rows_to_the_end_is_dense_attention(device: torch.device) -> None:
     assert_close(got, attention64(case.q, case.k[slots], case.v[slots])[0], torch.float32)
 
 
+@pytest.mark.parametrize("naive", [False, True], ids=["triton", "naive"])
+def test_log_sum_exp_of_every_row(device: torch.device, naive: bool) -> None:
+    case = make(device, [(5, 63), (3, 4)])
+    case.row_len[0] = 0
+    lse = poisoned(8, 4, dtype=torch.float32, device=device)
+    with forced_naive(naive):
+        prefix_rows_attention(*case.args(), max_rows=5, scale=0.3, lse=lse)
+    for row in range(8):
+        start = int(case.slot_start[0 if row < 5 else 1])
+        own = case.slots[start : start + int(case.row_len[row])].long()
+        keys = case.k[own].double().repeat_interleave(2, 1)
+        want = (torch.einsum("hd,khd->hk", case.q[row].double(), keys) * 0.3).logsumexp(-1)
+        torch.testing.assert_close(lse[row].double(), want, rtol=2e-3, atol=2e-3)
+
+
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
     case = make(device, [(5, 40)])
     case.q.mul_(300)

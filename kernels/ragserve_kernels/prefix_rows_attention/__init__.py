@@ -33,6 +33,7 @@ def prefix_rows_attention(
     max_rows: int,
     scale: float | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one layer for all requests of a batch (SamKV section 3.3: slots are sorted by position, so causality is a length).
 
@@ -48,6 +49,8 @@ def prefix_rows_attention(
         max_rows: at least the most rows of any request (a launch size, known on the host; a captured graph keeps it).
         scale: of the scores; default ``1 / sqrt(head_dim)``.
         out: like ``q``, contiguous; allocated if left out.
+        lse: float32 ``[rows, query_heads]``, contiguous: if given, the natural log-sum-exp of each row's scaled scores is written there
+            (-inf for a row without slots), so that keys outside the pool can be folded in afterwards.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit. Slot values and lengths are not checked here.
@@ -80,6 +83,12 @@ def prefix_rows_attention(
     check_same_device(q, out=out)
     if not out.is_contiguous():
         raise ValueError("out is not contiguous.")
+    if lse is not None:
+        check_shape("lse", lse, tuple(q.shape[:2]))
+        check_dtype("lse", lse, (torch.float32,))
+        check_same_device(q, lse=lse)
+        if not lse.is_contiguous():
+            raise ValueError("lse is not contiguous.")
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     if not scale > 0:
@@ -89,7 +98,7 @@ def prefix_rows_attention(
     if use_triton(q):
         from ragserve_kernels.prefix_rows_attention.triton import prefix_rows_attention_triton
 
-        prefix_rows_attention_triton(q, k, v, slots, slot_start, row_start, row_len, out, max_rows=max_rows, scale=scale)
+        prefix_rows_attention_triton(q, k, v, slots, slot_start, row_start, row_len, out, lse, max_rows=max_rows, scale=scale)
     else:
-        prefix_rows_attention_naive(q, k, v, slots, slot_start, row_start, row_len, out, scale=scale, precision=torch.float32)
+        prefix_rows_attention_naive(q, k, v, slots, slot_start, row_start, row_len, out, lse, scale=scale, precision=torch.float32)
     return out

@@ -16,6 +16,7 @@ def prefix_rows_attention_naive(
     row_start: torch.Tensor,
     row_len: torch.Tensor,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
     *,
     scale: float,
     precision: torch.dtype = torch.float64,
@@ -32,5 +33,8 @@ def prefix_rows_attention_naive(
         values = v[own].to(precision).repeat_interleave(group, 1)
         scores = torch.einsum("rhd,khd->hrk", q[first:last].to(precision), keys) * scale
         beyond = torch.arange(len(own), device=q.device)[None, :] >= lengths[:, None]
-        weights = torch.softmax(scores.masked_fill(beyond, -math.inf), -1).nan_to_num(0.0)  # a row without keys: 0 / 0
+        scores = scores.masked_fill(beyond, -math.inf)
+        if lse is not None:
+            lse[first:last] = scores.logsumexp(-1).T
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)  # a row without keys: 0 / 0
         out[first:last] = torch.einsum("hrk,khd->rhd", weights, values).to(out.dtype)

@@ -77,6 +77,7 @@ def prefix_rows_attention_kernel(
     p_k,  # [slots, Hkv, D]
     p_v,
     p_out,  # [R, Hq, D], contiguous
+    p_lse,  # float32 [R, Hq], contiguous
     p_slots,
     p_slot_start,
     p_row_start,
@@ -95,6 +96,7 @@ def prefix_rows_attention_kernel(
     B_ROWS: tl.constexpr,
     B_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
 ):
     i_kv_head = tl.program_id(0)
     i_request = tl.program_id(1)
@@ -134,6 +136,9 @@ def prefix_rows_attention_kernel(
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_out = (i_row * QUERY_HEADS + i_head) * HEAD_DIM
     tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
+    if WRITE_LSE:
+        b_lse = tl.where(b_sum > 0, b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), -float("inf"))
+        tl.store(p_lse + i_row * QUERY_HEADS + i_head, b_lse * 0.6931471805599453, mask=m_q)
 
 
 def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) -> Tile:
@@ -159,6 +164,7 @@ def prefix_rows_attention_triton(
     row_start: torch.Tensor,
     row_len: torch.Tensor,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
     *,
     max_rows: int,
     scale: float,
@@ -177,6 +183,7 @@ def prefix_rows_attention_triton(
         k,
         v,
         out,
+        out if lse is None else lse,
         slots,
         slot_start,
         row_start,
@@ -195,6 +202,7 @@ def prefix_rows_attention_triton(
         B_ROWS=block_rows,
         B_KEYS=tile.keys,
         PRECISION=dot_precision(q.dtype),
+        WRITE_LSE=lse is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

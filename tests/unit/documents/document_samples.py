@@ -58,7 +58,7 @@ class Sample:
         for index, page in zip(blocks, store.pages(self.key, list(blocks)).tolist(), strict=True):
             n = min(block, self.meta.n_tokens - index * block)
             for half, source in enumerate((self.k, self.v)):
-                stored = store.pool[page][:, half].transpose(1, 2)  # [layers, block, kv_heads, head_dim]
+                stored = store.pool[page][half].transpose(1, 2)  # [layers, block, kv_heads, head_dim]
                 expected = source[:, index * block : index * block + n]
                 assert torch.equal(stored[:, :n].view(torch.uint8), expected.contiguous().view(torch.uint8))
                 assert not stored[:, n:].any()

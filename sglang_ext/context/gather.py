@@ -1,0 +1,186 @@
+"""Documents' kept KV into the slots of requests, keys moved to their places.
+
+All layers, documents and requests of a scheduler step are one launch of `rotate_gather` for what is on the device and one for what is in
+pinned host memory. Where that kernel does not run (CPU, head sizes and rotations that it does not know) torch copies layer by layer.
+
+A *run* is up to a block of consecutive tokens of one document that does not cross a block's end: what a program of the kernel moves, and
+what lies in one host page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ragserve_kernels import _common as kernels
+from ragserve_kernels import rotate_gather as op
+from sglang_ext.context.rope import Rotation
+
+Ints = npt.NDArray[np.int64]
+_Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """One request's part. ``kept``: int64 [S] or [layers, S], ascending positions in the prompt; ``slots``: int64 [S] on the device.
+
+    Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]`` positions, and ``sources[i]`` says
+    where it lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those not needed.
+    """
+
+    kept: Ints
+    slots: torch.Tensor
+    starts: Ints
+    shifts: Ints
+    sources: Sequence[torch.Tensor | Ints]
+
+
+class Gather:
+    """Copies into the KV pool of one rank, on the current stream."""
+
+    def __init__(self, pool: Any, rotation: Rotation, host: torch.Tensor, block: int) -> None:
+        """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim], pinned if the pool is on CUDA."""
+        self._pool = pool
+        self._rotation = rotation
+        self._host = host
+        self._block = block
+        self._layers = pool.layer_num
+        first = pool.get_key_buffer(0)
+        self._device = first.device
+        self._frequencies = rotation.frequencies.to(self._device)
+        self._kv: kernels.KVLayers | None = None
+        if kernels.use_triton(first) and rotation.neox and first.shape[-1] in kernels.HEAD_DIMS and first.dtype in kernels.FLOAT_DTYPES:
+            self._kv = kernels.KVLayers(pool.k_buffer, pool.v_buffer)
+
+    def __call__(self, fillings: Sequence[Filling]) -> None:
+        """Fill the slots of these requests, S of each."""
+        shifts = np.concatenate([filling.shifts for filling in fillings])
+        sources = [source for filling in fillings for source in filling.sources]
+        here = np.array([isinstance(source, torch.Tensor) for source in sources])
+        rows = _runs_of_layers(fillings, self._block)
+        slots = _joined([filling.slots for filling in fillings])
+        if here.any():
+            self._from_device(sources, shifts, [row[here[row[:, 0]]] for row in rows], slots)
+        if not here.all():
+            self._from_host(sources, shifts, [row[~here[row[:, 0]]] for row in rows], slots)
+
+    def _from_device(self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor) -> None:
+        there = [source for source in sources if isinstance(source, torch.Tensor)]
+        lengths = [len(source) if isinstance(source, torch.Tensor) else 0 for source in sources]
+        starts = upload(np.cumsum([0, *lengths[:-1]], dtype=np.int64), self._device)
+        taken = _joined(there)
+        if self._kv is not None:
+            self._launch(op.DeviceSource(self._kv, taken, starts), rows, shifts, slots)
+            return
+
+        def read(layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            slot = taken[starts[document] + token]
+            return self._pool.get_key_buffer(layer)[slot], self._pool.get_value_buffer(layer)[slot]
+
+        self._by_torch(read, rows, shifts, slots)
+
+    def _from_host(self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor) -> None:
+        """To the kernel every run is a document of one page, numbered over all layers."""
+        pages = [source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources]
+        first_page = np.cumsum([0, *(len(own) for own in pages[:-1])], dtype=np.int64)
+        runs = np.concatenate(rows)
+        of_run = np.concatenate(pages)[first_page[runs[:, 0]] + runs[:, 1] // self._block]
+        own_shifts = shifts[runs[:, 0]]
+        numbered, at = [], 0
+        for row in rows:
+            numbered.append(np.column_stack((np.arange(at, at + len(row)), row[:, 1] % self._block, row[:, 2:])))
+            at += len(row)
+        if self._kv is not None:
+            arena, half = self._host.view(-1), self._host[0].numel() // 2
+            base = upload(of_run * (2 * half), self._device)
+            capacity = torch.full_like(base, self._block)
+            source = op.HostSource(arena, arena[half:], base, capacity, self._layers, self._kv.kv_heads, self._kv.head_dim)
+            self._launch(source, numbered, own_shifts, slots)
+            return
+        page_of = torch.from_numpy(of_run)
+
+        def read(layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            page, token = page_of[document.cpu()], token.cpu()
+            k, v = (self._host[:, half, layer][page, :, token] for half in (0, 1))
+            return k.to(self._device), v.to(self._device)
+
+        self._by_torch(read, numbered, own_shifts, slots)
+
+    def _launch(self, source: op.DeviceSource | op.HostSource, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor) -> None:
+        if self._kv is None:
+            raise RuntimeError("the kernel does not fit this pool")
+        n = max(len(row) for row in rows)
+        moves = np.full((len(rows), n, 4), -1, dtype=np.int32)
+        for layer, row in enumerate(rows):
+            moves[layer, : len(row)] = row
+        on_device = upload(moves, self._device).expand(self._layers, -1, -1).contiguous()
+        op.rotate_gather(source, self._kv, on_device, slots, upload(shifts, self._device), self._frequencies, block_tokens=self._block)
+
+    def _by_torch(self, read: _Read, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor) -> None:
+        cos, sin = self._rotation.angles(torch.from_numpy(shifts).to(self._device))
+        for layer in range(self._layers):
+            if layer < len(rows):
+                document, token, place = (torch.from_numpy(column).to(self._device) for column in _tokens(rows[layer]))
+                target, turn = slots[place], (cos[document], sin[document])
+            k, v = read(layer, document, token)
+            self._pool.get_key_buffer(layer)[target] = self._rotation.turn(k, *turn)
+            self._pool.get_value_buffer(layer)[target] = v
+
+
+def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints]:
+    """Per document, its blocks that any layer keeps a token of, ascending; ``kept`` as in `Filling`, documents at starts:ends."""
+    counts = -(-(ends - starts) // block)
+    first = np.cumsum(counts) - counts
+    document = np.searchsorted(starts, kept, side="right") - 1
+    wanted = np.zeros(int(counts.sum()), dtype=bool)
+    wanted[first[document] + (kept - starts[document]) // block] = True
+    return [np.flatnonzero(part) for part in np.split(wanted, first[1:])]
+
+
+def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """To the device without waiting for it: through pinned memory, which torch keeps until the copy has run."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _runs_of_layers(fillings: Sequence[Filling], block: int) -> list[Ints]:
+    """Runs int64 [n, 4] of all requests, per layer, or once if it is the same in every layer.
+
+    Columns: document (numbered over all requests), first token in it, tokens, place in the joined slots.
+    """
+    layers = max(len(filling.kept) if filling.kept.ndim == 2 else 1 for filling in fillings)
+    parts: list[list[Ints]] = [[] for _ in range(layers)]
+    document = place = 0
+    for filling in fillings:
+        for layer, kept in enumerate(np.atleast_2d(filling.kept)):
+            runs = _runs(kept, filling.starts, block) + np.array([document, 0, 0, place])
+            for part in parts if filling.kept.ndim == 1 else parts[layer : layer + 1]:
+                part.append(runs)
+        document += len(filling.starts)
+        place += len(filling.slots)
+    return [np.concatenate(part) for part in parts]
+
+
+def _runs(kept: Ints, starts: Ints, block: int) -> Ints:
+    document = np.searchsorted(starts, kept, side="right") - 1
+    token = kept - starts[document]
+    begins = np.ones(len(kept), dtype=bool)
+    begins[1:] = (kept[1:] - kept[:-1] != 1) | (token[1:] % block == 0)  # a document's first token is one of those
+    at = np.flatnonzero(begins)
+    return np.column_stack((document[at], token[at], np.diff(at, append=len(kept)), at))
+
+
+def _tokens(runs: Ints) -> tuple[Ints, Ints, Ints]:
+    """Document, token in it and place in the slots, int64 [tokens], of every token of the runs."""
+    document, first, count, place = runs.T
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(document, count), np.repeat(first, count) + within, np.repeat(place, count) + within
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,0 +1,155 @@
+"""Filling slots and the rows of the recompute pass: the kernels and the torch forwards against one token at a time in float64."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import assert_close
+
+from ragserve_kernels._common import forced_naive
+from sglang_ext.context.gather import Filling, Gather, needed_blocks
+from sglang_ext.context.recompute import RecomputeJob
+from sglang_ext.context.rope import Rotation
+from sglang_ext.context.rows import PADDING_SLOT, Rows
+
+LAYERS, HEADS, DIM, BLOCK = 2, 2, 64, 4
+ROTATION = Rotation(1.0 / (10000.0 ** (torch.arange(0, DIM, 2) / DIM)), DIM, neox=True)
+
+
+class Pool:
+    """As much of SGLang's pool as composing needs."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.layer_num = LAYERS
+        self.k_buffer, self.v_buffer = ([torch.randn(slots, HEADS, DIM, device=device) for _ in range(LAYERS)] for _ in "kv")
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self.k_buffer[layer]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self.v_buffer[layer]
+
+
+def moved(k: torch.Tensor, shift: int) -> torch.Tensor:
+    angle = shift * ROTATION.frequencies
+    a, b = k.double()[..., : DIM // 2], k.double()[..., DIM // 2 :]
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool, triton: bool) -> None:
+    pool = Pool(400, device)
+    host = torch.randn(40, 2, LAYERS, HEADS, BLOCK, DIM, pin_memory=device.type == "cuda")
+    free, pages = draw.sample(range(400), 400), draw.sample(range(40), 40)
+    fillings, wanted = [], []
+    for _ in range(draw.randint(1, 3)):
+        lengths = [draw.randint(1, 11) for _ in range(draw.randint(1, 4))]
+        starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        total = sum(lengths)
+        count = draw.randint(1, total)
+        rows = [sorted(draw.sample(range(total), count)) for _ in range(LAYERS if per_layer else 1)]
+        kept = np.array(rows if per_layer else rows[0], dtype=np.int64)
+        ends = starts + lengths
+        sources: list[Any] = []
+        for blocks, length in zip(needed_blocks(kept, starts, ends, BLOCK), lengths, strict=True):
+            if draw.random() < 0.5:
+                sources.append(torch.tensor([free.pop() for _ in range(length)], device=device))
+                continue
+            own = np.full(-(-length // BLOCK), -1, dtype=np.int64)
+            own[blocks] = [pages.pop() for _ in blocks]
+            sources.append(own)
+        slots = torch.tensor([free.pop() for _ in range(count)], device=device)
+        fillings.append(Filling(kept, slots, starts, starts if draw.random() < 0.8 else np.zeros_like(starts), sources))
+    for filling in fillings:
+        for layer in range(LAYERS):
+            row = filling.kept if filling.kept.ndim == 1 else filling.kept[layer]
+            for position, slot in zip(row.tolist(), filling.slots.tolist(), strict=True):
+                i = int(np.searchsorted(filling.starts, position, side="right")) - 1
+                source, token = filling.sources[i], position - int(filling.starts[i])
+                if isinstance(source, torch.Tensor):
+                    k, v = pool.k_buffer[layer][source[token]], pool.v_buffer[layer][source[token]]
+                else:
+                    k, v = host[source[token // BLOCK], :, layer, :, token % BLOCK]
+                wanted.append((layer, slot, moved(k.cpu(), int(filling.shifts[i])), v.clone()))
+    written = torch.cat([filling.slots for filling in fillings]).tolist()
+    before = [[buffer.clone() for buffer in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
+    with forced_naive(not triton):
+        Gather(pool, ROTATION, host, BLOCK)(fillings)
+    for layer, slot, k, v in wanted:
+        assert_close(pool.k_buffer[layer][slot].cpu(), k, torch.float32)
+        assert torch.equal(pool.v_buffer[layer][slot].cpu(), v.cpu())
+    untouched = [slot for slot in range(400) if slot not in written]
+    for buffers, old in zip((pool.k_buffer, pool.v_buffer), before, strict=True):
+        assert all(torch.equal(now[untouched], was[untouched]) for now, was in zip(buffers, old, strict=True))
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("per_layer", [False, True], ids=["shared", "per-layer"])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**31 - 1))
+def test_kept_tokens_of_device_and_host_documents_reach_their_slots(device: torch.device, per_layer: bool, triton: bool, seed: int) -> None:
+    fill_and_check(device, random.Random(seed), per_layer=per_layer, triton=triton)
+
+
+def job(device: torch.device, draw: random.Random, slots: list[int], *, layers: int, rows: int, holes: bool) -> tuple[RecomputeJob, Any]:
+    """A job whose rows are all kept, or with ``holes`` any positions; and kept positions and rows, to compute the truth from."""
+    total = 2 * len(slots)
+    kept = np.array([sorted(draw.sample(range(total), len(slots))) for _ in range(layers)], dtype=np.int64)
+    everywhere = sorted(set.intersection(*(set(row.tolist()) for row in kept)))
+    positions = np.array(sorted(draw.sample(range(total) if holes else everywhere, rows)), dtype=np.int64)
+    own = torch.tensor(slots, device=device)
+    planned = RecomputeJob.plan(positions.copy(), positions, kept if layers > 1 else kept[0], own, first_document=0)
+    return planned, SimpleNamespace(kept=kept, positions=positions, slots=slots)
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("holes", [False, True], ids=["kept", "holes"])
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
+    device: torch.device, seed: int, layers: int, holes: bool, triton: bool
+) -> None:
+    draw = random.Random(seed)
+    pool = Pool(60, device)
+    free = draw.sample(range(1, 60), 59)
+    pairs = [job(device, draw, [free.pop() for _ in range(n)], layers=layers, rows=3, holes=holes) for n in (20, 25)]
+    rows = Rows.of([planned for planned, _ in pairs])
+    total = sum(len(case.positions) for _, case in pairs)
+    q, k, v = (torch.randn(total, heads, DIM, device=device) for heads in (2 * HEADS, HEADS, HEADS))
+    for layer in range(LAYERS):
+        keys, values = pool.k_buffer[layer], pool.v_buffer[layer]
+        before = keys.clone(), values.clone()
+        with forced_naive(not triton):
+            got = rows.step(layer, q, k, v, keys, values, 0.2)
+        at = 0
+        for _, case in pairs:
+            kept = case.kept[layer if layers > 1 else 0].tolist()
+            here = {position: at + i for i, position in enumerate(case.positions.tolist())}
+            k_of, v_of = {}, {}
+            for position, slot in zip(kept, case.slots, strict=True):
+                new = here.get(position)
+                k_of[position] = (before[0][slot] if new is None else k[new]).double().cpu()
+                v_of[position] = (before[1][slot] if new is None else v[new]).double().cpu()
+                assert torch.equal(keys[slot].cpu(), k_of[position].float())
+                assert torch.equal(values[slot].cpu(), v_of[position].float())
+            for position, row in here.items():
+                seen = [(k_of[p], v_of[p]) for p in kept if p <= position]
+                if position not in k_of:
+                    seen.append((k[row].double().cpu(), v[row].double().cpu()))
+                k_all, v_all = (torch.stack(part).repeat_interleave(2, 1) for part in zip(*seen, strict=True))
+                weights = torch.softmax((q[row].double().cpu() * k_all).sum(-1) * 0.2, 0)
+                assert_close(got[row].cpu(), (weights[..., None] * v_all).sum(0), torch.float32)
+            at += len(case.positions)
+        others = [slot for slot in range(60) if slot != PADDING_SLOT and all(slot not in case.slots for _, case in pairs)]
+        assert torch.equal(keys[others], before[0][others]), "only the jobs' slots and the padding slot are written"
+
+
+def test_rows_chosen_by_deviation_must_all_be_kept(device: torch.device) -> None:
+    ids, slots = np.arange(4), torch.arange(3, device=device)
+    with pytest.raises(ValueError, match="kept in every layer"):
+        RecomputeJob.plan(ids, ids, np.array([0, 1, 3]), slots, first_document=1, deviation_share=0.5)
