@@ -1,5 +1,6 @@
 """Document registry and vector indexes: SQLite holds everything, FAISS is derived from it. The README beside this file says how."""
 
+from ragserve_index.evictions import Eviction, EvictionLog
 from ragserve_index.filters import And, AnyFilter, Eq, Filter, In, Not, Or, Range, parse_filter
 from ragserve_index.jobs import JobStore
 from ragserve_index.store import IndexStore
@@ -24,6 +25,8 @@ __all__ = [
     "Chunk",
     "Document",
     "Eq",
+    "Eviction",
+    "EvictionLog",
     "Filter",
     "Hit",
     "In",

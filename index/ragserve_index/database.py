@@ -18,7 +18,7 @@ from threading import Lock
 
 from ragserve_index.errors import RagserveError, RegistryDamaged, StorageFull, Unavailable
 from ragserve_index.locks import CommitMark
-from ragserve_index.schema import APPLICATION_ID, SCHEMA_VERSION, TABLES
+from ragserve_index.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ class Database:
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif application != APPLICATION_ID:
             raise RegistryDamaged(f"{self.path} is an SQLite database, but not ragserve's.", hint="Use another --data-dir.")
+        elif version in MIGRATIONS:
+            for step in range(version, SCHEMA_VERSION):
+                for statement in MIGRATIONS[step].split(";\n"):
+                    connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            log.info("%s: the registry was brought from format %d to %d", self.path, version, SCHEMA_VERSION)
         elif version != SCHEMA_VERSION:
             raise RegistryDamaged(
                 f"{self.path} has registry format {version}, this ragserve reads format {SCHEMA_VERSION}.",

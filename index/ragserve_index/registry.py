@@ -15,6 +15,7 @@ import numpy as np
 
 from ragserve_index.batch import Prepared
 from ragserve_index.errors import InvalidRequest, NotFound
+from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
 from ragserve_index.structures.base import Ids
 from ragserve_index.types import Chunk, Document, NamespaceInfo
@@ -155,6 +156,7 @@ def write_documents(connection: sqlite3.Connection, ns: Namespace, batch: Sequen
             (*row, ns.id, first_id),
         )
         _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)
+        unlog_present(connection, ns.name, cursor.lastrowid or 0, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
         written.append(to_document(ns.name, row))
     _commit_version(connection, ns, version, changed, documents, chunks, tokens)
@@ -174,6 +176,7 @@ def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) 
 
 def _delete(connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str) -> tuple[int, int, float] | None:
     """(chunks, tokens, created_at) of what was removed."""
+    log_document(connection, ns.name, ns.id, doc_id)
     row = connection.execute(
         "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ? RETURNING first_id, n_chunks, n_tokens, created_at", (ns.id, doc_id)
     ).fetchone()

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-TABLES = """
+_EVICTIONS = """-- Texts that were removed and whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
+CREATE TABLE evictions (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, doc_id TEXT, title TEXT NOT NULL, text TEXT, created_at REAL NOT NULL
+);
+CREATE INDEX evictions_by_document ON evictions (namespace, doc_id);
+"""
+
+TABLES = (
+    """
 -- version grows by one with each committed change of the namespace's documents; changed counts the vectors ever added or removed.
 CREATE TABLE namespaces (
   id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, embedder TEXT NOT NULL, dim INTEGER NOT NULL,
@@ -62,6 +70,12 @@ CREATE TABLE job_items (
   size_bytes INTEGER NOT NULL DEFAULT 0, doc_id TEXT, UNIQUE (job_id, source)
 );
 CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, size_bytes);
+
 """
+    + _EVICTIONS
+)
+
+MIGRATIONS = {1: _EVICTIONS}
+"""What makes a registry of one format one of the next."""
 
 VECTORS_PER_ROW = 1024

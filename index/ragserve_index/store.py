@@ -14,6 +14,7 @@ from ragserve_index import files, registry, structures
 from ragserve_index.checks import check_namespace
 from ragserve_index.database import Database, is_full, storage_full
 from ragserve_index.errors import Conflict, InvalidRequest, NotFound, RegistryDamaged, Unavailable
+from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.gpu import ON_GPU, GpuMirror
 from ragserve_index.indexes import Indexes
@@ -104,6 +105,7 @@ class IndexStore:
         """Remove it with all its documents; what it was. Raises NotFound."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, name)
+            log_namespace(connection, name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
         self._indexes.forget(ns.id)
         files.index_path(self._directory, ns.id).unlink(missing_ok=True)

@@ -96,9 +96,8 @@ async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) 
 )
 async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
     """Queries that begin after the answer do not see it any more, and its KV is gone from every tier."""
-    chunks = await asyncio.to_thread(svc.store.document_chunks, where.namespace, doc_id)
     removed = await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id)
-    await svc.engine.forget(where.namespace, [svc.prompts.document_ids(chunk.title, chunk.text) for chunk in chunks])
+    await svc.evict()
     return _document(removed)
 
 
@@ -134,7 +133,7 @@ async def namespace(name: NamespaceName, svc: Svc) -> NamespaceView:
 async def drop(name: NamespaceName, svc: Svc) -> NamespaceView:
     """All its documents, chunks and vectors go, at once and for good, and all KV that was computed for it."""
     dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
-    await svc.engine.forget(name, None)
+    await svc.evict()
     return _namespace(dropped)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +13,9 @@ from fastapi import Depends, Request
 
 from ragserve.answer import Answerer, QueryLimiter
 from ragserve.config import Settings
-from ragserve.engine.base import Engine
+from ragserve.engine.base import Engine, EngineInfo
 from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.evictions import Evictor, clean_files, note_engine
 from ragserve.prompt import PromptBuilder
 from ragserve.retrieval.retriever import Retriever
 
@@ -42,6 +43,7 @@ class Services:
     runner: JobRunner
     limiter: QueryLimiter
     answerer: Answerer
+    evict: Callable[[], Coroutine[Any, Any, None]]  # the KV of all that has been removed so far, from every tier
 
     def check_question(self, question: str, history_length: int = 0, *, param: str = "query") -> None:
         """Raises InvalidRequest where a limit of the settings is exceeded."""
@@ -79,14 +81,41 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
         embedder = await embedder_loading
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
-        ingestor = Ingestor(settings, store, embedder, tokenizer=info.tokenizer)
+        evict = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info))
+        loop = asyncio.get_running_loop()
+        ingestor = Ingestor(
+            settings,
+            store,
+            embedder,
+            tokenizer=info.tokenizer,
+            evict=lambda: asyncio.run_coroutine_threadsafe(evict(), loop).result(),
+        )
         runner = JobRunner(ingestor)
         await asyncio.to_thread(runner.start)
         stack.push_async_callback(asyncio.to_thread, runner.stop)
         limiter = QueryLimiter(settings.max_concurrent_queries)
         answerer = Answerer(engine, retriever, prompts, limiter)
-        yield Services(settings, engine, store, ingestor.jobs, embedder, prompts, retriever, ingestor, runner, limiter, answerer)
+        yield Services(settings, engine, store, ingestor.jobs, embedder, prompts, retriever, ingestor, runner, limiter, answerer, evict)
         log.info("shutting down")
+
+
+@asynccontextmanager
+async def _evictions(
+    settings: Settings, store: IndexStore, engine: Engine, prompts: PromptBuilder, info: EngineInfo
+) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
+    """An engine of ours evicts at once and follows the log; with one elsewhere only files of earlier runs may be left to remove."""
+    if info.kind == "local":
+        await asyncio.to_thread(note_engine, settings, info.tokenizer)
+        evictor = Evictor(store, engine, prompts)
+        async with evictor.running():
+            yield evictor.drain
+    else:
+
+        async def clean() -> None:
+            await asyncio.to_thread(clean_files, settings, store)
+
+        await clean()
+        yield clean
 
 
 def load_embedder(settings: Settings) -> Embedder:

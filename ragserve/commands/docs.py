@@ -24,6 +24,8 @@ __all__ = ["register"]
 
 _NamespaceOption = Annotated[str, typer.Option("--namespace", "-n", help="Of the documents.")]
 _DataDirOption = Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")]
+_ModelOption = Annotated[str | None, typer.Option(help="Serving model, if no server has used the folder yet.")]
+_TokenizerOption = Annotated[str | None, typer.Option(help="Tokenizer where it differs from the model's.")]
 _JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else.")]
 
 
@@ -32,6 +34,7 @@ def register(app: typer.Typer) -> None:
     docs.command("ls")(ls)
     docs.command("show")(show)
     docs.command("rm")(rm)
+    docs.command("drop")(drop)
     app.add_typer(docs, name="docs")
 
 
@@ -86,8 +89,12 @@ def rm(
     namespace: _NamespaceOption = "default",
     as_json: _JsonOption = False,
     data_dir: _DataDirOption = None,
+    model: _ModelOption = None,
+    tokenizer: _TokenizerOption = None,
 ) -> None:
-    """Remove documents. Exits with 1 if one is not there; the others are removed all the same."""
+    """Remove documents, and what is cached of them. Exits with 1 if one is not there; the others are removed all the same."""
+    from ragserve.evictions import clean_files
+
     removed: list[Document] = []
     missing: list[str] = []
     with _store(data_dir) as store:
@@ -98,6 +105,7 @@ def rm(
                 if error.code == "namespace_not_found":
                     raise
                 missing.append(name)
+        clean_files(load_settings(data_dir=data_dir, model=model, tokenizer=tokenizer), store)
     if as_json:
         typer.echo(json.dumps({"removed": [_plain(document) for document in removed], "missing": missing}, indent=1, ensure_ascii=False))
     else:
@@ -107,6 +115,23 @@ def rm(
             typer.secho(f"not in namespace {namespace}: {name}", err=True, fg=typer.colors.RED)
     if missing:
         raise typer.Exit(1)
+
+
+def drop(
+    namespace: Annotated[str, typer.Argument(help="Which one.")],
+    as_json: _JsonOption = False,
+    data_dir: _DataDirOption = None,
+) -> None:
+    """Remove a namespace with all its documents, and what is cached of them."""
+    from ragserve.evictions import clean_files
+
+    with _store(data_dir) as store:
+        dropped = store.drop_namespace(namespace)
+        clean_files(load_settings(data_dir=data_dir), store)
+    if as_json:
+        typer.echo(json.dumps(asdict(dropped), indent=1, ensure_ascii=False))
+    else:
+        typer.echo(f"dropped {dropped.name} ({dropped.n_documents:,} documents, {dropped.n_chunks:,} chunks)")
 
 
 @contextmanager

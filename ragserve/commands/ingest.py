@@ -102,6 +102,7 @@ class _Session:
         self._console = Console(quiet=as_json)
 
     def __enter__(self) -> _Session:
+        from ragserve.evictions import clean_files
         from ragserve.ingest.service import Ingestor
         from ragserve.retrieval.embedder import Embedder
         from ragserve_index import IndexStore
@@ -109,7 +110,10 @@ class _Session:
         settings = self._settings
         self._store = IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device)
         self.ingestor = Ingestor(
-            settings, self._store, lambda: Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
+            settings,
+            self._store,
+            lambda: Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch),
+            evict=lambda: clean_files(settings, self._store),
         )
         return self
 

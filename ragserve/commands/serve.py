@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from ragserve import serving
 from ragserve.commands.options import with_settings
 from ragserve.config import Settings
 from ragserve.errors import Conflict
@@ -45,7 +46,8 @@ def _serve_local(settings: Settings) -> None:
 
         return create_app(settings, engine, upstream=sglang_app, upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app))
 
-    local.serve(settings, make_app)
+    with serving.shared(settings.data_dir):
+        local.serve(settings, make_app)
 
 
 def _serve_remote(settings: Settings) -> None:

@@ -71,8 +71,15 @@ class Ingestor:
     """Thread-safe; a job runs in the thread that calls ``run``. ``embedder`` may be a function, called when the first chunk needs it."""
 
     def __init__(
-        self, settings: Settings, store: IndexStore, embedder: Embeds | Callable[[], Embeds], *, tokenizer: str | None = None
+        self,
+        settings: Settings,
+        store: IndexStore,
+        embedder: Embeds | Callable[[], Embeds],
+        *,
+        tokenizer: str | None = None,
+        evict: Callable[[], object] | None = None,
     ) -> None:
+        """``evict``, called before the end of a job is recorded, removes the KV of what it replaced or removed; it does not raise."""
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()
@@ -80,6 +87,7 @@ class Ingestor:
         self._make_embedder = embedder if callable(embedder) else None
         self._tokenizer_name = tokenizer or settings.tokenizer or settings.model
         self._tokenizer: TokenizerSource | None = None
+        self._evict = evict or (lambda: None)
         self.jobs = JobStore(store)
         self.spool = Spool(settings.data_dir)
 
@@ -211,11 +219,13 @@ class Ingestor:
                     raise Conflict(f"Another process took over job {job_id}; this one stopped.", code="job_lost") from None
                 state = "cancelled" if lease.cancelled else "interrupted"
             except Exception as failure:
+                self._evict()
                 stopped = storage_full(self._settings.data_dir) if isinstance(failure, OSError) and is_disk_full(failure) else failure
                 self._finish(job, "failed", str(stopped))
                 if stopped is failure:
                     raise
                 raise stopped from failure
+            self._evict()
             if state == "interrupted":
                 lease.release()
             else:

@@ -7,12 +7,13 @@ documents (``FolderInUse``).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.documents.files import DocumentFiles, ranks, verify_document
-from sglang_ext.documents.page_format import PageError, valid_key, valid_namespace
+from sglang_ext.documents.page_format import PageError, token_array, valid_key, valid_namespace
 
 
 class FolderInUse(RuntimeError):
@@ -86,6 +87,29 @@ def remove(root: Path, key: str, *, namespace: str | None = None) -> bool:
     try:
         pairs = [(folder, name) for folder in folders for name in ([namespace] if namespace is not None else folder.namespaces())]
         return any([folder.remove(name, key) for folder, name in pairs])  # noqa: C419 - from every rank, not from the first only
+    finally:
+        _release(folders)
+
+
+def remove_texts(root: Path, token_ids: Collection[Sequence[int]], *, namespace: str) -> int:
+    """Remove the documents of a namespace that are these token ids, computed by whatever model; how many files.
+
+    Reads the records, a few KiB each, of all documents of the namespace. Raises FolderInUse, ValueError for a malformed name.
+    """
+    _check(namespace)
+    wanted = {token_array(ids).tobytes() for ids in token_ids}
+    folders = _owned(root)
+    try:
+        removed = 0
+        for folder in folders:
+            for found in folder.scan(namespace):
+                try:
+                    record = folder.read_record(namespace, found.key, None)
+                except (PageError, OSError):  # not readable for any server either
+                    continue
+                if record.token_ids.tobytes() in wanted:
+                    removed += folder.remove(namespace, found.key)
+        return removed
     finally:
         _release(folders)
 
