@@ -1,4 +1,4 @@
-"""`ragserve bench kernels`, the half that composes a context: rotate_gather, host transfers, prefix_rows_attention, block_summary.
+"""`ragserve bench kernels-compose`, the half that composes a context: rotate_gather, host transfers, prefix_rows_attention, block_summary.
 
 Each figure stands beside its rival and the ceiling of this machine, measured in the same run; nothing is timed before its result agrees
 with the plain reference. Shapes are Llama-3.1-8B's: 32 layers, 32 query and 8 KV heads of 128, bfloat16.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import report
 from ragserve.bench.kernels_compose_attention import block_summary_rows, prefix_rows_attention_rows
 from ragserve.bench.kernels_compose_load import beside_decode_rows, gather_h2d_rows, rotate_gather_rows, scatter_d2h_rows
+from ragserve.bench.kernels_parts import chosen_parts, run_parts
 from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, copy_gb_per_s, link_gb_per_s, require_cuda
 
-SECTIONS: dict[str, Callable[[dict[str, float], bool], list[Row]]] = {
+PARTS: dict[str, Callable[[dict[str, float], bool], list[Row]]] = {
     "rotate_gather": rotate_gather_rows,
     "rotate_gather beside decode": beside_decode_rows,
     "gather_h2d": gather_h2d_rows,
@@ -27,34 +28,26 @@ SECTIONS: dict[str, Callable[[dict[str, float], bool], list[Row]]] = {
 }
 
 
-def run(out_dir: Path | None, *, quick: bool = False, sections: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and write ``kernels_compose.json``; ``sections``: names out of :data:`SECTIONS`, default all.
+def run(out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure and write ``kernels_compose.json``; ``parts``: names out of :data:`PARTS`, default all.
 
     Raises:
-        InvalidRequest: no CUDA device. RagserveError: a kernel's result disagrees with its reference.
+        InvalidRequest: no CUDA device, or no such part. RagserveError: a kernel's result disagrees with its reference.
     """
-    require_cuda("kernels")
+    chosen = chosen_parts(parts, list(PARTS), "kernels-compose")
+    require_cuda("kernels-compose")
     import torch
 
     torch.manual_seed(int(time.time()))
     up, down = link_gb_per_s()
-    ceiling = {"copy_gb_per_s": round(copy_gb_per_s()), "link_up_gb_per_s": round(up, 1), "link_down_gb_per_s": round(down, 1)}
-    print(json.dumps(ceiling), flush=True)
-    rows: list[Row] = []
-    for name in sections or SECTIONS:
-        started = time.perf_counter()
-        for row in SECTIONS[name](ceiling, quick):
-            row = {"operation": name, **row}
-            print(json.dumps(row), flush=True)  # a run cut short still shows what it measured
-            rows.append(row)
-        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-        torch.cuda.empty_cache()
-    import triton
-
-    workload = {
-        "triton": triton.__version__,
-        "model shape": f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16",
-        **ceiling,
-    }
-    note = "Times are medians with a cold L2, from CUDA graphs where an engine would use one. GB count every byte that must move."
-    return report.write("kernels_compose", workload, rows, out=out_dir / "kernels_compose.json" if out_dir else None, note=note)
+    ceilings = {"copy_gb_per_s": round(copy_gb_per_s()), "link_up_gb_per_s": round(up, 1), "link_down_gb_per_s": round(down, 1)}
+    print(json.dumps(ceilings), flush=True)
+    return run_parts(
+        "kernels_compose",
+        {name: partial(measure, ceilings, quick) for name, measure in PARTS.items()},
+        chosen,
+        workload={"model shape": f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16"},
+        ceilings=ceilings,
+        note="Times are medians with a cold L2, from CUDA graphs where an engine would use one. GB count every byte that must move.",
+        out_dir=out_dir,
+    )

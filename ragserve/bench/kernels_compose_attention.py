@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from ragserve.bench import kernels_flashinfer
+from ragserve.bench.kernels_flashinfer import RivalMissing
 from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, agree, median_ms
 
 
@@ -48,13 +49,19 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
                 scale = 1 / math.sqrt(HEAD_DIM)
                 ms = median_ms(partial(prefix_rows_attention_triton, *args, out, max_rows=recomputed, scale=scale, tile=tile))
                 rows.append(row(f"rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}", ms))
-        for name, ms in _rivals(q, k, v, slots, positions, out):
-            rows.append({**row(f"rival: {name}", ms), "ours_is_faster_by": round(ms / ours, 2)})
+        try:
+            for name, ms in _rivals(q, k, v, slots, positions, out):
+                rows.append({**row(f"rival: {name}", ms), "ours_is_faster_by": round(ms / ours, 2)})
+        except RivalMissing as missing:
+            rows.append({"case": case, "variant": "rival: FlashInfer", "skipped": str(missing)})
     return rows
 
 
-def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> list[tuple[str, float]]:
-    """Times of SDPA with a mask, FlexAttention and, if installed, FlashInfer's prefill with a custom mask; each agrees with ours."""
+def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> Iterator[tuple[str, float]]:
+    """Times of SDPA with a mask, FlexAttention and FlashInfer's prefill with a custom mask; each agrees with ours.
+
+    Raises RivalMissing after the first two where there is no FlashInfer.
+    """
     import torch
     import torch.nn.functional as F
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -64,7 +71,6 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> li
     batched = q.view(requests, recomputed, QUERY_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
     keys, values = (t[slots.long()].view(requests, kept, KV_HEADS, HEAD_DIM).transpose(1, 2).contiguous() for t in (k, v))
     mask = torch.arange(kept, device="cuda") <= positions[..., None]  # [requests, rows, kept]
-    times = []
 
     def check(out: Any, name: str) -> None:
         agree(out.transpose(1, 2).reshape(ours.shape), ours, name)
@@ -73,7 +79,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> li
     dense = partial(F.scaled_dot_product_attention, batched, wide_k, wide_v, attn_mask=mask[:, None])
     check(dense(), "SDPA")
     ms = median_ms(dense, repeats=7)
-    times.append(("SDPA with a mask, KV gathered and expanded beforehand", ms))
+    yield "SDPA with a mask, KV gathered and expanded beforehand", ms
 
     def visible(b: Any, h: Any, row: Any, key: Any) -> Any:
         return key <= positions[b, row]
@@ -83,27 +89,21 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> li
     sparse = partial(flex, batched, keys, values, block_mask=blocks, enable_gqa=True)
     check(sparse(), "FlexAttention")
     ms = median_ms(sparse, repeats=7)
-    times.append(("FlexAttention, compiled, KV gathered and block mask made beforehand", ms))
+    yield "FlexAttention, compiled, KV gathered and block mask made beforehand", ms
 
-    if importlib.util.find_spec("flashinfer") is not None:
-        flashinfer: Any = importlib.import_module("flashinfer")
-        workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        indptr = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-        last = torch.ones(requests, dtype=torch.int32, device="cuda")
-        wrapper.plan(
-            indptr * recomputed, indptr * kept, slots, last, QUERY_HEADS, KV_HEADS, HEAD_DIM, 1,
-            custom_mask=mask.flatten(), q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-        )  # fmt: skip
-        pages = (k[:, None], v[:, None])
-        agree(wrapper.run(q, pages), ours, "FlashInfer")
-        times.append(
-            (
-                f"FlashInfer {flashinfer.__version__} custom-mask prefill, page size 1, planned beforehand",
-                median_ms(lambda: wrapper.run(q, pages), repeats=7),
-            )
-        )
-    return times
+    flashinfer = kernels_flashinfer.flashinfer()
+    workspace = torch.empty(kernels_flashinfer.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+    indptr = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    last = torch.ones(requests, dtype=torch.int32, device="cuda")
+    wrapper.plan(
+        indptr * recomputed, indptr * kept, slots, last, QUERY_HEADS, KV_HEADS, HEAD_DIM, 1,
+        custom_mask=mask.flatten(), q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    pages = (k[:, None], v[:, None])
+    agree(wrapper.run(q, pages), ours, "FlashInfer")
+    name = f"FlashInfer {flashinfer.__version__} custom-mask prefill, page size 1, planned beforehand"
+    yield name, median_ms(lambda: wrapper.run(q, pages), repeats=7)
 
 
 def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:

@@ -1,37 +1,31 @@
-"""`ragserve bench kernels`, the half that decodes: sparse_decode, page_select, progressive_decode, quantised KV.
+"""`ragserve bench kernels-decode`, the half that decodes: sparse_decode, page_select, progressive_decode, quantised KV.
 
-The rival, PyTorch's SDPA over contiguous KV, runs in the same process on the same shapes; results are compared with it before they are
-timed. Shapes are one layer of Llama-3.1-8B: 32 query and 8 KV heads of 128, bfloat16, pages of 64 tokens in random order.
+The rivals, PyTorch's SDPA over contiguous KV and FlashInfer over the same pages, run in the same process on the same shapes; results are
+compared before they are timed. Shapes are one layer of Llama-3.1-8B: 32 query and 8 KV heads of 128, bfloat16, pages of 64 tokens in
+random order; the queries and keys of a real model have its own.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.bench import report
+from ragserve.bench import kernels_flashinfer
 from ragserve.bench.kernels_decode_cases import LOGICAL, TOKEN_BYTES, Case, layer_ms, random_case
-from ragserve.bench.kernels_decode_progressive import progressive_rows
-from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, agree, bandwidth, median_ms, require_cuda
+from ragserve.bench.kernels_decode_progressive import progressive_rows, real_rows
+from ragserve.bench.kernels_flashinfer import RivalMissing
+from ragserve.bench.kernels_parts import chosen_parts, run_parts
+from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, agree, bandwidth, copy_gb_per_s, require_cuda
+from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import torch
 
     from ragserve_kernels.page_select import Selection
     from ragserve_kernels.quantize_kv import QuantizedKV
-
-
-def copy_ceiling(gib: int = 4) -> float:
-    """GB/s of a plain device-to-device copy, bytes read and written. Not from a graph: a graph's copy node runs on a slower engine."""
-    import torch
-
-    source = torch.empty(gib << 28, dtype=torch.float32, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_ms(lambda: target.copy_(source), graph=False, flush=False) / 1e6
 
 
 def sdpa_inputs(case: Case, layer: int) -> tuple[Any, Any, Any]:
@@ -51,8 +45,24 @@ def full_heads(case: Case, layer: int) -> torch.Tensor:
     return sparse_decode(*case.attention(case.layers[layer]), page_size=case.page)
 
 
+def _flashinfer_rows(name: str, case: Case, want: torch.Tensor, ceiling: float) -> list[Row]:
+    """FlashInfer on the same KV: its tensor-core kernel with the case's pages and as SGLang calls it, and its decode kernel."""
+    rows: list[Row] = []
+    for page_size, tensor_cores in dict.fromkeys([(case.page, True), (1, True), (case.page, False)]):
+        kernel = "tensor cores" if tensor_cores else "decode kernel"
+        variant = f"rival: FlashInfer, {kernel}, pages of {page_size}, planned beforehand"
+        try:
+            call = kernels_flashinfer.decode(case, page_size=page_size, tensor_cores=tensor_cores)
+        except RivalMissing as missing:
+            rows.append({"case": name, "variant": variant, "skipped": str(missing)})
+            continue
+        agree(call(0), want, variant)
+        rows.append(bandwidth(name, variant, layer_ms(call, len(case.layers)), case.kv_bytes / 1e9, ceiling))
+    return rows
+
+
 def dense_rows(ceiling: float, quick: bool) -> list[Row]:
-    """All pages against SDPA: the walk in order, and through an index table that names every page."""
+    """All pages against SDPA and FlashInfer: the walk in order, and through an index table that names every page."""
     import torch
     import torch.nn.functional as F
 
@@ -84,9 +94,16 @@ def dense_rows(ceiling: float, quick: bool) -> list[Row]:
         agree(full_heads(case, 0), rival(0), "sparse_decode")
         agree(look_up(0), rival(0), "sparse_decode over an index")
         count = len(case.layers)
-        rows.append(bandwidth(name, "SDPA, contiguous KV", layer_ms(rival, count), gb, ceiling))
-        rows.append(bandwidth(name, "sparse_decode, full heads", layer_ms(partial(full_heads, case), count), gb, ceiling))
-        rows.append(bandwidth(name, "sparse_decode, every page selected", layer_ms(look_up, count), gb, ceiling))
+        rivals = [bandwidth(name, "rival: SDPA, contiguous KV", layer_ms(rival, count), gb, ceiling)]
+        rivals += _flashinfer_rows(name, case, rival(0), ceiling)
+        beside = {"slower_than_sdpa": rivals[0]["ms"]}
+        if timed := [row["ms"] for row in rivals[1:] if "ms" in row]:
+            beside["slower_than_flashinfer"] = min(timed)
+        for variant, call in (("full heads", partial(full_heads, case)), ("every page selected", look_up)):
+            ms = layer_ms(call, count)
+            slower = {key: round(ms / other - 1, 4) for key, other in beside.items()}
+            rows.append(bandwidth(name, f"sparse_decode, {variant}", ms, gb, ceiling, **slower))
+        rows += rivals
         del case, flat
         torch.cuda.empty_cache()
     return rows
@@ -196,42 +213,54 @@ def quantised_rows(ceiling: float, quick: bool) -> list[Row]:
     return rows
 
 
-SECTIONS: dict[str, Callable[[float, bool], list[Row]]] = {
+PARTS: dict[str, Callable[[float, bool], list[Row]]] = {
     "dense decode": dense_rows,
     "selected pages": selected_rows,
     "progressive decode": progressive_rows,
     "quantised KV": quantised_rows,
 }
+REAL = "progressive decode, real keys"
 
 
-def run(out_dir: Path | None, *, quick: bool = False, sections: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and write ``kernels_decode.json``; ``sections``: names out of :data:`SECTIONS`, default all.
+def run(
+    out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = (), model: str | None = None, data: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Measure and write ``kernels_decode.json``; ``parts``: names out of :data:`PARTS` and :data:`REAL`, default all.
+
+    ``model`` (default: the embedded one) and ``data``, question sets (JSON lines, see ``ragserve/eval/data.py``) with long documents, are
+    what :data:`REAL` takes its queries and keys from; without ``data`` it is left out.
 
     Raises:
-        InvalidRequest: no CUDA device. RagserveError: a result disagrees with its reference.
+        InvalidRequest: no CUDA device, no such part, :data:`REAL` without data. RagserveError: a result disagrees with its reference.
     """
-    require_cuda("kernels")
+    chosen = chosen_parts(parts, [*PARTS, REAL], "kernels-decode")
+    if not data and REAL in parts:
+        raise InvalidRequest(f"The part {REAL!r} needs question sets.", hint="Give them with --data FILE.jsonl.gz; repeatable.")
+    require_cuda("kernels-decode")
     import torch
 
     torch.manual_seed(int(time.time()))
-    ceiling = copy_ceiling()
-    print(f"copy bandwidth: {ceiling:.0f} GB/s", flush=True)
-    rows: list[Row] = []
-    for name in sections or SECTIONS:
-        started = time.perf_counter()
-        for row in SECTIONS[name](ceiling, quick):
-            row = {"operation": name, **row}
-            print(json.dumps(row), flush=True)  # a run cut short still shows what it measured
-            rows.append(row)
-        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-        torch.cuda.empty_cache()
-    workload = {
-        "model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16",
-        "copy_gb_per_s": round(ceiling),
-    }
-    note = (
-        "Times are medians of a CUDA graph of 8 layers' calls, per call, L2 emptied before. GB count the bytes that must move: "
-        "K and V attended to, "
-        "and the summaries where pages are selected. every_4th_step_ms: selection reused for 4 steps (select / 4 + attend)."
+    ceiling = round(copy_gb_per_s())
+    print(f"copy bandwidth: {ceiling} GB/s", flush=True)
+    measures = {name: partial(measure, ceiling, quick) for name, measure in PARTS.items()}
+    if data and model is None:
+        from ragserve.config import DEFAULT_MODEL
+
+        model = DEFAULT_MODEL
+    measures[REAL] = partial(real_rows, ceiling, quick, model=model or "", data=data)
+    if not data:
+        chosen = [part for part in chosen if part != REAL]
+        print(f"{REAL}: left out, it needs question sets (--data)", flush=True)
+    return run_parts(
+        "kernels_decode",
+        measures,
+        chosen,
+        workload={"model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: its own"},
+        ceilings={"copy_gb_per_s": ceiling},
+        note=(
+            "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, L2 emptied before. GB count the "
+            "bytes that must move: K and V attended to, and the summaries where pages are selected. every_4th_step_ms: selection reused "
+            "for 4 steps (select / 4 + attend). slower_than_*: 0.02 is 2 % slower than the rival, FlashInfer's fastest variant."
+        ),
+        out_dir=out_dir,
     )
-    return report.write("kernels_decode", workload, rows, out=out_dir / "kernels_decode.json" if out_dir else None, note=note)

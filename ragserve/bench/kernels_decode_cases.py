@@ -32,6 +32,8 @@ class Layer:
 
 @dataclass
 class Case:
+    """A decode batch. ``table`` int32 [batch, pages], ``lens`` int32 [batch], at most ``context``."""
+
     batch: int
     context: int
     page: int
@@ -40,9 +42,19 @@ class Case:
     layers: list[Layer]
 
     @property
+    def kv_heads(self) -> int:
+        return self.layers[0].k.shape[1]
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token and KV head."""
+        k = self.layers[0].k
+        return 2 * k.shape[2] * k.itemsize
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of one layer's KV."""
-        return self.batch * self.context * KV_HEADS * TOKEN_BYTES
+        return int(self.lens.sum()) * self.kv_heads * self.token_bytes
 
     def attention(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return layer.q, layer.k, layer.v, self.table, self.lens
@@ -112,6 +124,23 @@ def topic_case(batch: int, context: int, *, page: int = 64, topics: int = 48, ru
         layer.q[b] = (asked.view(QUERY_HEADS, HEAD_DIM) + 0.6 * torch.randn(QUERY_HEADS, HEAD_DIM, device="cuda")).to(layer.q.dtype)
     add_summaries(layer, page)
     return case
+
+
+def block_weights(case: Case, layer: Layer) -> torch.Tensor:
+    """The share of each query head's attention weight that every block really holds: float32 [batch, heads, blocks], 0 past the end."""
+    import torch
+
+    heads, head_dim = layer.q.shape[1:]
+    blocks = -(-int(case.lens.max()) // case.page)
+    positions = torch.arange(blocks * case.page, device=layer.q.device)
+    parts = []
+    for b in range(case.batch):
+        slots = case.table[b, positions // case.page].long() * case.page + positions % case.page
+        q = layer.q[b].float().view(case.kv_heads, -1, head_dim)
+        scores = torch.einsum("hgd,thd->hgt", q, layer.k[slots].float()).flatten(0, 1) / head_dim**0.5
+        scores = scores.masked_fill(positions >= case.lens[b], -torch.inf)
+        parts.append(torch.softmax(scores, -1).view(heads, blocks, case.page).sum(-1))
+    return torch.stack(parts)
 
 
 def layer_ms(run: Callable[[int], object], layers: int, *, calls: int = 8, repeats: int = 15) -> float:

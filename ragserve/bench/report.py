@@ -72,12 +72,17 @@ def write(name: str, workload: Mapping[str, Any], rows: Sequence[Mapping[str, An
     if note:
         console.print(note)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        temporary.replace(out)
+        save(report, out)
         console.print(f"written: {out}")
     return report
+
+
+def save(report: Mapping[str, Any], out: Path) -> None:
+    """Write a report as JSON, atomically; the folder is made."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(out)
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ragserve.config import IndexType
+from ragserve.config import DEFAULT_MODEL, IndexType
 from ragserve.errors import InvalidRequest
 
 
@@ -39,15 +39,28 @@ def bench(
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv); repeatable."),
+        typer.Option(
+            help="retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv). kernels-decode: a question set "
+            "(.jsonl, .jsonl.gz) with long documents, whose queries and keys are measured. Repeatable."
+        ),
     ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")] = DEFAULT_MODEL,
     index_types: Annotated[str, typer.Option(help="retrieval: index types to compare, separated by commas.")] = "flat",
 ) -> None:
     """Measure, each figure beside its rival in the same run."""
     types = tuple(kind.strip() for kind in index_types.split(",") if kind.strip())
     if unknown := [kind for kind in types if kind not in get_args(IndexType)]:
         raise InvalidRequest(f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(get_args(IndexType))}.")
-    options: dict[str, dict[str, Any]] = {"retrieval": {"data": data or (), "index_types": types}}
+    if part and name not in (Name.KERNELS_COMPOSE, Name.KERNELS_DECODE):
+        raise InvalidRequest("--part chooses parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode.")
+    options: dict[str, dict[str, Any]] = {
+        "retrieval": {"data": data or (), "index_types": types},
+        "kernels-compose": {"parts": part or ()},
+        "kernels-decode": {"parts": part or (), "model": model, "data": data or ()},
+    }
     chosen = [each for each in Name if each is not Name.ALL] if name is Name.ALL else [name]
     if name is Name.ALL and not data:
         typer.secho("retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW)
