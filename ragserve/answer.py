@@ -14,11 +14,13 @@ from ragserve.accounting import Clock, context_use, observe
 from ragserve.citations import Marker, MarkerFilter, cite
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
+from ragserve.gate import FORCE, Gate
 from ragserve.metrics import metrics
 from ragserve.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.results import Answer, Citation, RetrievalTimings, RetrievedPassage, SearchResults, Usage
+from ragserve.strategies import StrategySpec
 from ragserve_index.types import Hit
-from sglang_ext.protocol import Span
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,8 +114,12 @@ class _Context:
 class Answerer:
     """Retrieval, prompt, generation, citations."""
 
-    def __init__(self, engine: Engine, retriever: Retriever, prompts: PromptBuilder, limiter: QueryLimiter) -> None:
+    def __init__(
+        self, engine: Engine, retriever: Retriever, prompts: PromptBuilder, limiter: QueryLimiter, gate: Gate | None = None
+    ) -> None:
+        """Without a ``gate`` every strategy of the engine may answer."""
         self._engine = engine
+        self._gate = gate
         self._retriever = retriever
         self._prompts = prompts
         self._limiter = limiter
@@ -193,6 +199,13 @@ class Answerer:
             raise InvalidRequest(
                 f"This engine has no strategy {query.strategy!r}.", hint=f"One of: {', '.join(strategies)}.", param="strategy"
             )
+        if query.strategy in EXACT_STRATEGIES or self._gate is None:
+            return
+        force = query.strategy_options.get(FORCE, False)
+        if not isinstance(force, bool):
+            raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
+        if not force:
+            self._gate.check(StrategySpec(query.strategy, _own_options(query)).label)
 
     async def _context(self, query: Query) -> _Context:
         if query.documents is not None:
@@ -228,11 +241,14 @@ class Answerer:
         if prompt.stop:
             sampling = replace(sampling, stop=(*sampling.stop, *prompt.stop))
         spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
-        request = GenerateRequest(
-            query.request_id, prompt.input_ids, query.namespace, query.strategy, sampling, spans, query.strategy_options
-        )
+        request = GenerateRequest(query.request_id, prompt.input_ids, query.namespace, query.strategy, sampling, spans, _own_options(query))
         # The protocol's iterators are generators: closing them early is what aborts.
         return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+
+
+def _own_options(query: Query) -> dict[str, Any]:
+    """The strategy's own options: without the one that is the gate's."""
+    return {name: value for name, value in query.strategy_options.items() if name != FORCE}
 
 
 def retrieval_text(query: Query) -> str:

@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     strategy: StrategyName = Field(
         "prefix", description="full, prefix: exact. concat, epic, cacheblend, random: composed from cached documents."
     )
+    force_strategies: bool = Field(
+        False, description="Let composed strategies answer that `ragserve eval --write-gate` has not verified for the model."
+    )
     top_k: int = Field(5, ge=1, le=64, description="Chunks retrieved for a query that does not say.")
     max_new_tokens: int = Field(128, ge=1, le=32768, description="Answer length in tokens for a query that does not say.")
     system_prompt: str | None = Field(None, max_length=8192, description="Replaces the model template's own or our default system text.")

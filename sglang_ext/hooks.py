@@ -25,15 +25,17 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "result",
     ),
     "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": ("self", "recv_req"),
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample": ("self", "logits_output", "forward_batch"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 
-TARGETS = tuple(SIGNATURES)[:6]  # those that are hooked; the others are methods that our cache overrides or calls
+TARGETS = tuple(SIGNATURES)[:7]  # those that are hooked; the others are methods that our cache overrides or calls
 
 _runtime: Any = None
+_batch: Any = None  # whose forward pass runs, for the hook on sampling, which does not see it
 
 
 def set_runtime(runtime: Any) -> None:
@@ -82,12 +84,24 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    global _batch
     if _runtime is None or batch is None or not batch.forward_mode.is_extend():
         return original(worker, batch, *args, **kwargs)
     _runtime.before_forward(batch)
-    result = original(worker, batch, *args, **kwargs)
+    _batch = batch
+    try:
+        result = original(worker, batch, *args, **kwargs)
+    finally:
+        _batch = None
     _runtime.after_forward()
     return result
+
+
+def _before_sampling(runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+    if _batch is not None:
+        from sglang_ext.distribution import capture
+
+        capture(_batch, logits_output.next_token_logits)
 
 
 def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +138,7 @@ def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
         _after_batch,
         _around_result,
         _around_control,
+        _before_sampling,
     )
-    kinds = ("after", "around", "around", "after", "around", "around")
+    kinds = ("after", "around", "around", "after", "around", "around", "before")
     return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
+DISTRIBUTION_FIELD = "ragserve_distribution"  # in custom_params: true asks for it; in meta_info: what came (see `sglang_ext.distribution`)
 MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"
 CACHE_BACKEND = "ragserve"  # SGLang's name for our document cache

@@ -56,7 +56,9 @@ class QueryRequest(RetrieveRequest):
         "Default: the server's.",
     )
     strategy_options: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, max_length=16, description="Of a composed strategy: `keep` (share), `first`, `share`, `seed`, `rotate`."
+        default_factory=dict,
+        max_length=16,
+        description="Of a composed strategy: `keep` (share), `first`, `share`, `seed`, `rotate`; and `force`: answer though not verified.",
     )
     stream: bool = Field(False, description="Answer as server-sent events.")
     max_new_tokens: int | None = Field(None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's.")

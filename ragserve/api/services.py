@@ -16,6 +16,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.evictions import Evictor, clean_files, note_engine
+from ragserve.gate import Gate
 from ragserve.prompt import PromptBuilder
 from ragserve.retrieval.retriever import Retriever
 
@@ -94,7 +95,8 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
         await asyncio.to_thread(runner.start)
         stack.push_async_callback(asyncio.to_thread, runner.stop)
         limiter = QueryLimiter(settings.max_concurrent_queries)
-        answerer = Answerer(engine, retriever, prompts, limiter)
+        gate = None if settings.force_strategies else Gate.of(settings, info)
+        answerer = Answerer(engine, retriever, prompts, limiter, gate)
         yield Services(settings, engine, store, ingestor.jobs, embedder, prompts, retriever, ingestor, runner, limiter, answerer, evict)
         log.info("shutting down")
 

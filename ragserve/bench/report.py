@@ -54,9 +54,20 @@ def percentile(values: Sequence[float], q: float) -> float:
     return float(np.percentile(np.asarray(values, dtype=np.float64), q))
 
 
-def write(name: str, workload: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, out: Path | None, note: str = "") -> dict[str, Any]:
-    """Print ``rows`` as a table and, with ``out``, write ``{name, workload, environment, rows, note}`` there as JSON, atomically."""
-    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": environment()}
+def write(
+    name: str,
+    workload: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    out: Path | None,
+    note: str = "",
+    ran_on: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Print ``rows`` as a table and, with ``out``, write ``{name, workload, environment, rows, note}`` there as JSON, atomically.
+
+    ``ran_on``: the environment that was measured, where that is not this process's.
+    """
+    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": dict(ran_on or environment())}
     report |= {"rows": [dict(row) for row in rows], "note": note}
     console = Console()
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))

@@ -60,7 +60,7 @@ def running_server(
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
         data_dir.mkdir(parents=True, exist_ok=True)
-        port = flags.pop("port", 0) or _free_port()
+        port = flags.pop("port", 0) or free_port()
         log = data_dir / f"server-{port}.log"
         options = {"data_dir": data_dir, "port": port, **flags}
         command = [sys.executable, "-m", "ragserve.cli", "serve"]
@@ -75,7 +75,7 @@ def running_server(
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
             start_new_session=True,
-            preexec_fn=None if outlive else _stop_with_parent,
+            preexec_fn=None if outlive else stop_with_parent,
         )
         api_key = str(flags["api_key"]) if "api_key" in flags else None
         server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
@@ -85,7 +85,7 @@ def running_server(
         yield server
 
 
-def _stop_with_parent() -> None:
+def stop_with_parent() -> None:
     """In the child: Linux sends it SIGTERM when its parent thread ends (prctl PR_SET_PDEATHSIG)."""
     import ctypes
 
@@ -124,7 +124,8 @@ def _stop(server: RunningServer) -> None:
     server.log.unlink(missing_ok=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on."""
     import socket
 
     with socket.socket() as probe:

@@ -13,6 +13,7 @@ from rich.console import Console
 from ragserve.client import Client
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.results import Answer, Citation
+from ragserve.strategies import parse
 
 _URL = "http://127.0.0.1:30000"
 _EXCERPT_CHARS = 160
@@ -29,7 +30,7 @@ def query(
     api_key: Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its API key.")] = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve; default: the server's.")] = None,
     filter_: Annotated[str | None, typer.Option("--filter", help='JSON, e.g. {"op":"eq","field":"lang","value":"en"}.')] = None,
-    strategy: Annotated[str | None, typer.Option(help="full or prefix; default: the server's.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="With options: epic:first=16. Default: the server's.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length of the answer; default: the server's.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
     system: Annotated[str | None, typer.Option(help="Replaces the system text.")] = None,
@@ -37,12 +38,14 @@ def query(
     as_json: Annotated[bool, typer.Option("--json", help="The server's JSON; with --stream one event a line.")] = False,
 ) -> None:
     """Exits with 1, and the server's reason, where there is no answer."""
+    spec = parse(strategy)[0] if strategy else None
     fields = {
         "query": question,
         "namespace": namespace,
         "k": k,
         "filter": _parsed(filter_),
-        "strategy": strategy,
+        "strategy": spec and spec.name,
+        "strategy_options": spec and dict(spec.options),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "system": system,

@@ -28,6 +28,7 @@ class GenerateRequest:
     """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates what is cached between tenants.
 
     A strategy that composes needs ``spans``: the system text and each document, from position 0 without gaps; ``options`` are its own.
+    ``distribution`` asks for that of the first token, which costs time and is for measurements.
     """
 
     rid: str
@@ -37,6 +38,7 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     spans: tuple[Span, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    distribution: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class GenerateChunk:
     finish_reason: str | None = None
     context: ContextReport | None = None  # what was composed; None for exact strategies
     fallback: str | None = None  # why an exact strategy answered instead of the one asked for
+    distribution: str | None = None  # base64 of float32 log-probabilities [vocabulary] of the first token, where it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class EngineInfo:
     context_length: int
     max_total_tokens: int
     strategies: tuple[str, ...]
+    fingerprint: str = ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
 
     @property
     def max_prompt_tokens(self) -> int:

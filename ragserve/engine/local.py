@@ -39,6 +39,7 @@ class LocalEngine:
         """Warm up with one request, so that the first user does not pay for it, and read what is serving."""
         from sglang.version import __version__ as version
 
+        from sglang_ext.documents.factory import model_fingerprint
         from sglang_ext.launch import scheduler_info, tokenizer_manager
 
         manager, info = tokenizer_manager(), scheduler_info()
@@ -55,6 +56,7 @@ class LocalEngine:
             context_length=manager.context_len,
             max_total_tokens=info["max_total_num_tokens"],
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
+            fingerprint=model_fingerprint(args.model_path, ""),
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         async for _ in self.generate(warm_up):

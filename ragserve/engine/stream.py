@@ -10,7 +10,7 @@ from typing import Any
 
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
-from sglang_ext.protocol import EXACT_STRATEGIES, MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, Span
+from sglang_ext.protocol import DISTRIBUTION_FIELD, EXACT_STRATEGIES, MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, Span
 
 
 class DocumentsMissing(Exception):
@@ -40,17 +40,21 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["stop"] = list(s.stop)
     if s.seed is not None:
         sampling["sampling_seed"] = s.seed
+    custom: dict[str, Any] = {DISTRIBUTION_FIELD: True} if request.distribution else {}
     fields = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "stream": True}
     if request.strategy not in EXACT_STRATEGIES:
         plan = ContextPlan("compose", request.namespace, request.strategy, request.spans, request.options)
-        sampling["custom_params"] = {PLAN_FIELD: plan.to_json()}
+        sampling["custom_params"] = custom | {PLAN_FIELD: plan.to_json()}
         return fields
+    if custom:
+        sampling["custom_params"] = custom
     return fields | {"extra_key": f"full:{rid}" if request.strategy == "full" else f"namespace:{request.namespace}"}
 
 
 def document_payload(request: GenerateRequest, span: Span, rid: str) -> dict[str, Any]:
     """A document request: one document of a composed request prefilled alone, for the cache."""
-    document = replace(request, input_ids=request.input_ids[span.start : span.end], strategy="prefix", sampling=Sampling(max_new_tokens=1))
+    ids = request.input_ids[span.start : span.end]
+    document = replace(request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False)
     fields = payload(document, rid)
     fields["sampling_params"]["custom_params"] = {PLAN_FIELD: ContextPlan("document", request.namespace).to_json()}
     return fields
@@ -85,7 +89,9 @@ class StreamReader:
         finish = reason.get("type") if isinstance(reason, dict) else None
         reports = meta.get(PLAN_FIELD)
         context = ContextReport.from_json(reports[0]) if reports and reports[0] else None
-        return GenerateChunk(delta, usage, self._timings(meta), finish, context)
+        distributions = meta.get(DISTRIBUTION_FIELD)
+        distribution = distributions[0] if distributions else None
+        return GenerateChunk(delta, usage, self._timings(meta), finish, context, distribution=distribution)
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
         """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back.

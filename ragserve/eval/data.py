@@ -9,7 +9,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,36 @@ def load(path: Path, limit: int | None = None) -> list[Question]:
     if limit is None or limit >= len(rows):
         return rows
     return [rows[index * len(rows) // limit] for index in range(limit)]
+
+
+def set_name(path: Path) -> str:
+    """A set's name: its file's, up to the first dot."""
+    return path.name.split(".")[0]
+
+
+def find(name: str, folder: Path | None) -> Path:
+    """The file of a set: a path, or with ``folder`` the name of a set below it (``NAME.jsonl[.gz]`` there, in its subfolder ``synthetic``
+    or in one of the set's own name, ``*.uniform.jsonl[.gz]`` first). Raises ``InvalidRequest`` saying where it looked."""
+    path = Path(name)
+    if path.suffix in {".jsonl", ".gz"} or path.is_file():
+        return path
+    if folder is None:
+        raise InvalidRequest(
+            f"{name!r} is not a file.", hint="Give a .jsonl or .jsonl.gz file, or --sets FOLDER and the name of a set in it."
+        )
+    endings = (".jsonl", ".jsonl.gz")
+    places = [folder / f"{name}{ending}" for ending in endings] + [folder / "synthetic" / f"{name}{ending}" for ending in endings]
+    places += [found for ending in (".uniform.jsonl*", ".jsonl*") for found in sorted((folder / name).glob(f"*{ending}"))]
+    for place in places:
+        if place.is_file():
+            return place
+    raise InvalidRequest(f"No set {name!r} in {folder}.", hint=f"Looked for {name}.jsonl[.gz] there, in synthetic/ and in {name}/.")
+
+
+def interleaved(sets: Mapping[str, Sequence[Question]]) -> list[tuple[str, Question]]:
+    """All questions with their set's name, so that any first part holds about the same share of every set."""
+    places = [(number / len(questions), name, question) for name, questions in sets.items() for number, question in enumerate(questions)]
+    return [(name, question) for _, name, question in sorted(places, key=lambda place: place[0])]
 
 
 def distinct_passages(questions: Sequence[Question]) -> list[Passage]:

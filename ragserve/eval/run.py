@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +18,10 @@ from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import Passage, Question, distinct_passages
 from ragserve.eval.metrics import contains_answer, exact_match, token_f1
+from ragserve.gate import FORCE
 from ragserve.results import Answer, RetrievedPassage
+from ragserve.strategies import StrategySpec
+from sglang_ext.protocol import EXACT_STRATEGIES
 
 _SEED = 0
 _INGEST_CHARS = 1_000_000  # of text in one request, below every sensible body limit
@@ -34,6 +37,18 @@ class Options:
     k: int = 5
     max_new_tokens: int = 24
     concurrency: int = 4
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str | None:
+        """The strategy with its options, as they are written on the command line."""
+        return self.strategy and StrategySpec(self.strategy, self.strategy_options).label
+
+    @property
+    def sent(self) -> dict[str, Any] | None:
+        """The options as a server takes them: what is being evaluated is not verified yet."""
+        composed = self.strategy is not None and self.strategy not in EXACT_STRATEGIES
+        return {**self.strategy_options, FORCE: True} if composed else dict(self.strategy_options) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +191,13 @@ def losses(retrieved: Sequence[Outcome], ceiling: Sequence[Outcome]) -> dict[str
 def _ask(client: Client, question: Question, options: Options, *, passages: tuple[RetrievedPassage, ...] = (), **fields: Any) -> Outcome:
     try:
         answer = client.query(
-            question.question, strategy=options.strategy, max_new_tokens=options.max_new_tokens, temperature=0.0, seed=_SEED, **fields
+            question.question,
+            strategy=options.strategy,
+            strategy_options=options.sent,
+            max_new_tokens=options.max_new_tokens,
+            temperature=0.0,
+            seed=_SEED,
+            **fields,
         )
     except RagserveError as error:
         return _failed(question, error)

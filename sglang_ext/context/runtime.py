@@ -280,7 +280,7 @@ class ContextRuntime:
             if is_composed(r) and r.ragserve.clock is not None:
                 report = report_of(r.ragserve)
                 r.ragserve.clock = None
-                r.customized_info = {PLAN_FIELD: [report.to_json()]}
+                r.customized_info = {**(r.customized_info or {}), PLAN_FIELD: [report.to_json()]}
                 context_metrics().observe(report)
 
     def _hold(self, contexts: list[ComposedContext]) -> None:

@@ -178,6 +178,9 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
     while client.get(f"/rag/jobs/{job['job_id']}").json()["state"] not in ("done", "failed") and time.monotonic() < deadline:
         time.sleep(0.1)
     question = {"query": "Who founded the observatory of Quillmark?", "namespace": "deletions", "strategy": "concat"}
+    refused = client.post("/rag/query", json=question)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "strategy_not_verified")
+    question["strategy_options"] = {"force": True}
     for _ in range(2):
         answer = client.post("/rag/query", json=question).json()
         assert answer["context"]["tokens_by_tier"] == {"device": answer["context"]["tokens_kept"]}

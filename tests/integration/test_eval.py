@@ -65,6 +65,36 @@ def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> N
     assert not [name for name in names if name.startswith("eval-")]
 
 
+def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: Path) -> None:
+    """Engines of its own: the distribution of the first token shows that recomputing everything is full prefill, and plain reuse not."""
+    report, records, work = tmp_path / "report.json", tmp_path / "records.jsonl", tmp_path / "work"
+    data = ",".join(str(QUESTIONS / f"{name}_8.jsonl") for name in ("onehop", "crossdoc"))
+    arguments = ("--data", data, "--limit", "2", "--work", str(work), "--json", str(report), "--records", str(records))
+    done = run_eval(*arguments, "--strategies", "full,concat,concat:recompute=all,epic:first=8", "--concurrency", "1")
+    assert done.exit_code == 0, done.output
+    found = {(row["set"], row["strategy"]): row for row in json.loads(report.read_text())["rows"]}
+    assert len(found) == 8
+    for name in ("onehop_8", "crossdoc_8"):
+        full, reused, exact, epic = (found[name, label] for label in ("full", "concat", "concat:recompute=all", "epic:first=8"))
+        assert {row["n"] for row in (full, reused, exact, epic)} == {2}
+        assert {row["failed"] + row["fallbacks"] + row["documents_dropped"] for row in (full, reused, exact, epic)} == {0}
+        assert full["kl"] == 0.0
+        assert exact["kl"] < 1e-6 < 1e-5 < reused["kl"]
+        assert (exact["em"], exact["agrees"]) == (full["em"], 100.0)
+        assert (reused["recomputed"], exact["recomputed"], reused["kept"]) == (0.0, 100.0, 100.0)
+        assert 0 < epic["recomputed"] < 15
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(lines) == 16
+    # What is known is not asked again: no engine starts.
+    log = (work / "worker-0.log").stat().st_mtime_ns
+    again = run_eval(*arguments, "--strategies", "concat:recompute=all,full")
+    assert again.exit_code == 0, again.output
+    assert (work / "worker-0.log").stat().st_mtime_ns == log
+    assert len(json.loads(report.read_text())["rows"]) == 4
+    with pytest.raises(InvalidRequest, match="max_new_tokens"):
+        raise run_eval(*arguments, "--max-new-tokens", "5").exception  # type: ignore[misc]
+
+
 def test_failed_requests_count_and_fail_the_command(server: Any, tmp_path: Path) -> None:
     data = tmp_path / "set.jsonl"
     good = {"question": "Where is Refland?", "answers": ["Skailuia"], "docs": [["Refland", "Refland lies in the region of Skailuia."]]}
@@ -82,6 +112,7 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
     data = str(QUESTIONS / "onehop_8.jsonl")
     for arguments, error, says in (
         (["--data", "nowhere.jsonl"], InvalidRequest, "does not exist"),
+        (["--data", "onehop"], InvalidRequest, "--sets"),
         (["--data", data, "--strategies", "magic"], InvalidRequest, "'magic'"),
         (["--data", data, "--url", "http://127.0.0.1:9", "--model", "x"], InvalidRequest, "one of them"),
         (["--data", data, "--url", "http://127.0.0.1:9"], Unavailable, "running there"),

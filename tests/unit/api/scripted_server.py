@@ -57,7 +57,7 @@ class ScriptedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("local", "scripted", self._tokenizer, "0", "cpu", "none", 2048, 4096, ("full", "prefix"))
+        return EngineInfo("local", "scripted", self._tokenizer, "0", "cpu", "none", 2048, 4096, ("full", "prefix", "epic"), "print")
 
     async def ready(self) -> bool:
         return self.is_ready

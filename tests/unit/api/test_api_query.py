@@ -11,6 +11,7 @@ import pytest
 from scripted_server import DOCUMENTS, Live
 
 from ragserve.errors import EngineError, TooManyRequests
+from ragserve.gate import FILE_NAME, Entry, Figures, record
 from ragserve.prompt import Message, PromptBuilder, PromptDocument
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
@@ -101,6 +102,23 @@ def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live
     ask(client)
     assert live.engine.requests[-1].sampling.max_new_tokens == live.settings.max_new_tokens
     assert live.engine.requests[-1].strategy == live.settings.strategy
+
+
+def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, live: Live, docs: str) -> None:
+    def answer(**options: Any) -> httpx.Response:
+        return client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "strategy": "epic", "strategy_options": options})
+
+    refused = answer(first=16)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "strategy_not_verified")
+    assert "epic:first=16" in refused.json()["error"]["message"]
+    assert live.engine.requests == []
+    assert answer(first=16, force=True).status_code == 200
+    assert live.engine.requests[-1].options == {"first": 16}, "the engine does not know the gate"
+    assert answer(first=16, force=1).status_code == 400
+    good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
+    record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=16": Entry({"s": good}, "m", "d", "h")})
+    assert answer(first=16).status_code == 200
+    assert answer(first=8).status_code == 400
 
 
 def test_a_short_follow_up_is_searched_for_with_the_turn_before(client: httpx.Client, live: Live, docs: str) -> None:

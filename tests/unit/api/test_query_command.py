@@ -51,6 +51,8 @@ def test_options_arrive(live: Live, docs: str) -> None:
     run(live, "-n", docs, "--filter", chosen, "--strategy", "full", "--max-new-tokens", "5", "--temperature", "0.5")
     request = live.engine.requests[-1]
     assert (request.strategy, request.sampling.max_new_tokens, request.sampling.temperature) == ("full", 5, 0.5)
+    run(live, "-n", docs, "--strategy", "epic:first=16,force=true")
+    assert (live.engine.requests[-1].strategy, live.engine.requests[-1].options) == ("epic", {"first": 16})
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])

@@ -1,0 +1,74 @@
+"""Answer quality of every strategy on a GPU machine, over all question sets, with several engines side by side on one GPU.
+
+    python examples/gpu_eval.py OUT_DIR SETS_DIR [--engines 5] [--limit N] [--only SET,SET] [--strategies LIST] [--seconds 480]
+
+What `ragserve eval` does, for machines that have SGLang and this checkout on the path but not the rest of the product. Rows are in
+OUT_DIR/rows-*.jsonl as soon as they are known; after ``--seconds``, or on any failure, the report covers the rows that there are, and the
+same command goes on where it stopped. The attention backend is SGLang's default unless RAGSERVE_ATTENTION names another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from ragserve.config import load
+from ragserve.errors import RagserveError
+from ragserve.eval.data import find
+from ragserve.eval.parallel import Plan, run
+from ragserve.eval.summary import write
+from ragserve.strategies import parse
+
+SETS = ("onehop", "crossdoc", "mid_onehop", "mid_crossdoc", "long_onehop", "long_crossdoc", "needle", "2wikimqa", "musique")
+STRATEGIES = (
+    "full,prefix,concat,concat:rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
+    "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,random:share=0.15,random:share=0.3,random:share=0.5"
+)
+POOL_TOKENS = 400_000  # of each engine: 12 questions in flight with 8k tokens of documents, composed twice
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("out", type=Path)
+    options.add_argument("sets", type=Path)
+    options.add_argument("--engines", type=int, default=5)
+    options.add_argument("--in-flight", type=int, default=12)
+    options.add_argument("--limit", type=int, default=None)
+    options.add_argument("--only", default=",".join(SETS))
+    options.add_argument("--strategies", default=STRATEGIES)
+    options.add_argument("--seconds", type=float, default=480)
+    given = options.parse_args()
+    attention = os.environ.get("RAGSERVE_ATTENTION")
+    # Small graphs: start-up matters more here than the last millisecond of decoding.
+    engine_args = {"cuda_graph_max_bs_decode": 16, "disable_prefill_cuda_graph": True} | (
+        {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
+    )
+    settings = load(max_total_tokens=POOL_TOKENS, engine_args=engine_args)
+    paths = [find(name, given.sets) for name in given.only.split(",")]
+    plan = Plan(
+        paths, parse(given.strategies), settings, given.limit, in_flight=given.in_flight, workers=given.engines, seconds=given.seconds
+    )
+    started, shown = time.monotonic(), [0.0]
+
+    def progress(done: int, total: int) -> None:
+        if time.monotonic() - shown[0] > 10:
+            shown[0] = time.monotonic()
+            print(f"{shown[0] - started:5.0f} s  {done} of {total} answers", flush=True)
+
+    try:
+        rows, served = run(plan, given.out, progress)
+    except RagserveError as error:
+        print(error, file=sys.stderr)
+        return 1
+    report = write(plan, rows, served, given.out / "eval.json")
+    cut = sum(row["documents_dropped"] for row in report["rows"])
+    failed = sum(row["failed"] for row in report["rows"])
+    print(f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

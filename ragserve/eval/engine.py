@@ -1,0 +1,153 @@
+"""Ask an engine, without the product around it, every question of some sets under every strategy, on the same prompts.
+
+Question by question: `full` first, whose next-token distribution is what the others' are compared with; then, once all its documents are
+cached, each strategy. So a strategy's time to the first token is that with its documents on the device, and no row needs another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ragserve.accounting import context_use
+from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
+from ragserve.errors import RagserveError
+from ragserve.eval.data import Question
+from ragserve.eval.distribution import decode, kl
+from ragserve.eval.metrics import exact_match, token_f1
+from ragserve.eval.rows import Key, Row
+from ragserve.prompt import Prompt, PromptBuilder, PromptDocument
+from ragserve.strategies import StrategySpec
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FULL = StrategySpec("full")
+NAMESPACE = "eval"
+_RESERVED_TOKENS = 8  # SGLang admits prompts a few tokens shorter than its context
+
+
+class WarmEngine(Engine, Protocol):
+    """An engine that can be told to cache documents before they are used."""
+
+    async def warm(self, request: GenerateRequest) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How to ask. ``in_flight`` questions at a time; ``compare`` adds the distributions' distance from `full`."""
+
+    max_new_tokens: int = 24
+    in_flight: int = 4
+    compare: bool = True
+
+
+async def evaluate(
+    engine: WarmEngine,
+    builder: PromptBuilder,
+    questions: Iterable[tuple[str, Question]],
+    specs: Sequence[StrategySpec],
+    ask: Ask,
+    *,
+    finished: Container[Key],
+    write: Callable[[Row], None],
+) -> None:
+    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as it is known. Failures become rows."""
+    waiting = iter(questions)
+
+    async def worker() -> None:
+        for name, question in waiting:
+            open_specs = [spec for spec in specs if (name, question.id, spec.label) not in finished]
+            if open_specs:
+                await _Asking(engine, builder, ask, name, question).run(open_specs, write)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(ask.in_flight):
+            group.create_task(worker())
+
+
+class _Asking:
+    """One question under all strategies."""
+
+    def __init__(self, engine: WarmEngine, builder: PromptBuilder, ask: Ask, name: str, question: Question) -> None:
+        self._engine = engine
+        self._ask = ask
+        self._name = name
+        self._question = question
+        documents = [PromptDocument(str(i), d.title, d.text) for i, d in enumerate(question.documents)]
+        room = engine.info.max_prompt_tokens - ask.max_new_tokens - _RESERVED_TOKENS
+        self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
+        self._reference: NDArray[np.float64] | None = None
+
+    async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], None]) -> None:
+        others = [spec for spec in specs if spec.label != FULL.label]
+        if len(others) < len(specs) or self._ask.compare:
+            row = await self._row(FULL)
+            if len(others) < len(specs):
+                write(row)
+        if any(spec.name not in EXACT_STRATEGIES for spec in others):
+            try:
+                await self._engine.warm(self._request(others[0]))
+            except RagserveError as error:
+                for spec in others:
+                    write(self._failed(spec, error))
+                return
+        for spec in others:
+            write(await self._row(spec))
+
+    def _request(self, spec: StrategySpec) -> GenerateRequest:
+        sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
+        spans = tuple(Span(s.start, s.end) for s in self._prompt.segments if s.kind != "question")
+        rid = f"{self._name}-{self._question.id}"
+        return GenerateRequest(rid, self._prompt.input_ids, NAMESPACE, spec.name, sampling, spans, spec.options, self._ask.compare)
+
+    async def _row(self, spec: StrategySpec) -> Row:
+        text, first, last = "", None, None
+        started = time.perf_counter()
+        try:
+            async for chunk in self._engine.generate(self._request(spec)):
+                first = time.perf_counter() if first is None else first
+                text, last = text + chunk.text, chunk
+            if last is None or first is None:
+                raise RagserveError("The engine ended the answer before it began.")
+            return self._measured(spec, text, (first - started) * 1e3, last)
+        except RagserveError as error:
+            return self._failed(spec, error)
+
+    def _measured(self, spec: StrategySpec, text: str, ttft_ms: float, last: GenerateChunk) -> Row:
+        answers = self._question.answers
+        use = context_use(spec.name, self._prompt, last, len(self._question.documents))
+        row = self._head(spec) | {
+            "answer": text.strip(),
+            "em": exact_match(text, answers),
+            "f1": round(token_f1(text, answers), 4),
+            "kl": None,
+            "agrees": None,
+            "ttft_ms": round(ttft_ms, 3),
+            "prompt_tokens": len(self._prompt.input_ids),
+            "document_tokens": use.tokens_retrieved,
+            "kept": use.tokens_kept,
+            "recomputed": use.tokens_recomputed,
+            "documents_dropped": use.documents_retrieved - use.documents_kept,
+            "fallback": last.fallback,
+            "error": None,
+        }
+        if self._ask.compare:
+            distribution = decode(last.distribution)
+            if spec.label == FULL.label:
+                self._reference = distribution
+            if self._reference is not None:  # None where `full` failed
+                row["kl"] = float(f"{kl(self._reference, distribution):.4g}")
+                row["agrees"] = bool(self._reference.argmax() == distribution.argmax())
+        return row
+
+    def _failed(self, spec: StrategySpec, error: RagserveError) -> Row:
+        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "error": f"{error.code}: {error.message}"}
+
+    def _head(self, spec: StrategySpec) -> dict[str, Any]:
+        return {"set": self._name, "id": self._question.id, "kind": self._question.kind, "strategy": spec.label}

@@ -1,0 +1,128 @@
+"""An evaluation over several engine processes: starts the workers, watches them, puts their rows together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench.server import free_port, stop_with_parent
+from ragserve.config import Settings
+from ragserve.errors import EngineError
+from ragserve.eval import rows
+from ragserve.eval.data import load, set_name
+from ragserve.eval.worker import Job
+from ragserve.strategies import StrategySpec
+
+_POLL_S = 0.2
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. ``sets`` are files; ``workers`` engines side by side, each with ``in_flight`` questions at a time."""
+
+    sets: Sequence[Path]
+    strategies: Sequence[StrategySpec]
+    settings: Settings
+    limit: int | None = None
+    max_new_tokens: int = 24
+    in_flight: int = 4
+    workers: int = 1
+    compare: bool = True
+    seconds: float | None = None  # stop asking after so long, engine start included; what is known until then is reported
+
+
+def run(plan: Plan, folder: Path, progress: Progress = lambda done, total: None) -> tuple[list[rows.Row], dict[str, Any]]:
+    """The rows of a plan in the order of sets, questions and strategies, and what served them (``engine``, ``environment``).
+
+    Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. Raises EngineError with the end
+    of its log where a worker dies, or where nothing was answered in time: run again with the same folder to go on.
+    """
+    rows.claim(folder, _identity(plan))
+    questions = [(set_name(path), question) for path in plan.sets for question in load(path, plan.limit)]
+    keys = [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
+    held = rows.read(folder)
+    if any(key not in held or held[key].get("error") for key in keys):
+        wanted = set(keys)
+        done_before = sum(1 for key in wanted if key in held and not held[key].get("error"))
+        written = rows.count(folder)
+        _work(plan, folder, lambda: progress(min(len(keys), done_before + rows.count(folder) - written), len(keys)))
+        held = rows.read(folder)
+    if not any(key in held for key in keys):
+        raise EngineError(f"No question was answered within {plan.seconds} s.", hint="Give it more time; see worker-*.log in the folder.")
+    served = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("engine-*.json"))]
+    return [held[key] for key in keys if key in held], served[0]
+
+
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What rows must have in common to stand in one table."""
+    engine = {name: getattr(plan.settings, name) for name in ("model", "tokenizer", "dtype", "engine_args")}
+    sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
+    return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": plan.compare, "sets": sets}
+
+
+def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(_worker(plan, folder, index)) for index in range(plan.workers)]
+        running = list(workers)
+        deadline = time.monotonic() + (plan.seconds or math.inf)
+        while running and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            tick()
+            for process, log in list(running):
+                if process.poll() is None:
+                    continue
+                running.remove((process, log))
+                if process.returncode:
+                    end = log.read_bytes()[-4000:].decode("utf-8", "replace")
+                    raise EngineError(
+                        f"An engine of the evaluation ended with {process.returncode}:\n{end}",
+                        hint="What was measured is kept: run again with the same folder to go on.",
+                    )
+
+
+@contextlib.contextmanager
+def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    # Documents serve one question each: memory is enough for them, and every engine needs a port and a folder of its own.
+    own = {"port": free_port(), "kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
+    settings = plan.settings.model_copy(update=own)
+    job = Job(
+        folder=str(folder),
+        index=index,
+        of=plan.workers,
+        sets=tuple(str(path) for path in plan.sets),
+        limit=plan.limit,
+        strategies=tuple(spec.label for spec in plan.strategies),
+        max_new_tokens=plan.max_new_tokens,
+        in_flight=plan.in_flight,
+        compare=plan.compare,
+        settings=settings.model_dump(mode="json", exclude={"api_key", "engine_api_key"}),
+    )
+    log = folder / f"worker-{index}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ragserve.eval.worker", str(job.save())],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            preexec_fn=stop_with_parent,
+        )
+    try:
+        yield process, log
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # its engine's processes are of its session, and all that counts is on disk
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

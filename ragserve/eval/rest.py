@@ -1,0 +1,76 @@
+"""A set over a running server's REST API: the whole product path, and where it loses answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench import report
+from ragserve.client import Client
+from ragserve.eval.console import progress
+from ragserve.eval.data import Question, distinct_passages, load, set_name
+from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
+
+Line = dict[str, Any]
+
+
+def evaluate_set(
+    client: Client, path: Path, runs: Sequence[Options], *, retrieved: bool, limit: int | None, out: Path | None
+) -> list[Line]:
+    """Print one set's table, write it to ``out``, and give a line for each question and strategy."""
+    questions = load(path, limit)
+    rows, lost, lines, workload = (_retrieved if retrieved else _given)(client, questions, runs)
+    workload = {
+        "set": set_name(path),
+        "mode": "retrieved" if retrieved else "given",
+        "questions": len(questions),
+        "model": Path(client.info()["model"]).name,
+        **workload,
+    }
+    _write(rows, lost, workload, out)
+    return lines
+
+
+_Run = tuple[list[Line], list[Line], list[Line], dict[str, Any]]
+
+
+def _given(client: Client, questions: Sequence[Question], runs: Sequence[Options]) -> _Run:
+    rows, lines = [], []
+    for options in runs:
+        with progress(f"given, {options.label}", len(questions)) as step:
+            outcomes = ask_given(client, questions, options, progress=step)
+        rows.append({"context": "the row's documents", "strategy": options.label, **summary(outcomes)})
+        lines += [{"context": "given", "strategy": options.label, **outcome.record()} for outcome in outcomes]
+    return rows, [], lines, {"max_new_tokens": runs[0].max_new_tokens, "concurrency": runs[0].concurrency}
+
+
+def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Options]) -> _Run:
+    rows, lost, lines = [], [], []
+    with contextlib.ExitStack() as stack:
+        with progress("ingesting", len(distinct_passages(questions))) as step:
+            namespace, ingestion = stack.enter_context(ingested(client, questions, on_progress=step))
+        for options in runs:
+            with progress(f"retrieved, {options.label}", len(questions)) as step:
+                retrieved = ask_retrieved(client, namespace, questions, options, progress=step)
+            with progress(f"gold, {options.label}", len(questions)) as step:
+                ceiling = ask_given(client, questions, options, gold=True, progress=step)
+            for context, outcomes in (("retrieved", retrieved), ("gold documents alone", ceiling)):
+                rows.append({"context": context, "strategy": options.label, **summary(outcomes)})
+                lines += [{"context": context, "strategy": options.label, **outcome.record()} for outcome in outcomes]
+            lost.append({"strategy": options.label, **losses(retrieved, ceiling)})
+    first = runs[0]
+    return rows, lost, lines, {"k": first.k, "max_new_tokens": first.max_new_tokens, "concurrency": first.concurrency, **ingestion}
+
+
+def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Path | None) -> None:
+    note = "em, f1: percent, SQuAD's normalisation. Tokens: per question, mean."
+    report.write(f"eval {workload['set']} {workload['mode']}", workload, rows, out=out, note=note)
+    if lost:
+        note = (
+            "Percent of all questions; right to lost_reading sum to 100. found: a retrieved passage of a gold document holds the answer. "
+            "lost_reading_context: right with the gold documents alone; lost_reading: wrong even then."
+        )
+        path = out.with_name(f"{out.stem}-losses{out.suffix}") if out else None
+        report.write(f"eval {workload['set']} losses", workload, lost, out=path, note=note)

@@ -1,0 +1,90 @@
+"""Averages of an evaluation's rows: one line per set and strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.bench import report
+from ragserve.bench.report import percentile
+
+if TYPE_CHECKING:
+    from ragserve.eval.parallel import Plan
+
+NOTE = (
+    "em, f1: percent, SQuAD's normalisation; f1_vs_full: points above full on the same questions, +- its standard error. "
+    "kl: KL(full || strategy) of the first answer token in nats over the whole vocabulary, mean and median; agrees: percent with the same "
+    "most likely token. kept, recomputed: percent of the document tokens. ttft: milliseconds, documents on the device."
+)
+
+
+def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One line per (set, strategy), in order of first appearance. Failed questions count as wrong and in no other mean."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["strategy"]), []).append(row)
+    full = {(row["set"], row["id"]): row for (_, strategy), group in groups.items() if strategy == "full" for row in group}
+    return [
+        {"set": name, "strategy": strategy, **_line(group, [full.get((row["set"], row["id"])) for row in group])}
+        for (name, strategy), group in groups.items()
+    ]
+
+
+def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, Any], out: Path | None) -> dict[str, Any]:
+    """Print the table of a run and write its report (see `ragserve.bench.report`), with the engine that served as ``engine``."""
+    workload = {
+        "model": Path(plan.settings.model).name,
+        "device": served["engine"]["device"],
+        "attention": served["engine"]["attention_backend"],
+        "max_new_tokens": plan.max_new_tokens,
+        "limit": plan.limit,
+        "engines": plan.workers,
+        "questions in flight each": plan.in_flight,
+        "decoding": "greedy",
+    }
+    return report.write("eval", workload, summarise(rows), out=out, note=NOTE, ran_on=served["environment"])
+
+
+def _line(group: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    answered = [row for row in group if not row.get("error")]
+    kls = [row["kl"] for row in answered if row["kl"] is not None]
+    ttft = [row["ttft_ms"] for row in answered]
+    gains = [100 * (row["f1"] - other["f1"]) for row, other in zip(group, full, strict=True) if other is not None]
+    tokens = sum(row["document_tokens"] for row in answered)
+    return {
+        "n": len(group),
+        "em": _rounded(100 * _mean([row["em"] for row in group])),
+        "f1": _rounded(100 * _mean([row["f1"] for row in group])),
+        "f1_vs_full": _rounded(_mean(gains)) if gains else None,
+        "f1_vs_full_se": _rounded(_standard_error(gains)) if len(gains) > 1 else None,
+        "kl": float(f"{_mean(kls):.3g}") if kls else None,
+        "kl_p50": float(f"{percentile(kls, 50):.3g}") if kls else None,
+        "agrees": _rounded(100 * _mean([float(row["agrees"]) for row in answered if row["agrees"] is not None])) if kls else None,
+        "kept": _share(answered, "kept", tokens),
+        "recomputed": _share(answered, "recomputed", tokens),
+        "ttft_ms": _rounded(_mean(ttft)) if ttft else None,
+        "ttft_ms_p50": _rounded(percentile(ttft, 50)) if ttft else None,
+        "prompt_tokens": round(_mean([row["prompt_tokens"] for row in answered]), 1) if answered else None,
+        "documents_dropped": sum(row["documents_dropped"] for row in answered),
+        "fallbacks": sum(bool(row["fallback"]) for row in answered),
+        "failed": len(group) - len(answered),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def _share(rows: Sequence[Mapping[str, Any]], name: str, tokens: int) -> float | None:
+    return _rounded(100 * sum(row[name] for row in rows) / tokens) if tokens else None
+
+
+def _rounded(value: float) -> float:
+    return round(value, 2)

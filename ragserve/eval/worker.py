@@ -1,0 +1,83 @@
+"""One engine of an evaluation, in a process of its own: ``python -m ragserve.eval.worker JOB.json``.
+
+Takes every ``of``-th question from the ``index``-th on, and leaves rows and what served in the job's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragserve.config import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one worker does. ``sets`` are files, ``settings`` those of the engine, ``strategies`` labels."""
+
+    folder: str
+    index: int
+    of: int
+    sets: tuple[str, ...]
+    limit: int | None
+    strategies: tuple[str, ...]
+    max_new_tokens: int
+    in_flight: int
+    compare: bool
+    settings: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder) / f"job-{self.index}.json"
+
+    def save(self) -> Path:
+        self.path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        return self.path
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return cls(sets=tuple(raw.pop("sets")), strategies=tuple(raw.pop("strategies")), **raw)
+
+
+def run(job: Job) -> None:
+    """Start the engine, ask, write. Raises what ends it; questions that fail are rows."""
+    from ragserve.engine import inprocess
+    from ragserve.engine.local import LocalEngine
+    from ragserve.eval.data import interleaved, load, set_name
+    from ragserve.eval.engine import Ask, evaluate
+    from ragserve.eval.rows import RowFile, read
+    from ragserve.prompt import PromptBuilder
+    from ragserve.strategies import parse
+
+    folder = Path(job.folder)
+    questions = interleaved({set_name(path): load(path, job.limit) for path in map(Path, job.sets)})[job.index :: job.of]
+    finished = {key for key, row in read(folder).items() if not row.get("error")}
+    specs = [spec for label in job.strategies for spec in parse(label)]
+
+    async def work(engine: LocalEngine) -> None:
+        (folder / f"engine-{job.index}.json").write_text(json.dumps(_served(engine)) + "\n", encoding="utf-8")
+        builder = PromptBuilder.load(engine.info.tokenizer)
+        with RowFile(folder / f"rows-{job.index}.jsonl") as rows:
+            ask = Ask(job.max_new_tokens, job.in_flight, job.compare)
+            await evaluate(engine, builder, questions, specs, ask, finished=finished, write=rows.write)
+        await engine.control("check")
+
+    inprocess.run(Settings(**job.settings), work)
+
+
+def _served(engine: Any) -> dict[str, Any]:
+    """What answered: the engine, the hardware, versions."""
+    from ragserve.bench.report import environment
+
+    return {"engine": asdict(engine.info), "environment": environment()}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several processes share the cores
+    run(Job.load(Path(sys.argv[1])))

@@ -1,0 +1,179 @@
+"""Which composed strategies may answer: those that `ragserve eval --write-gate` has measured to be as good as full prefill.
+
+Composed KV is approximate, and how approximate depends on the model, the strategy's options and the data. So what was not measured, or
+was measured and fell short, is refused unless it is forced. The record is a JSON file in the data folder; a model's folder may bring one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragserve.config import Settings
+from ragserve.engine.base import EngineInfo
+from ragserve.errors import InvalidRequest
+from sglang_ext.protocol import EXACT_STRATEGIES
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "ragserve-gate.json"
+VERSION = 1
+MIN_QUESTIONS = 100  # of a set: with fewer, two points of F1 are noise
+MAX_F1_LOSS = 2.0  # points below full
+MIN_FULL_F1 = 20.0  # percent; where full itself answers less, equal scores prove nothing and KL decides
+MAX_KL = 0.02  # nats, mean over a set: enough by itself
+MAX_FALLBACKS = 0.01  # share of answers that another strategy gave
+FORCE = "force"  # the option of a request that passes by the gate
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One set's: F1 in percent, its difference to full in points, KL in nats, tokens kept and recomputed in percent of the documents'."""
+
+    n: int
+    f1: float
+    f1_vs_full: float
+    kl: float | None
+    kept: float | None
+    recomputed: float | None
+    fallbacks: int = 0
+    failed: int = 0
+
+    def shortfall(self) -> str | None:
+        """Why these figures verify nothing; None where they do."""
+        if self.n < MIN_QUESTIONS:
+            return f"{self.n} questions, fewer than {MIN_QUESTIONS}"
+        if self.failed or self.fallbacks > MAX_FALLBACKS * self.n:
+            return f"{self.failed} failed, {self.fallbacks} answered by another strategy"
+        if self.kl is not None and self.kl <= MAX_KL:
+            return None
+        if self.f1 - self.f1_vs_full < MIN_FULL_F1:
+            return f"full has F1 {self.f1 - self.f1_vs_full:.1f}, which proves nothing, and KL is {_shown(self.kl)}, above {MAX_KL}"
+        if self.f1_vs_full < -MAX_F1_LOSS:
+            return f"F1 {self.f1:.1f}, {-self.f1_vs_full:.1f} points below full, and KL {_shown(self.kl)}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one strategy, written with its options: figures by set, and where and when they were measured."""
+
+    sets: Mapping[str, Figures]
+    model: str
+    date: str
+    hardware: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def shortfalls(self) -> list[str]:
+        """One line for each set on which it falls short."""
+        return [f"{name}: {why}" for name, figures in self.sets.items() if (why := figures.shortfall())]
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.sets) and not self.shortfalls()
+
+
+class Gate:
+    """Reads the files, again when they change. ``fingerprint`` is the model's; ``places`` the files, of which earlier ones win."""
+
+    def __init__(self, places: Iterable[Path], fingerprint: str, *, model: str) -> None:
+        self._places = tuple(places)
+        self._fingerprint = fingerprint
+        self._model = model
+        self._stamps: tuple[int, ...] = ()
+        self._entries: dict[str, Entry] = {}
+
+    @classmethod
+    def of(cls, settings: Settings, info: EngineInfo) -> Gate:
+        """The data folder's file, then the one that the model's folder may bring."""
+        places = (settings.data_dir / FILE_NAME, Path(info.model) / FILE_NAME)
+        return cls(places, info.fingerprint, model=Path(info.model).name)
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Of this model, by strategy. A file that cannot be read counts as absent and is logged."""
+        stamps = tuple(_stamp(place) for place in self._places)
+        if stamps != self._stamps:
+            self._entries = {}
+            for place, stamp in zip(reversed(self._places), reversed(stamps), strict=True):
+                if stamp:
+                    self._entries |= self._read(place)
+            self._stamps = stamps
+        return self._entries
+
+    def check(self, label: str) -> None:
+        """Raises InvalidRequest (code ``strategy_not_verified``) with what to do, unless the strategy is verified."""
+        entry = self.entries().get(label)
+        if entry is not None and entry.verified:
+            return
+        if entry is None:
+            known = [name for name, each in self.entries().items() if each.verified]
+            reason = f"has not been verified for {self._model}" + (f" (verified: {'; '.join(sorted(known))})" if known else "")
+        else:
+            reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
+        raise InvalidRequest(
+            f"Strategy {label} {reason}.",
+            hint=f"Measure it: ragserve eval --data SET --strategies 'full,{label}' --write-gate. "
+            'Or force it: strategy_options {"force": true}, or the server\'s --force-strategies true.',
+            code="strategy_not_verified",
+            param="strategy",
+        )
+
+    def _read(self, place: Path) -> dict[str, Entry]:
+        try:
+            models = _models(place)
+            return {label: _entry(raw) for label, raw in models.get(self._fingerprint, {}).items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s is not a gate's file and verifies nothing: %r", place, error)
+            return {}
+
+
+def measured(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], *, model: str) -> dict[str, Entry]:
+    """Entries from the lines of an evaluation (`ragserve.eval.summary`), of strategies that were measured beside `full`."""
+    groups: dict[str, dict[str, Figures]] = {}
+    names = Figures.__dataclass_fields__
+    for row in rows:
+        if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
+            groups.setdefault(row["strategy"], {})[row["set"]] = Figures(**{name: row[name] for name in names})
+    hardware = environment["gpu"] or environment["cpu"]
+    return {label: Entry(sets, model, environment["date"], hardware, environment["versions"]) for label, sets in groups.items()}
+
+
+def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
+    """Add entries to a gate's file, replacing those of the same model and strategy; atomic. Raises InvalidRequest for a foreign file."""
+    try:
+        models = _models(place) if place.exists() else {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{place} is not a gate's file: {error!r}.", hint="Move it away.") from error
+    models.setdefault(fingerprint, {}).update({label: asdict(entry) for label, entry in entries.items()})
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"version": VERSION, "models": models}, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(place)
+
+
+def _models(place: Path) -> dict[str, dict[str, Any]]:
+    raw = json.loads(place.read_text(encoding="utf-8"))
+    if raw["version"] != VERSION:
+        raise ValueError(f"version {raw['version']}, not {VERSION}")
+    return dict(raw["models"])
+
+
+def _entry(raw: Mapping[str, Any]) -> Entry:
+    fields = dict(raw)
+    sets = {str(name): Figures(**figures) for name, figures in fields.pop("sets").items()}
+    return Entry(sets=sets, **fields)
+
+
+def _stamp(place: Path) -> int:
+    try:
+        return place.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _shown(kl: float | None) -> str:
+    return "unknown" if kl is None else f"{kl:.3g}"

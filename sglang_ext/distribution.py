@@ -1,0 +1,35 @@
+"""The whole next-token distribution of a request's first token, for requests that ask for it: what `ragserve eval` compares strategies by.
+
+SGLang's own `top_logprobs_num` sends Python lists for every generated token; over a whole vocabulary that costs more than the answer.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import torch
+
+from sglang_ext.protocol import DISTRIBUTION_FIELD
+
+
+def wanted(req: Any) -> bool:
+    """Whether a request asks for it and has no token yet (one that was retracted keeps what it had)."""
+    params = req.sampling_params.custom_params
+    return isinstance(params, dict) and bool(params.get(DISTRIBUTION_FIELD)) and not req.output_ids
+
+
+def capture(batch: Any, logits: torch.Tensor | None) -> None:
+    """Before sampling: logits [rows, vocabulary] of an extend batch become ``meta_info`` of the rows that want them.
+
+    Base64 of little-endian float32 log-probabilities [vocabulary]. A prompt that is prefilled in chunks is overwritten by its last chunk.
+    Waits for the forward pass, so it costs overlap: it is for measurements.
+    """
+    if logits is None:
+        return
+    decoding = batch.decoding_reqs or ()  # rows of a mixed batch that only decode
+    for row, req in enumerate(batch.reqs):
+        if wanted(req) and not any(req is other for other in decoding):
+            logprobs = logits[row].float().log_softmax(-1).cpu().numpy().astype("<f4")
+            text = base64.b64encode(logprobs.tobytes()).decode()
+            req.customized_info = {**(req.customized_info or {}), DISTRIBUTION_FIELD: [text]}

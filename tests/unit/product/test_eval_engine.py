@@ -1,0 +1,195 @@
+"""Asking an engine under several strategies, with one that answers from a table; keeping rows; averages worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.errors import EngineError, InvalidRequest
+from ragserve.eval import rows
+from ragserve.eval.data import Passage, Question, find, interleaved
+from ragserve.eval.distribution import decode, kl
+from ragserve.eval.engine import Ask, evaluate
+from ragserve.eval.summary import summarise
+from ragserve.prompt import PromptBuilder
+from ragserve.strategies import parse
+from sglang_ext.protocol import ContextReport
+from tests.conftest import MODEL
+
+
+def sent(probabilities: Sequence[float]) -> str:
+    return base64.b64encode(np.log(np.asarray(probabilities)).astype("<f4").tobytes()).decode()
+
+
+class Table:
+    """Answers by strategy; composed ones want their documents warmed first."""
+
+    def __init__(self, answers: dict[str, str], distributions: dict[str, Sequence[float]]) -> None:
+        self.answers, self.distributions = answers, distributions
+        self.asked: list[GenerateRequest] = []
+        self.warmed: list[GenerateRequest] = []
+        self.info = EngineInfo("local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, tuple(answers))
+
+    async def warm(self, request: GenerateRequest) -> None:
+        self.warmed.append(request)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self.asked.append(request)
+        if request.strategy == "broken":
+            raise EngineError("it broke")
+        documents = request.spans[-1].end - request.spans[0].end
+        composed = request.strategy == "epic"
+        report = ContextReport("epic", documents, documents // 2, 3, {"device": documents // 2}, 1.0, 0.0, 1.0) if composed else None
+        distribution = sent(self.distributions[request.strategy]) if request.distribution else None
+        for text, reason in ((self.answers[request.strategy], None), ("", "stop")):
+            usage = EngineUsage(len(request.input_ids), 0, 2)
+            fallback = "no room" if request.strategy == "random" else None
+            yield GenerateChunk(text, usage, EngineTimings(), reason, report, fallback, distribution)
+
+
+QUESTION = Question("q1", "What colour is a?", ("red",), (Passage("a", "a is red."), Passage("b", "b is blue.")), (), "k")
+ANSWERS = {"full": " red", "epic": " dark red", "random": " blue", "broken": ""}
+DISTRIBUTIONS = {"full": (0.5, 0.25, 0.25), "epic": (0.25, 0.5, 0.25), "random": (0.5, 0.25, 0.25), "prefix": (0.5, 0.25, 0.25)}
+
+
+def asked(table: Table, strategies: str, *, finished: frozenset[rows.Key] = frozenset(), ask: Ask | None = None) -> list[rows.Row]:
+    written: list[rows.Row] = []
+    builder = PromptBuilder.load(str(MODEL))
+    work = evaluate(
+        table,  # type: ignore[arg-type]
+        builder,
+        [("s", QUESTION)],
+        parse(strategies),
+        ask or Ask(),
+        finished=finished,
+        write=written.append,
+    )
+    asyncio.run(work)
+    return written
+
+
+def test_each_strategy_is_scored_on_the_same_prompt_and_compared_with_full() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    full, epic, random = asked(table, "full,epic:first=2,random")
+    assert [row["strategy"] for row in (full, epic, random)] == ["full", "epic:first=2", "random"]
+    assert len({tuple(request.input_ids) for request in table.asked}) == 1
+    assert len(table.warmed) == 1
+    assert (full["em"], full["f1"], full["kl"], full["agrees"]) == (1.0, 1.0, 0.0, True)
+    assert epic["answer"] == "dark red"
+    assert (epic["em"], epic["f1"], epic["agrees"]) == (0.0, pytest.approx(2 / 3, abs=1e-4), False)
+    assert epic["kl"] == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5), rel=1e-3)
+    assert full["recomputed"] == full["kept"] == full["document_tokens"] > 0
+    assert (epic["kept"], epic["recomputed"]) == (epic["document_tokens"] // 2, 3)
+    assert (epic["fallback"], random["fallback"]) == (None, "no room")
+
+
+def test_full_is_asked_for_its_distribution_even_where_it_is_not_wanted_or_done() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    [row] = asked(table, "full,epic", finished=frozenset({("s", "q1", "full")}))
+    assert row["strategy"] == "epic"
+    assert row["kl"] > 0
+    assert [request.strategy for request in table.asked] == ["full", "epic"]
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    [row] = asked(table, "epic", ask=Ask(compare=False))
+    assert row["kl"] is None
+    assert [(request.strategy, request.distribution) for request in table.asked] == [("epic", False)]
+
+
+def test_a_failure_is_a_row_and_the_others_go_on() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    broken, epic = asked(table, "broken,epic")
+    assert (broken["em"], broken["error"]) == (0.0, "engine_error: it broke")
+    assert epic["error"] is None
+
+
+def test_nothing_is_asked_twice() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    assert asked(table, "full,epic", finished=frozenset({("s", "q1", "full"), ("s", "q1", "epic")})) == []
+    assert table.asked == []
+
+
+def test_an_engine_that_sends_no_distribution_is_named() -> None:
+    with pytest.raises(EngineError, match="no distribution"):
+        decode(None)
+    p = decode(sent((0.5, 0.5)))
+    assert kl(p, p) == 0.0
+    assert kl(p, decode(sent((0.9, 0.1)))) == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5)
+
+
+def row(name: str, strategy: str, f1: float, **more: Any) -> rows.Row:
+    tokens = {"document_tokens": 10, "kept": 5, "recomputed": 2, "prompt_tokens": 20, "documents_dropped": 0}
+    rest = {"em": float(f1 == 1), "kl": 0.5, "agrees": True, "ttft_ms": 4.0, "fallback": None, "error": None}
+    return {"set": "s", "id": name, "strategy": strategy, "f1": f1, **tokens, **rest, **more}
+
+
+def test_averages_by_hand() -> None:
+    failed = {"set": "s", "id": "3", "strategy": "epic", "em": 0.0, "f1": 0.0, "error": "engine_error: x"}
+    group = [row("1", "full", 1.0), row("2", "full", 0.5), row("3", "full", 1.0)]
+    group += [row("1", "epic", 0.5, kl=1.5, ttft_ms=8.0, fallback="x"), row("2", "epic", 0.5), failed]
+    full, epic = summarise(group)
+    assert (full["n"], full["em"], full["f1_vs_full"], full["f1_vs_full_se"]) == (3, 66.67, 0.0, 0.0)
+    assert (epic["n"], epic["failed"], epic["fallbacks"]) == (3, 1, 1)
+    assert epic["f1"] == pytest.approx(100 / 3, abs=0.01)
+    # differences -50, 0, -100: mean -50, variance 2500
+    assert epic["f1_vs_full"] == -50.0
+    assert epic["f1_vs_full_se"] == pytest.approx(50 / math.sqrt(3), abs=0.01)
+    assert (epic["kl"], epic["kl_p50"], epic["ttft_ms"]) == (1.0, 1.0, 6.0)
+    assert (epic["kept"], epic["recomputed"], epic["agrees"]) == (50.0, 20.0, 100.0)
+
+
+def test_rows_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    with rows.RowFile(tmp_path / "rows-0.jsonl") as file:
+        file.write(row("1", "full", 1.0))
+        file.write(row("1", "epic", 0.0, error="engine_error: x"))
+    path = tmp_path / "rows-0.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"set": "s", "id": "2", "str')
+    assert set(rows.read(tmp_path)) == {("s", "1", "full"), ("s", "1", "epic")}
+    with rows.RowFile(path) as file:
+        file.write(row("1", "epic", 0.5))
+        file.write(row("1", "full", 0.0, error="engine_error: later failure"))
+    found = rows.read(tmp_path)
+    assert found["s", "1", "epic"]["f1"] == 0.5
+    assert found["s", "1", "full"]["f1"] == 1.0, "an answer is worth more than a later failure"
+    assert rows.count(tmp_path) == 4
+    assert [json.loads(line)["strategy"] for line in path.read_text().splitlines()] == ["full", "epic", "epic", "full"]
+
+
+def test_a_folder_holds_one_kind_of_rows(tmp_path: Path) -> None:
+    rows.claim(tmp_path, {"model": "a", "sets": {"x": "1"}})
+    rows.claim(tmp_path, {"model": "a", "sets": {"y": "2"}})
+    rows.claim(tmp_path, {"model": "a", "sets": {"x": "1", "y": "2"}})
+    with pytest.raises(InvalidRequest, match="model"):
+        rows.claim(tmp_path, {"model": "b", "sets": {"x": "1"}})
+    with pytest.raises(InvalidRequest, match="set y"):
+        rows.claim(tmp_path, {"model": "a", "sets": {"y": "3"}})
+
+
+def test_sets_by_name(tmp_path: Path) -> None:
+    for place in ("synthetic/one.jsonl.gz", "two/two_200.jsonl", "two/two_200.uniform.jsonl.gz", "three.jsonl"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text("")
+    assert find("one", tmp_path) == tmp_path / "synthetic" / "one.jsonl.gz"
+    assert find("two", tmp_path).name == "two_200.uniform.jsonl.gz"
+    assert find("three", tmp_path) == tmp_path / "three.jsonl"
+    assert find("some/where.jsonl", None) == Path("some/where.jsonl")
+    with pytest.raises(InvalidRequest, match="No set 'four'"):
+        find("four", tmp_path)
+    with pytest.raises(InvalidRequest, match="--sets"):
+        find("one", None)
+
+
+def test_any_part_of_a_run_covers_every_set_alike() -> None:
+    sets = {name: [Question(str(i), "?", ("a",), (), (), "") for i in range(n)] for name, n in (("long", 8), ("short", 2))}
+    order = [(name, question.id) for name, question in interleaved(sets)]
+    assert len(order) == 10
+    assert sum(name == "short" for name, _ in order[:5]) == 1
+    assert [i for name, i in order if name == "long"] == [str(i) for i in range(8)]

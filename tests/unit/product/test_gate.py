@@ -1,0 +1,99 @@
+"""What the gate lets through, what it refuses and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.errors import InvalidRequest
+from ragserve.gate import Entry, Figures, Gate, measured, record
+
+GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=10.0)
+
+
+def entry(*figures: Figures) -> Entry:
+    return Entry({f"set{number}": each for number, each in enumerate(figures)}, "tiny", "2026-01-01", "a CPU")
+
+
+def figures(**changed: Any) -> Figures:
+    return dataclasses.replace(GOOD, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"f1_vs_full": -2.0}, None),
+        ({"f1_vs_full": -2.1}, "2.1 points below full"),
+        ({"f1_vs_full": -40.0, "kl": 0.01}, None),
+        ({"f1_vs_full": -40.0, "kl": None}, "KL unknown"),
+        ({"n": 99}, "fewer than 100"),
+        ({"failed": 1}, "1 failed"),
+        ({"fallbacks": 6}, "6 answered by another strategy"),
+        ({"f1": 5.0, "f1_vs_full": 0.5}, "proves nothing"),
+        ({"f1": 5.0, "f1_vs_full": 0.5, "kl": 0.001}, None),
+    ],
+)
+def test_what_figures_verify(changed: dict[str, Any], why: str | None) -> None:
+    found = figures(**changed).shortfall()
+    assert found is None if why is None else found is not None and why in found
+
+
+def test_every_set_must_pass() -> None:
+    assert entry(GOOD, GOOD).verified
+    assert not entry(GOOD, figures(f1_vs_full=-9.0)).verified
+    assert not entry().verified
+
+
+def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Path) -> None:
+    place = tmp_path / "data" / "gate.json"
+    gate = Gate([place], "abc", model="tiny")
+    with pytest.raises(InvalidRequest, match="has not been verified for tiny") as refused:
+        gate.check("epic:first=16")
+    assert refused.value.code == "strategy_not_verified"
+    assert "ragserve eval --data SET --strategies 'full,epic:first=16' --write-gate" in str(refused.value)
+    record(place, "abc", {"epic:first=16": entry(GOOD), "concat": entry(figures(f1_vs_full=-45.0))})
+    gate.check("epic:first=16")  # without a restart
+    with pytest.raises(InvalidRequest, match=r"verified: epic:first=16"):
+        gate.check("epic:first=32")
+    with pytest.raises(InvalidRequest, match=r"fell short \(set0: F1 97\.5, 45\.0 points below full"):
+        gate.check("concat")
+    with pytest.raises(InvalidRequest, match="has not been verified"):
+        Gate([place], "another model", model="tiny").check("epic:first=16")
+
+
+def test_records_add_up_and_the_latest_counts(tmp_path: Path) -> None:
+    place, brought = tmp_path / "gate.json", tmp_path / "brought.json"
+    record(place, "abc", {"concat": entry(GOOD)})
+    record(place, "other", {"concat": entry(GOOD)})
+    record(place, "abc", {"concat": entry(figures(f1_vs_full=-9.0)), "epic": entry(GOOD)})
+    record(brought, "abc", {"concat": entry(GOOD), "random": entry(GOOD)})
+    known = Gate([place, brought, tmp_path / "missing.json"], "abc", model="tiny").entries()
+    assert {label: each.verified for label, each in known.items()} == {"concat": False, "epic": True, "random": True}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9, "models": {}}', '{"version": 1, "models": {"abc": {"concat": 3}}}'])
+def test_a_file_that_is_no_record_verifies_nothing(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "gate.json"
+    place.write_text(text)
+    with pytest.raises(InvalidRequest, match="has not been verified"):
+        Gate([place], "abc", model="tiny").check("concat")
+    if "abc" not in text:
+        with pytest.raises(InvalidRequest, match="not a gate's file"):
+            record(place, "abc", {"concat": entry(GOOD)})
+    assert place.read_text() == text
+
+
+def test_a_report_becomes_a_record(tmp_path: Path) -> None:
+    row = {"set": "s", "strategy": "concat", "em": 1.0, "ttft_ms": 3.0, **dataclasses.asdict(GOOD)}
+    rows = [row, {**row, "set": "t"}, {**row, "strategy": "prefix"}, {**row, "strategy": "epic:first=2", "f1_vs_full": None}]
+    environment = {"gpu": None, "cpu": "a CPU", "date": "2026-01-01", "versions": {"sglang": "0"}}
+    found = measured(rows, environment, model="tiny")
+    assert list(found) == ["concat"]
+    record(tmp_path / "gate.json", "abc", found)
+    assert Gate([tmp_path / "gate.json"], "abc", model="tiny").entries() == found
+    assert json.loads((tmp_path / "gate.json").read_text())["models"]["abc"]["concat"]["versions"] == {"sglang": "0"}

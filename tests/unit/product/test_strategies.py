@@ -1,0 +1,48 @@
+"""Strategies as they are written on the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragserve.errors import InvalidRequest
+from ragserve.strategies import StrategySpec, parse
+
+
+def test_options_belong_to_the_strategy_before_them() -> None:
+    specs = parse(
+        "full, epic:first=16 ,cacheblend:share=0.15,samkv:update=fusion,block_size=16,personalised=false,concat:recompute=[1,2],keep=0.5"
+    )
+    assert specs == [
+        StrategySpec("full"),
+        StrategySpec("epic", {"first": 16}),
+        StrategySpec("cacheblend", {"share": 0.15}),
+        StrategySpec("samkv", {"update": "fusion", "block_size": 16, "personalised": False}),
+        StrategySpec("concat", {"recompute": [1, 2], "keep": 0.5}),
+    ]
+
+
+def test_a_label_reads_back_as_what_it_labels() -> None:
+    for text in ("full", "samkv:block_size=16,update=fusion", "concat:recompute=all", "concat:keep=0.5,kept=[[1,2],[3]]", "a:x=b:c"):
+        [spec] = parse(text)
+        assert spec.label == text
+        assert parse(spec.label) == [spec]
+
+
+def test_the_same_strategy_is_asked_once() -> None:
+    assert [spec.label for spec in parse("epic:first=1,share=2,full,epic:share=2,first=1,full")] == ["epic:first=1,share=2", "full"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "No strategy"),
+        ("first=16", "belongs to no strategy"),
+        ("epic:first", "is not an option"),
+        ("epic:=3", "is not an option"),
+        ("Epic", "Unknown strategy 'Epic'"),
+        ("magic", "Unknown strategy 'magic'"),
+    ],
+)
+def test_what_is_no_strategy(text: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        parse(text, ("epic", "full"))
