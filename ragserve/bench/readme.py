@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ragserve.bench import curves
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 
@@ -87,16 +88,17 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``README [--check]``; 1 where ``--check`` finds it out of date."""
-    path = Path(arguments[0])
-    text = path.read_text(encoding="utf-8")
-    wanted = rewritten(text, _REPO / "examples" / "results")
-    if wanted == text:
-        return 0
-    if "--check" in arguments[1:]:
-        print(f"{path} is out of date: run scripts/readme-tables", file=sys.stderr)
+    """``README [--check]``: its tables, and the picture of the evaluation; 1 where ``--check`` finds one out of date."""
+    path, results = Path(arguments[0]), _REPO / "examples" / "results"
+    wanted = {path: rewritten(path.read_text(encoding="utf-8"), results)}
+    if (svg := curves.picture(results)) is not None:
+        wanted[results / curves.PICTURE] = svg
+    stale = [place for place, text in wanted.items() if not place.exists() or place.read_text(encoding="utf-8") != text]
+    if stale and "--check" in arguments[1:]:
+        print(f"{', '.join(map(str, stale))} out of date: run scripts/readme-tables", file=sys.stderr)
         return 1
-    path.write_text(wanted, encoding="utf-8")
+    for place in stale:
+        place.write_text(wanted[place], encoding="utf-8")
     return 0
 
 

@@ -49,9 +49,9 @@ def run(plan: Plan, folder: Path, progress: Progress = lambda done, total: None)
     Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. Raises EngineError with the end
     of its log where a worker dies, or where nothing was answered in time: run again with the same folder to go on.
     """
-    rows.claim(folder, _identity(plan))
     questions = [(set_name(path), question) for path in plan.sets for question in load(path, plan.limit)]
     keys = [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
+    rows.claim(folder, _identity(plan))
     held = rows.read(folder)
     if any(key not in held or held[key].get("error") for key in keys):
         wanted = set(keys)

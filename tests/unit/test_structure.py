@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ragserve.bench import curves
 from ragserve.bench.readme import rewritten
 from ragserve.config import Settings
 
@@ -128,6 +129,9 @@ def test_readme_tables_are_in_sync() -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
     assert rewritten(text, REPO / "examples" / "results") == text, "run scripts/readme-tables"
     assert all(f"| `{name}` |" in text for name in Settings.model_fields)
+    results = REPO / "examples" / "results"
+    drawn = curves.picture(results)
+    assert drawn is None or drawn == (results / curves.PICTURE).read_text(encoding="utf-8"), "run scripts/readme-tables"
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "kernels/README.md", "sglang_ext/context/README.md"])
