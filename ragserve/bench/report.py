@@ -17,6 +17,8 @@ from rich.table import Table
 
 _PACKAGES = ("ragserve", "sglang", "torch", "transformers", "faiss-cpu", "sentence-transformers", "numpy")
 
+_LOG_COLUMNS = 200  # of a table that goes to a file
+
 
 def environment() -> dict[str, Any]:
     """Hardware and versions of this run."""
@@ -62,17 +64,18 @@ def write(
     out: Path | None,
     note: str = "",
     ran_on: Mapping[str, Any] | None = None,
+    shown: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Print ``rows`` as a table and, with ``out``, write ``{name, workload, environment, rows, note}`` there as JSON, atomically.
 
-    ``ran_on``: the environment that was measured, where that is not this process's.
+    ``ran_on``: the environment that was measured, where that is not this process's. ``shown``: the columns to print (all).
     """
     report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": dict(ran_on or environment())}
     report |= {"rows": [dict(row) for row in rows], "note": note}
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     table = Table()
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(shown) or list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
         table.add_column(column, justify="right" if any(isinstance(r.get(column), (int, float)) for r in rows) else "left")
     for row in rows:

@@ -19,6 +19,8 @@ NOTE = (
     "most likely token. kept, recomputed: percent of the document tokens. ttft: milliseconds, documents on the device."
 )
 
+SHOWN = ("set", "strategy", "n", "em", "f1", "f1_vs_full", "f1_vs_full_se", "kl", "kept", "recomputed", "ttft_ms", "ttft_ms_p50", "failed")
+
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One line per (set, strategy), in order of first appearance. Failed questions count as wrong and in no other mean."""
@@ -44,7 +46,7 @@ def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, An
         "questions in flight each": plan.in_flight,
         "decoding": "greedy",
     }
-    return report.write("eval", workload, summarise(rows), out=out, note=NOTE, ran_on=served["environment"])
+    return report.write("eval", workload, summarise(rows), out=out, note=NOTE, ran_on=served["environment"], shown=SHOWN)
 
 
 def _line(group: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
