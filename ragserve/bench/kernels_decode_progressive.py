@@ -129,7 +129,7 @@ def fewest_blocks(cases: Sequence[Case], threshold: float) -> float:
 
 
 def ladder(cases: Sequence[Case], scoring: str) -> list[Fixed]:
-    """The error of fixed budgets, from 4 blocks in steps of 1.25 until all are taken; means over ``cases`` and layers."""
+    """The error of fixed budgets, from 4 blocks in steps of 1.05 until all are taken; means over ``cases`` and layers."""
     most = max(-(-int(case.lens.max()) // case.page) for case in cases)
     wanted = [[attended(case, layer)[0] for layer in case.layers] for case in cases]
     steps = []
@@ -143,7 +143,7 @@ def ladder(cases: Sequence[Case], scoring: str) -> list[Fixed]:
         steps.append(Fixed(budget, sum(errors) / len(errors)))
         if budget == most:
             return steps
-        budget = min(most, max(budget + 1, int(budget * 1.25)))
+        budget = min(most, max(budget + 1, int(budget * 1.05)))
 
 
 def compare(
