@@ -15,6 +15,7 @@ from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 
 _PLAIN = (int, float, str, Path)
+_OBJECTS = frozenset(name for name, field in Settings.model_fields.items() if getattr(field.annotation, "__origin__", None) is dict)
 
 
 def with_settings(command: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., Any]:
@@ -33,8 +34,9 @@ def with_settings(command: Callable[..., Any], names: Iterable[str] | None = Non
 
     def run(**given: Any) -> Any:
         flags_given = {name: given.pop(name) for name in fields}
-        if isinstance(flags_given.get("engine_args"), str):
-            flags_given["engine_args"] = _json_object(flags_given["engine_args"])
+        for name in _OBJECTS & flags_given.keys():
+            if isinstance(flags_given[name], str):
+                flags_given[name] = _json_object(name, flags_given[name])
         return command(settings_from(**flags_given), **given)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -54,19 +56,20 @@ def settings_from(**flags: Any) -> Settings:
         ) from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    flag = "--" + name.replace("_", "-")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"--engine-args is not JSON: {error}.", hint="""Example: --engine-args '{"page_size": 16}'.""") from None
+        raise InvalidRequest(f"{flag} is not JSON: {error}.", hint=f"""Example: {flag} '{{"page_size": 16}}'.""") from None
     if not isinstance(value, dict):
-        raise InvalidRequest("--engine-args must be a JSON object.", hint="""Example: --engine-args '{"page_size": 16}'.""")
+        raise InvalidRequest(f"{flag} must be a JSON object.", hint=f"""Example: {flag} '{{"page_size": 16}}'.""")
     return value
 
 
 def _help(name: str) -> str:
     field = Settings.model_fields[name]
-    default = "" if field.default in (None, ...) or name == "engine_args" else f" [default: {field.default}]"
+    default = "" if field.default in (None, ...) or name in _OBJECTS else f" [default: {field.default}]"
     return (field.description or "") + default
 
 

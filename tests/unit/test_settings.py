@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.commands.options import settings_from
+from ragserve.commands.options import settings_from, with_settings
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 
@@ -38,3 +38,13 @@ def test_secrets_do_not_show() -> None:
 
 def test_every_setting_says_what_it_is_for() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("name", ["engine_args", "kv_storage_args"])
+def test_settings_that_are_objects_are_given_as_json(name: str) -> None:
+    command = with_settings(lambda settings: getattr(settings, name), [name])
+    assert command(**{name: '{"page_size": 16}'}) == {"page_size": 16}
+    assert command(**{name: None}) == {}
+    for wrong in ("{", "[1]"):
+        with pytest.raises(InvalidRequest, match="--" + name.replace("_", "-")):
+            command(**{name: wrong})
