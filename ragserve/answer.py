@@ -194,10 +194,11 @@ class Answerer:
         yield FinalAnswer(result, tuple(markers.markers))
 
     def _check(self, query: Query) -> None:
-        strategies = self._engine.info.strategies
-        if query.strategy not in strategies:
+        info = self._engine.info
+        if query.strategy not in info.strategies:
+            why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
             raise InvalidRequest(
-                f"This engine has no strategy {query.strategy!r}.", hint=f"One of: {', '.join(strategies)}.", param="strategy"
+                f"This engine has no strategy {query.strategy!r}.{why}", hint=f"One of: {', '.join(info.strategies)}.", param="strategy"
             )
         if query.strategy in EXACT_STRATEGIES or self._gate is None:
             return

@@ -18,11 +18,21 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     operation = _operations.get(str(body.get("op")))
     if operation is None:
         return _failed(f"no operation {body.get('op')!r}: one of {', '.join(sorted(_operations))}")
+    found: Answer = {}
+    error = ""
     try:
-        return {"success": True, "response": [operation(runtime, body)], "error": ""}
-    except Exception as error:
+        found = operation(runtime, body)
+    except Exception as raised:
         log.exception("control operation %r failed", body.get("op"))
-        return _failed(f"{type(error).__name__}: {error}")
+        error = f"{type(raised).__name__}: {raised}"
+    ranks = runtime.gather((found, error))  # only the first rank's reply reaches the product
+    failed = [f"rank {rank}: {text}" if rank else text for rank, (_, text) in enumerate(ranks) if text]
+    if failed:
+        return _failed(failed[0])
+    if len(ranks) > 1 and "bad" in found:
+        found["bad"] = [f"rank {rank}: {bad}" for rank, (theirs, _) in enumerate(ranks) for bad in theirs["bad"]]
+        found["pages"] = sum(theirs["pages"] for theirs, _ in ranks)
+    return {"success": True, "response": [found], "error": ""}
 
 
 def _failed(message: str) -> Answer:
@@ -41,40 +51,43 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
 
 def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.sweep()
-    tokens = runtime.document_tokens()
+    tokens = runtime.documents.document_tokens()
+    below = runtime.tiers.stat()
     return {
         "device": {
             "documents": len(tokens),
             "tokens": sum(tokens.values()),
-            "bytes": sum(tokens.values()) * runtime.slot_bytes,
-            "budget_bytes": runtime.pool_bytes,
+            "bytes": sum(tokens.values()) * runtime.documents.slot_bytes,
+            "budget_bytes": runtime.documents.pool_bytes,
+            "locked_tokens": runtime.tree.protected_size(),
         },
-        **runtime.tiers.stat(),
+        **below,
+        "evictions": {"device": runtime.tree.documents_evicted, **below["evictions"]},
     }
 
 
 def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.check_integrity()
     report = runtime.tiers.verify()
-    return {"pages": report.pages, "bad": list(report.bad)}
+    return {"pages": report.pages, "bad": [f"{bad.namespace}/{bad.key}: {bad.reason}" for bad in report.bad]}
 
 
 def _remove(runtime: Any, body: dict[str, Any]) -> Answer:
-    return {"removed": runtime.remove([str(key) for key in body["keys"]], str(body["namespace"]))}
+    return {"removed": runtime.documents.remove([str(key) for key in body["keys"]], str(body["namespace"]))}
 
 
 def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
-    return {"removed": runtime.remove_namespace(str(body["namespace"]))}
+    return {"removed": runtime.documents.remove_namespace(str(body["namespace"]))}
 
 
 def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
-    runtime.clear()
+    runtime.documents.clear()
     return {}
 
 
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
     """Drop what is cached in the named tiers, so that the next use comes from the tier below: for measurements and tests."""
-    runtime.evict(tuple(str(tier) for tier in body["tiers"]))
+    runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]))
     return {}
 
 

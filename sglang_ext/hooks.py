@@ -29,6 +29,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.insert": ("self", "params"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.evict": ("self", "params"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.reset": ("self",),
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 

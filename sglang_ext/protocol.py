@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"
 CACHE_BACKEND = "ragserve"  # SGLang's name for our document cache
 KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # environment of the scheduler processes: settings of the tiers, JSON
+NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # as the product's settings have it; safe as a folder's name
 EXACT_STRATEGIES = ("full", "prefix")
 
 Operation = Literal["compose", "document"]
@@ -76,12 +78,12 @@ class ContextPlan:
             version, operation, namespace = raw["v"], raw["op"], raw["namespace"]
             spans = tuple(Span(int(a), int(b)) for a, b in raw["spans"])
             strategy, options = str(raw["strategy"]), dict(raw["options"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
             raise PlanError(f"the plan has version {version}, this engine understands {PLAN_VERSION}: run one version of ragserve")
-        if operation not in ("compose", "document") or not isinstance(namespace, str) or not namespace:
-            raise PlanError("op must be compose or document, and namespace a text")
+        if operation not in ("compose", "document") or not isinstance(namespace, str) or not NAMESPACE.fullmatch(namespace):
+            raise PlanError("op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'")
         plan = cls(operation, namespace, strategy, spans, options)
         plan._check(n_ids)
         return plan

@@ -217,12 +217,12 @@ NAMESPACE = {
 NAMESPACES = {"namespaces": [NAMESPACE]}
 
 CACHE: dict[str, Any] = {
-    "device": {"documents": 41, "tokens": 10240, "bytes": 104857600, "budget_bytes": 671098880},
+    "device": {"documents": 41, "tokens": 10240, "bytes": 104857600, "budget_bytes": 671098880, "locked_tokens": 0},
     "host": {"bytes": 55705600, "budget_bytes": 536739840, "documents": 33, "pages": 340},
     "disk": {"backend": "file", "bytes": 55840768, "budget_bytes": 17179869184, "documents": 33, "pages": 340},
-    "hits": {"host": 49, "disk": 9},
+    "hits": {"device": 212, "host": 49, "disk": 9},
     "misses": 65,
-    "evictions": {"host": 0, "disk": 0},
+    "evictions": {"device": 8, "host": 0, "disk": 0},
     "faults": {},
 }
 

@@ -85,6 +85,7 @@ class EngineInfo:
     max_total_tokens: int
     strategies: tuple[str, ...]
     fingerprint: str = ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
+    only_exact: str | None = None  # why there are none but the exact strategies
 
     @property
     def max_prompt_tokens(self) -> int:

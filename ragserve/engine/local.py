@@ -57,6 +57,7 @@ class LocalEngine:
             max_total_tokens=info["max_total_num_tokens"],
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
             fingerprint=model_fingerprint(args.model_path, ""),
+            only_exact=cache["unsupported"],
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         async for _ in self.generate(warm_up):

@@ -45,12 +45,14 @@ class ComposedContext:
     selection: Selection
     sources: list[DeviceSource | HostSource] = field(default_factory=list)
     tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
+    reloads: int = 0  # how often loaded blocks were evicted again before the request came to them
     _blocks: list[Ints] | None = None
     filled: bool = False
     clock: StageClock | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by the tier that they came from
     recomputed: int = 0
     waiting_since: float | None = None
+    below_device: bool = False  # take documents from host or disk even where the device has them
     load_ms: float = 0.0
 
     @property
@@ -143,6 +145,11 @@ def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
     counts = np.diff(np.searchsorted(kept.numpy(), [*(span.start for span in spans), spans[-1].end]))
     tiers: dict[str, int] = {}
     for tokens, source in zip(counts[1:].tolist(), context.sources[1:], strict=True):
-        tier = "device" if isinstance(source, DeviceSource) else "disk" if source.from_disk else "host"
+        tier = tier_of(source)
         tiers[tier] = tiers.get(tier, 0) + tokens
     return tiers
+
+
+def tier_of(source: DeviceSource | HostSource) -> str:
+    """device, host or disk."""
+    return "device" if isinstance(source, DeviceSource) else "disk" if source.from_disk else "host"

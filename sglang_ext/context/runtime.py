@@ -12,20 +12,25 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_ext.context.clock import StageClock
-from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource, HostSource, report_of
+from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource, HostSource, report_of, tier_of
 from sglang_ext.context.metrics import context_metrics
+from sglang_ext.context.resident import DeviceDocuments
 from sglang_ext.context.rope import UnsupportedRope, rotation_of
 from sglang_ext.context.strategies import select
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, Span, document_key
 
 log = logging.getLogger(__name__)
-_SWEEP_AT = 10_000  # documents remembered as on the device before those that the tree has evicted are forgotten
+_LOST = (
+    "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: ask again, or give the cache more memory"
+)
+_MAX_RELOADS = 8  # requests that take each other's host pages in turns would load for ever; a miss ends that
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,7 @@ class ContextRuntime:
         self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
         self._held: list[tuple[Any, list[ComposedContext]]] = []  # (event, contexts) whose host pages a running copy still reads
         self._clock: StageClock | None = None  # of the batch whose forward pass is being run
-        self._namespaces: dict[str, str] = {}  # of documents on the device
-        self._doomed: set[str] = set()  # removed while a running request held them: gone for everyone else, freed when it ends
+        self.documents = DeviceDocuments(model_runner, tree, tiers)
         self._composer: Composer | None = None
         self.unsupported: str | None = None
         try:
@@ -66,6 +70,7 @@ class ContextRuntime:
             log.warning("composed contexts are off: %s", error)
         tree.is_composed = is_composed
         tree.on_document = self._keep_document
+        tree.on_finished = self.documents.request_ended
 
     # a request arrives
 
@@ -74,6 +79,7 @@ class ContextRuntime:
         params = req.sampling_params.custom_params
         text = params.get(PLAN_FIELD) if isinstance(params, dict) else None
         if text is None:
+            self.documents.exact_request(req)
             return
         try:
             plan = ContextPlan.from_json(str(text), len(req.origin_input_ids))
@@ -81,12 +87,16 @@ class ContextRuntime:
                 ids = array("q", req.origin_input_ids)
                 key = document_key(plan.namespace, self.fingerprint, ids)
                 req.ragserve, req.extra_key = DocumentRequest(key, plan.namespace, ids), key
+                self.documents.document_request(req, plan.namespace)
                 return
             if self.unsupported:
                 raise PlanError(self.unsupported)
             self._attach(req, plan)
         except PlanError as error:
             self._end(req, f"ragserve: {error}")
+        except Exception as error:  # whatever is in a client's plan
+            log.exception("a context plan failed")
+            self._end(req, f"ragserve: the plan cannot be carried out: {error!r}")
 
     def _attach(self, req: Any, plan: ContextPlan) -> None:
         ids = array("q", req.origin_input_ids)
@@ -98,10 +108,8 @@ class ContextRuntime:
         req.extra_key = f"composed:{req.rid}"
         req.ragserve = context
 
-    def _end(self, req: Any, message: str) -> None:
+    def _end(self, req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         """Finish the request with an error, by SGLang's own way for bad requests, without its log line (a miss is no error)."""
-        from http import HTTPStatus
-
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         req.ragserve = None
@@ -109,7 +117,7 @@ class ContextRuntime:
         req.origin_input_ids = req.origin_input_ids_unpadded = array("q", [0])
         req.full_untruncated_fill_ids = array("q")
         req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
-        req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        req.to_finish = FINISH_ABORT(message, status, "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "Unavailable")
 
     # admission
 
@@ -119,20 +127,29 @@ class ContextRuntime:
 
         context: ComposedContext = req.ragserve
         missing = self._resolve(context)
-        ready = missing is not None and not missing
         if not self._all_agree(missing is not None):
             self._unlock(context)
             return AddReqResult.CONTINUE  # a load from disk is under way: others go first
-        if not self._all_agree(ready):
+        missing = self._missing_anywhere(context, missing or [])
+        if missing:
             self._unlock(context)
-            self._end(req, MISSING_PREFIX + json.dumps(missing))
+            for _ in missing:
+                self.tiers.count(None)
+            if req.output_ids:  # taken back by the scheduler in the middle of its answer
+                self._end(req, _LOST, HTTPStatus.SERVICE_UNAVAILABLE)
+            else:
+                self._end(req, MISSING_PREFIX + json.dumps(missing))
             req.init_next_round_input(self.tree)
             return add()
         slots = self._reserve(adder, context.slots)
         if slots is None:
+            locks_device = any(isinstance(source, DeviceSource) for source in context.sources)
             self._unlock(context)
             if adder.can_run_list or not adder.running_batch.is_empty():
                 return AddReqResult.NO_TOKEN
+            if locks_device:
+                context.below_device = True  # its documents there are in its own way: from host they take no slots
+                return AddReqResult.CONTINUE
             # Nothing will ever free memory for it: better an error than a queue that hangs.
             self._end(
                 req,
@@ -141,7 +158,8 @@ class ContextRuntime:
             req.init_next_round_input(self.tree)
             return add()
         req.prefix_indices = slots[: context.slots]
-        req.already_computed = context.slots  # composed tokens are no prefix hits
+        req.already_computed = context.slots  # composed tokens are no prefix hits, neither in the sum nor by tier
+        req._cache_breakdown_computed = True
         context.filled = False
         hits = adder.log_hit_tokens
         try:
@@ -154,6 +172,9 @@ class ContextRuntime:
             self._release(context, slots)
             return result
         adder.log_hit_tokens = hits
+        for source in context.sources:
+            self.tiers.count(tier_of(source))
+        context.tickets, context.reloads = {}, 0
         return result
 
     def _reserve(self, adder: Any, count: int) -> torch.Tensor | None:
@@ -185,24 +206,24 @@ class ContextRuntime:
                 missing.append(i)
             else:
                 context.sources.append(found)
-        if missing:
-            return missing
-        if loading:
+        if loading:  # some may turn out to be missing: all that are get told at once
             context.waiting_since = context.waiting_since or time.perf_counter()
             return None
+        if missing:
+            return missing
         if context.waiting_since is not None:
             context.load_ms = (time.perf_counter() - context.waiting_since) * 1e3
             context.waiting_since = None
         return []
 
     def _find(self, context: ComposedContext, number: int, span: Span, key: str) -> Any:
-        if key in self._doomed:
+        if self.documents.is_removed(key):
             return None
         ids = context.ids[span.start : span.end]
-        source = self._on_device(key, ids)
+        source = None if context.below_device else self._on_device(key, ids)
         if source is not None:
             return source
-        resident = self.tiers.lookup(key, ids, context.plan.namespace, count=context.waiting_since is None)
+        resident = self.tiers.lookup(key, ids, context.plan.namespace, count=False)  # counted once it is admitted
         if resident is None:
             return None
         blocks = context.blocks(number, self._block)
@@ -214,8 +235,9 @@ class ContextRuntime:
                 return "loading"
             if not ticket.done():
                 return "loading"
-            if not ticket.ok:
+            if not ticket.ok or context.reloads >= _MAX_RELOADS:
                 return None
+            context.reloads += 1
             context.tickets[key] = self.tiers.load(key, absent)  # loaded, and evicted again before we came to it: once more
             return "loading"
         from_disk = key in context.tickets
@@ -251,6 +273,23 @@ class ContextRuntime:
         torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=self._tp_group.cpu_group)
         return bool(vote.item())
 
+    def _missing_anywhere(self, context: ComposedContext, missing: Sequence[int]) -> list[int]:
+        """Numbers of the spans that any rank lacks."""
+        if self._tp_group is None or self._tp_group.world_size == 1:
+            return list(missing)
+        lacks = torch.zeros(len(context.keys), dtype=torch.int64)
+        lacks[list(missing)] = 1
+        torch.distributed.all_reduce(lacks, op=torch.distributed.ReduceOp.MAX, group=self._tp_group.cpu_group)
+        return [int(i) for i in lacks.nonzero().flatten()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank; all must call it."""
+        if self._tp_group is None or self._tp_group.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self._tp_group.world_size
+        torch.distributed.all_gather_object(values, value, group=self._tp_group.cpu_group)
+        return values
+
     # the forward pass
 
     def before_forward(self, batch: Any) -> None:
@@ -284,14 +323,22 @@ class ContextRuntime:
                 context_metrics().observe(report)
 
     def _hold(self, contexts: list[ComposedContext]) -> None:
-        """Unlock device documents (later writes to their slots are behind us on the stream); host pages when the copies have run."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self._held.append((event, contexts))
-        else:
+        """Unlock device documents (later writes to their slots are behind us on the stream); host pages when the copies have run.
+
+        Device locks decide what SGLang can evict and admit, so they must end at the same step on every rank.
+        """
+        if self._device.type != "cuda":
             for context in contexts:
                 self._unlock(context)
+            return
+        for context in contexts:
+            below: list[DeviceSource | HostSource] = [source for source in context.sources if isinstance(source, HostSource)]
+            context.sources = [source for source in context.sources if isinstance(source, DeviceSource)]
+            self._unlock(context)
+            context.sources = below
+        event = torch.cuda.Event()
+        event.record()
+        self._held.append((event, contexts))
 
     def _poll_held(self) -> None:
         while self._held and self._held[0][0].query():
@@ -323,71 +370,16 @@ class ContextRuntime:
         pool = self._runner.token_to_kv_pool
         k = torch.stack([pool.get_key_buffer(layer)[slots] for layer in range(self._layers)])
         v = torch.stack([pool.get_value_buffer(layer)[slots] for layer in range(self._layers)])
-        self._doomed.discard(document.key)
-        self._namespaces[document.key] = document.namespace
-        if len(self._namespaces) > _SWEEP_AT:
-            self.sweep()
+        self.documents.cached(document.key)
         self.tiers.put(DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint), k, v)
 
-    def remove(self, keys: Sequence[str], namespace: str) -> int:
-        """Evict documents from every tier, and the namespace's exact prefixes, which may hold them; how many documents were in a tier.
-
-        What a running request still reads is freed when that ends.
-        """
-        prefixes = f"namespace:{namespace}"
-        if not self.tree.remove_key(prefixes):
-            self._doomed.add(prefixes)
-        on_device = self.tree.tokens_by_key()
-        removed = 0
-        for key in keys:
-            if not self.tree.remove_key(key):
-                self._doomed.add(key)
-            removed += bool(self.tiers.remove(key)) or key in on_device
-        return removed
-
-    def remove_namespace(self, namespace: str) -> int:
-        """Evict all documents of a namespace."""
-        on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
-        below = self.tiers.remove_namespace(namespace)
-        return max(below, self.remove(on_device, namespace))
-
-    def clear(self) -> None:
-        """Evict all documents from every tier."""
-        self.evict(("device",))
-        self.tiers.clear()
-
-    def evict(self, tiers: Sequence[str]) -> None:
-        """Drop documents from the device (all that no request reads) or from host memory; the tiers below keep them."""
-        if "device" in tiers:
-            for key in self.document_tokens():
-                self.tree.remove_key(key)
-        if "host" in tiers:
-            self.tiers.flush(30)
-            self.tiers.drop_host()
-
     def sweep(self) -> None:
-        """Free removed documents whose last reader has gone, and forget whose those were that the tree has evicted."""
-        self._doomed -= {key for key in self._doomed if self.tree.remove_key(key)}
-        on_device = self.tree.tokens_by_key()
-        self._namespaces = {key: owner for key, owner in self._namespaces.items() if key in on_device}
-
-    def document_tokens(self) -> dict[str, int]:
-        """Tokens on the device by document key (other extra keys, of namespaces and requests, hold a colon)."""
-        return {key: n for key, n in self.tree.tokens_by_key().items() if ":" not in key}
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot over all layers."""
-        return int(sum(self._runner.token_to_kv_pool.get_kv_size_bytes())) // max(1, self._allocator.size)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        return int(sum(self._runner.token_to_kv_pool.get_kv_size_bytes()))
+        """Let go of what ended requests held."""
+        self._poll_held()
+        self.documents.sweep()
 
     def check_integrity(self) -> None:
         """Raise where slots or pages are lost or counted twice. The device's sum is SGLang's own idle check; ours are the tiers below."""
-        self._poll_held()
         self.sweep()
         self.tiers.check_integrity()
 

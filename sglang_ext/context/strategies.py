@@ -139,7 +139,7 @@ def _explicit_kept(plan: ContextPlan, value: Any) -> torch.Tensor:
     """``kept``: positions, or one list of positions per layer, all of the same length; for experiments with selectors."""
     try:
         kept = torch.tensor(value, dtype=torch.int64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a number beyond 64 bits
         raise PlanError("kept must be a list of positions or equally long lists, one for each layer") from None
     if kept.dim() not in (1, 2) or kept.shape[-1] == 0:
         raise PlanError("kept must name at least one position")
@@ -154,7 +154,7 @@ def _explicit(plan: ContextPlan, options: Mapping[str, Any]) -> torch.Tensor:
         return torch.arange(plan.question_start)
     try:
         positions = torch.tensor(sorted(set(value)), dtype=torch.int64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise PlanError("recompute must be 'all' or a list of positions") from None
     if len(positions) and (int(positions[0]) < 0 or int(positions[-1]) >= plan.question_start):
         raise PlanError(f"recompute must hold positions below {plan.question_start}")
@@ -178,6 +178,6 @@ def _count(share: float, n: int) -> int:
 
 def _integer(options: Mapping[str, Any], name: str, default: int, *, low: int) -> int:
     value = options.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise PlanError(f"{name} must be a whole number of at least {low}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+        raise PlanError(f"{name} must be a whole number of at least {low}, of 63 bits at most")
     return value

@@ -35,7 +35,7 @@ class Tiers:
         self.faults = faults
         self.metrics = metrics
         self.io = IoPool("ragserve-kv") if disk is not None else None
-        self.counts: Counter[str] = Counter()  # hits_host, hits_disk, misses, dropped_writes
+        self.counts: Counter[str] = Counter()  # hits_device, hits_host, hits_disk, misses, dropped_writes
         self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk
         self.writing: set[str] = set()  # not to be found by path: neither finished nor, when removed meanwhile, ever to be
         self._stopping = False

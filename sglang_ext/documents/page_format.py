@@ -14,6 +14,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.protocol import NAMESPACE
+
 MAGIC = b"RSKVDOC\0"
 VERSION = 2
 ALIGN = 4096
@@ -24,7 +26,6 @@ MAX_RECORD_BYTES = 64 * 2**20  # 14 million tokens: a larger length field is dam
 
 
 _KEY = re.compile(r"[0-9A-Za-z_-]{1,128}")
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # as the product's settings have it; safe as a folder's name
 
 
 def valid_key(key: str) -> bool:
@@ -32,7 +33,7 @@ def valid_key(key: str) -> bool:
 
 
 def valid_namespace(namespace: str) -> bool:
-    return isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace) is not None
+    return isinstance(namespace, str) and NAMESPACE.fullmatch(namespace) is not None
 
 
 class PageError(Exception):

@@ -6,11 +6,14 @@ document request's KV enters the tree under the document's key, and is handed to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+
+_DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class DocumentRadixCache(RadixCache):
@@ -18,6 +21,10 @@ class DocumentRadixCache(RadixCache):
 
     is_composed: Callable[[Any], bool] = staticmethod(lambda req: False)
     on_document: Callable[[Any, torch.Tensor], None] = staticmethod(lambda req, slots: None)
+    on_finished: Callable[[], None] = staticmethod(lambda: None)
+    document_tokens = 0  # under document keys, whole or in parts
+    documents_evicted = 0
+    _evicting = False
 
     def match_prefix(self, params: Any) -> Any:
         if params.req is not None and self.is_composed(params.req):
@@ -25,7 +32,7 @@ class DocumentRadixCache(RadixCache):
         return super().match_prefix(params)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if not self.is_composed(req):
+        if not self.is_composed(req) and not _is_private(req):
             super().cache_unfinished_req(req, chunked=chunked)
             return
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.extend_range.end]
@@ -35,22 +42,47 @@ class DocumentRadixCache(RadixCache):
         if self.is_composed(req):
             # One call: with pages the composed slots and the extended ones may share a page, which is freed once per call.
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
+            self.on_finished()
             return
+        is_insert = is_insert and not _is_private(req)
         if is_insert and not self.disable:
             self.on_document(req, self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+        self.on_finished()
+
+    def insert(self, params: Any) -> Any:
+        result = super().insert(params)
+        if is_document_key(params.key.extra_key):
+            self.document_tokens += len(params.key.page_aligned(self.page_size)) - result.prefix_len
+        return result
+
+    def evict(self, params: Any) -> Any:
+        self._evicting = True
+        try:
+            return super().evict(params)
+        finally:
+            self._evicting = False
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        if is_document_key(node.key.extra_key):
+            self.document_tokens -= len(node.key)
+            self.documents_evicted += self._evicting and node.parent is self.root_node
+
+    def reset(self) -> None:
+        super().reset()
+        self.document_tokens = 0
 
     def remove_key(self, extra_key: str) -> bool:
-        """Free every node under this extra key. False where one is locked by a running request; nothing is freed then."""
+        """Free every node under this extra key that no running request has locked. Whether that was all of them."""
         roots = [node for node in self.root_node.children.values() if node.key.extra_key == extra_key]
         nodes = [node for root in roots for node in _subtree(root)]
-        if any(node.lock_ref > 0 for node in nodes):
-            return False
-        for node in reversed(nodes):  # children before their parents
+        free = [node for node in nodes if node.lock_ref == 0]  # a locked node's parents are locked as well
+        for node in reversed(free):  # children before their parents
             self.token_to_kv_pool_allocator.free(node.value)
             self._delete_leaf(node)
             self._record_remove_event(node)
-        return True
+        return len(free) == len(nodes)
 
     def tokens_by_key(self) -> dict[str, int]:
         """Cached tokens under each extra key."""
@@ -60,6 +92,16 @@ class DocumentRadixCache(RadixCache):
             if key is not None:
                 found[key] = found.get(key, 0) + sum(len(node.key) for node in _subtree(root))
         return found
+
+
+def is_document_key(extra_key: str | None) -> bool:
+    """Whether KV under this key is a document's; namespaces and requests have keys of another form."""
+    return extra_key is not None and _DOCUMENT_KEY.fullmatch(extra_key) is not None
+
+
+def _is_private(req: Any) -> bool:
+    """Whether what this request computes is for nobody else, by its strategy or because it was removed before it was cached."""
+    return bool(getattr(req, "ragserve_private", False))
 
 
 def _subtree(node: TreeNode) -> list[TreeNode]:

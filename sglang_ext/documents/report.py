@@ -30,7 +30,7 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "namespaces": _host_namespaces(tiers),
         },
         "disk": None,
-        "hits": {tier: tiers.counts[f"hits_{tier}"] for tier in ("host", "disk")},
+        "hits": {tier: tiers.counts[f"hits_{tier}"] for tier in ("device", "host", "disk")},
         "misses": tiers.counts["misses"],
         "evictions": {"host": host.evictions, "disk": index.evictions},
         "moved_bytes": {direction: tiers.moved[direction] for direction in ("to_host", "to_disk", "from_disk")},

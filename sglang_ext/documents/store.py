@@ -15,7 +15,7 @@ from sglang_ext.documents.disk import Faults, FileTier, open_disk
 from sglang_ext.documents.files import Found
 from sglang_ext.documents.host import HostTier, fill_pages
 from sglang_ext.documents.index import DiskIndex
-from sglang_ext.documents.metrics import kv_metrics
+from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_format import digest, token_array
 from sglang_ext.documents.promote import Promoter
 from sglang_ext.documents.types import (
@@ -88,15 +88,24 @@ class TierStore:
         """Where the document is; None when a block of it is nowhere, or when its token ids or namespace are not these.
 
         With ``namespace`` a document that the start's scan has not reached yet is found by one stat; without it, by one per namespace.
-        ``count=False`` leaves hits and misses alone, for asking again about the same request.
+        ``count=False`` leaves hits and misses alone, for callers that ask again about the same request and ``count`` themselves.
         """
-        with self._open() as tiers:
+        with self._open():
             resident = self._lookup(key, token_ids, namespace)
-            if count:
-                tier = "" if resident is None else ("host" if bool(resident.blocks_on_host.all()) else "disk")
-                tiers.counts[f"hits_{tier}" if tier else "misses"] += 1
-                (tiers.metrics.hits.labels(tier) if tier else tiers.metrics.misses).inc()
-            return resident
+        if count:
+            self.count(None if resident is None else "host" if bool(resident.blocks_on_host.all()) else "disk")
+        return resident
+
+    def count(self, tier: str | None) -> None:
+        """Count a document as found in a tier (device, host, disk), or as a miss."""
+        with self._open() as tiers:
+            tiers.counts[f"hits_{tier}" if tier else "misses"] += 1
+            (tiers.metrics.hits.labels(tier) if tier else tiers.metrics.misses).inc()
+
+    @property
+    def metrics(self) -> KvMetrics:
+        """The process's metrics of documents."""
+        return self._tiers.metrics
 
     def _lookup(self, key: str, token_ids: Sequence[int], namespace: str | None) -> Resident | None:
         tiers = self._tiers

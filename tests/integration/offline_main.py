@@ -28,6 +28,7 @@ def must_be_cut_off() -> None:
 
 def main(work: Path, model: str) -> None:
     from ragserve.bench.server import running_server
+    from sglang_ext.protocol import PLAN_FIELD, ContextPlan, Span
 
     loopback_up()
     must_be_cut_off()
@@ -36,9 +37,17 @@ def main(work: Path, model: str) -> None:
     command = [sys.executable, "-m", "ragserve.cli", "ingest", str(work / "a.txt"), "--namespace", "n", "--data-dir", str(data), "--json"]
     ingested = subprocess.run([*command, "--model", model], check=True, capture_output=True, text=True)
     with running_server(data_dir=data, model=model) as server, server.client() as client:
-        answer = client.post("/rag/query", json={"query": "Who built the lighthouse?", "namespace": "n", "max_new_tokens": 8})
+        question = {"query": "Who built the lighthouse?", "namespace": "n", "max_new_tokens": 8}
+        answer = client.post("/rag/query", json=question)
+        full = client.post("/rag/query", json=question | {"strategy": "full"})
+        composed = client.post("/rag/query", json=question | {"strategy": "concat"})
+        plan = ContextPlan("compose", "n", "concat", (Span(0, 2),)).to_json()
+        sampling = {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}}
+        raw = client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": sampling})
         info = client.get("/info").json()
-    print(json.dumps({"ingested": json.loads(ingested.stdout), "status": answer.status_code, "answer": answer.json(), "info": info}))
+    out = {"ingested": json.loads(ingested.stdout), "status": answer.status_code, "answer": answer.json(), "info": info}
+    out |= {"full": full.json(), "composed": {"status": composed.status_code, "text": composed.text}}
+    print(json.dumps(out | {"raw": {"status": raw.status_code, "text": raw.text}}))
 
 
 if __name__ == "__main__":

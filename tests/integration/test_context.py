@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from ragserve.prompt import PromptBuilder, PromptDocument
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
+from sglang_ext.protocol import PLAN_FIELD
 from tests.conftest import MODEL
-from tests.integration.reference import Generated, Reference
+from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.integration.reference import Reference
 
 DATA = Path(__file__).parents[1] / "data" / "questions"
-NEW = 10
-TOLERANCE = 2e-4  # logprobs in float32; the engine's kernels add up in another order than transformers'
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -38,41 +37,6 @@ def prompt(builder: PromptBuilder, row: dict[str, Any], n_documents: int) -> tup
     documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"][:n_documents])]
     built = builder.build(row["question"], documents, max_prompt_tokens=8000)
     return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
-
-
-def generate(client: Any, ids: list[int], plan: ContextPlan | None = None, n_new: int = NEW, **fields: Any) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True}
-    if plan is not None:
-        sampling["custom_params"] = {PLAN_FIELD: plan.to_json()}
-    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": plan is None or plan.operation == "compose", **fields}
-    return dict(client.post("/generate", json=body).json())
-
-
-def composed(
-    client: Any, ids: list[int], spans: list[tuple[int, int]], strategy: str = "concat", namespace: str = "context", **options: Any
-) -> dict[str, Any]:
-    plan = ContextPlan("compose", namespace, strategy, tuple(Span(a, b) for a, b in spans), options)
-    for _ in range(3):
-        answer = generate(client, ids, plan)
-        message = str(answer.get("error", {}).get("message", ""))
-        if not message.startswith(MISSING_PREFIX):
-            return answer
-        for i in json.loads(message.removeprefix(MISSING_PREFIX)):
-            a, b = spans[i]
-            generate(client, ids[a:b], ContextPlan("document", namespace), n_new=1)
-    raise AssertionError("documents do not stay cached")
-
-
-def result(answer: dict[str, Any]) -> Generated:
-    assert "error" not in answer, answer
-    pairs = answer["meta_info"]["output_token_logprobs"]
-    return Generated([token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs])
-
-
-def assert_same(got: Generated, want: Generated, tolerance: float = TOLERANCE) -> None:
-    assert got.ids == want.ids
-    worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
-    assert worst < tolerance
 
 
 @pytest.mark.parametrize("n_documents", [2, 5])
@@ -129,9 +93,10 @@ def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, r
     assert_same(result(composed(server.client, ids, spans, kept=kept)), reference.composed(ids, spans, NEW, kept=kept))
 
 
-def test_plain_requests_are_untouched_by_composed_traffic(server: Any, builder: PromptBuilder) -> None:
+def test_plain_requests_are_untouched_by_composed_traffic(server: Any, builder: PromptBuilder, reference: Reference) -> None:
     ids, spans = prompt(builder, rows("onehop")[2], 4)
     before = result(generate(server.client, ids, extra_key="before"))
+    assert_same(before, reference.plain(ids, NEW))
     composed(server.client, ids, spans)
     composed(server.client, ids, spans, "epic", first=8)
     after = result(generate(server.client, ids, extra_key="after"))
@@ -160,6 +125,11 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
         ('{"v":1,"op":"compose","namespace":"n","strategy":"magic","spans":[[0,2]],"options":{}}', "no strategy 'magic'"),
         ('{"v":1,"op":"compose","namespace":"n","strategy":"epic","spans":[[0,2]],"options":{"first":-1}}', "first must be"),
         ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"share":7}}', "share must be"),
+        ('{"v":1,"op":"document","namespace":"../n","strategy":"","spans":[],"options":{}}', "namespace a name"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,Infinity]],"options":{}}', "not a context plan"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{"kept":[1' + "0" * 30 + "]}}", "kept must"),
+        ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"seed":1' + "0" * 30 + "}}", "seed must"),
+        ("[" * 100_000, "not a context plan"),
     ],
 )
 def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str) -> None:
@@ -168,6 +138,49 @@ def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str
     assert answer.status_code == 400
     assert says in answer.text
     assert server.client.get("/health").status_code == 200
+
+
+def metrics(client: Any) -> dict[str, float]:
+    """Samples of /metrics whose names we test, summed over their other labels: name, or name and our label's value."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            label = next((sample.labels[name] for name in ("tier", "strategy", "stage") if name in sample.labels), "")
+            if sample.labels.get("kind", "kept") == "kept":
+                key = f"{sample.name} {label}".strip()
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(server: Any, builder: PromptBuilder) -> None:
+    client = server.client
+    ids, spans = prompt(builder, rows("onehop")[7], 4)
+    composed(client, ids, spans, "epic", namespace="metrics")
+    before = metrics(client)
+    answer = composed(client, ids, spans, "epic", namespace="metrics")
+    client.post("/rag/cache/evict", json={"tiers": ["device"]})
+    composed(client, ids, spans, "epic", namespace="metrics")
+    client.post("/rag/cache/evict", json={"tiers": ["device", "host"]})
+    composed(client, ids, spans, "epic", namespace="metrics")
+    after = metrics(client)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    assert [grown(f"ragserve_kv_hits_total {tier}") for tier in ("device", "host", "disk")] == [len(spans)] * 3
+    assert grown("ragserve_kv_misses_total") == 0
+    assert grown("ragserve_contexts_total epic") == 3
+    assert grown("ragserve_context_tokens_total epic") == 3 * (spans[-1][1] - spans[0][1])
+    for stage in ("load", "compose", "recompute"):
+        assert grown(f"ragserve_context_stage_seconds_count {stage}") == 3
+        assert grown(f"ragserve_context_stage_seconds_sum {stage}") > 0
+    assert before["ragserve_kv_bytes device"] > 0
+    assert after["ragserve_kv_bytes disk"] > 0
+    assert grown("sglang:cached_tokens_total") == 0, "composed tokens are no prefix hits"
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert not any((answer["meta_info"].get("cached_tokens_details") or {}).values())
 
 
 def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None:

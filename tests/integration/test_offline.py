@@ -1,4 +1,5 @@
-"""Without any network, and with a model other than the embedded one: another architecture, vocabulary layout and chat template."""
+"""Without any network, and with a model other than the embedded one: another architecture, vocabulary layout, chat template
+and rotary positions, which here cannot be moved: documents' KV is not composed then, and everything else works."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MODEL, REPO
+from tests.integration.models import YARN
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>'+m['role']+'\n'+m['content']+'<|im_end|>\n'}}{% endfor %}"
@@ -34,6 +36,7 @@ def other_model(tmp_path: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
+        rope_parameters={"rope_theta": 10000.0, **YARN},
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=True,
@@ -56,4 +59,10 @@ def test_no_network_and_another_model(tmp_path: Path, other_model: Path) -> None
     assert out["info"]["model"] == str(other_model)
     assert out["answer"]["usage"]["completion"] > 0
     assert out["answer"]["usage"]["prompt"] > 60, "our system text, the document and the question in ChatML"
+    assert out["info"]["strategies"] == ["full", "prefix"]
+    assert out["full"]["answer"] == out["answer"]["answer"]
+    assert out["composed"]["status"] == out["raw"]["status"] == 400
+    for refusal in (out["composed"], out["raw"]):
+        assert "YaRNScalingRotaryEmbedding" in refusal["text"], "what the model has"
+        assert "'prefix' or 'full'" in refusal["text"], "what to do"
     assert out["answer"]["citations"][0]["text"].startswith("The lighthouse of Orrin")

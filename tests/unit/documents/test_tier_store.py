@@ -415,7 +415,7 @@ def test_figures_and_metrics_count_what_happened(tmp_path: Path) -> None:
         store.lookup(document.key, document.ids, count=False)
         figures = store.stat()
         assert json.loads(json.dumps(figures)) == figures
-        assert (figures["hits"], figures["misses"]) == ({"host": 1, "disk": 1}, 1)
+        assert (figures["hits"], figures["misses"]) == ({"device": 0, "host": 1, "disk": 1}, 1)
         assert figures["moved_bytes"] == {"to_host": 4 * PAGE, "to_disk": FILE_4, "from_disk": 0}
         assert metric("hits_total", tier="host") == before[0]["host"] + 1
         assert metric("hits_total", tier="disk") == before[0]["disk"] + 1

@@ -1,0 +1,40 @@
+"""Small models with random weights, made on disk: what the embedded one is not (multi-head attention, scaled rotary positions)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import MODEL
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def random_llama(folder: Path, *, heads: int = 4, kv_heads: int = 4, rope: dict[str, Any] | None = None, positions: int = 2048) -> Path:
+    """A two-layer Llama with the embedded model's tokenizer. Weights are drawn wide: with the usual small ones attention is nearly
+    uniform, and an answer would not depend on where a key stands."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_theta": 10000.0, **(rope or {"rope_type": "default"})},
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder

@@ -1,0 +1,114 @@
+"""Composed contexts with multi-head attention, llama3-scaled rotary positions and two tensor-parallel processes, against transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
+from tests.integration.models import LLAMA3, random_llama
+from tests.integration.reference import Reference
+
+RANKS = 2
+DRAW = random.Random(11)
+IDS = [DRAW.randrange(10, 8000) for _ in range(420)]
+SPANS = [(0, 20), (20, 120), (120, 203), (203, 300), (300, 316), (316, 400)]  # five documents, not all of whole pages
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("models") / "llama3-mha", rope=LLAMA3)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(start_server: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    data_dir = tmp_path_factory.mktemp("parallel") / "data"
+    # Without it SGLang wants a NUMA node for each process. 4096 slots, so that a composed context and its documents fit well.
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS)}
+    with start_server(data_dir=data_dir, model=folder, tp_size=RANKS, max_total_tokens=4096, env=env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(engine: Any) -> Iterator[Any]:
+    with engine.client() as http:
+        yield http
+
+
+def files(engine: Any, rank: int) -> list[Path]:
+    return sorted((engine.data_dir / "kv" / f"rank-{rank}-of-{RANKS}").glob("[!.]*/*.pages"))
+
+
+def settled(client: Any) -> None:
+    """Everything written, then dropped from device and host."""
+    assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
+
+
+def test_plain_prefill_is_the_references(client: Any, reference: Reference) -> None:
+    assert_same(result(generate(client, IDS)), reference.plain(IDS, NEW))
+
+
+@pytest.mark.parametrize("n_documents", [1, 2, 5])
+def test_documents_equal_concatenated_rotated_caches(client: Any, reference: Reference, n_documents: int) -> None:
+    spans = SPANS[: n_documents + 1]
+    ids = IDS[: spans[-1][1]] + IDS[400:]
+    want = reference.composed(ids, spans, NEW)
+    assert_same(result(composed(client, ids, spans)), want)
+    unmoved = reference.composed(ids, spans, NEW, rotate=False)
+    assert unmoved.ids != want.ids, "the test must tell moved keys from others"
+    assert_same(result(composed(client, ids, spans, rotate=False)), unmoved)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0})])
+def test_recomputing_everything_equals_plain_prefill(client: Any, reference: Reference, strategy: str, options: dict[str, Any]) -> None:
+    exact = reference.plain(IDS, NEW)
+    assert reference.composed(IDS, SPANS, NEW).ids != exact.ids
+    assert_same(result(composed(client, IDS, SPANS, strategy, **options)), exact)
+
+
+def test_each_layer_may_keep_other_tokens(client: Any, reference: Reference) -> None:
+    kept = [sorted(DRAW.sample(range(SPANS[-1][1]), 150)) for _ in range(reference.layers)]
+    assert_same(result(composed(client, IDS, SPANS, kept=kept)), reference.composed(IDS, SPANS, NEW, kept=kept))
+
+
+def test_what_one_process_chooses_by_deviation_the_other_chooses_too(client: Any, reference: Reference) -> None:
+    """Each has half of the heads; tokens chosen by one half alone would differ, and with them the number of rows in a collective."""
+    answer = composed(client, IDS, SPANS, "cacheblend", share=0.3)
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == round(0.3 * (SPANS[-1][1] - SPANS[0][1]))
+    assert result(answer).ids != reference.composed(IDS, SPANS, NEW).ids
+
+
+def test_a_document_that_one_process_lost_is_missing_for_all(engine: Any, client: Any, reference: Reference) -> None:
+    want = reference.composed(IDS, SPANS, NEW)
+    assert_same(result(composed(client, IDS, SPANS)), want)
+    settled(client)
+    ours, theirs = files(engine, 0), files(engine, 1)
+    assert [path.name for path in ours] == [path.name for path in theirs]
+    for path in theirs:
+        path.unlink()
+    message = str(generate(client, IDS, plan_of(SPANS))["error"]["message"])
+    assert message == MISSING_PREFIX + json.dumps(list(range(len(SPANS)))), "the first process still has every file"
+    assert_same(result(composed(client, IDS, SPANS)), want)
+    assert client.post("/rag/cache/verify", json={}).json()["bad"] == []
+
+
+def test_a_failure_of_the_second_process_is_reported(engine: Any, client: Any) -> None:
+    """The answer to an operation comes from the first process; what is wrong on another must be in it."""
+    settled(client)
+    damaged = files(engine, 1)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    bad = client.post("/rag/cache/verify", json={}).json()["bad"]
+    assert len(bad) == 1
+    assert damaged.stem in bad[0]
+    assert "rank 1" in bad[0]
