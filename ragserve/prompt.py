@@ -130,6 +130,10 @@ class PromptBuilder:
             pieces = self._layout.question(text, (), has_documents=True)
         return "".join(piece for piece, _ in pieces)
 
+    def system_ids(self) -> list[int]:
+        """Token ids before the first document, unless a query brings a system text of its own."""
+        return self._head(self._system, has_documents=True)
+
     def document_ids(self, title: str, text: str) -> list[int]:
         """Token ids of a document's segment, the same in every prompt."""
         return self._document(PromptDocument("", title, text))

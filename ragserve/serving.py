@@ -41,6 +41,7 @@ def alone(data_dir: Path, wait_s: float = 0.0) -> Iterator[bool]:
 
 @contextmanager
 def _held(data_dir: Path, kind: int, wait_s: float) -> Iterator[bool]:
+    data_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(data_dir / "engine.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         yield _lock(descriptor, kind, wait_s)

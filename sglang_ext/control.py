@@ -80,6 +80,19 @@ def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"removed": runtime.documents.remove_namespace(str(body["namespace"]))}
 
 
+def _where(runtime: Any, body: dict[str, Any]) -> Answer:
+    """The tiers that have each of these documents, and what room there is; asking is no use of them."""
+    keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
+    held = runtime.documents.document_tokens() if keys else {}
+    below = [runtime.tiers.where(key, namespace) for key in keys]
+    return {
+        "on_device": [held.get(key) == n for key, n in zip(keys, body["tokens"], strict=True)],
+        "on_host": [on_host for on_host, _ in below],
+        "below": [lowest for _, lowest in below],
+        **runtime.tiers.room(),
+    }
+
+
 def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.documents.clear()
     return {}
@@ -110,6 +123,7 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
     "stat": _stat,
     "verify": _verify,
+    "where": _where,
     "remove": _remove,
     "remove_namespace": _remove_namespace,
     "clear": _clear,

@@ -121,12 +121,15 @@ class IndexReport:
 
 
 JOB_STATES = ("queued", "running", "done", "failed", "cancelled")
-ITEM_STATES = ("pending", "indexed", "unchanged", "removed", "failed", "skipped")
+ITEM_STATES = ("pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An ingestion job. ``counts`` has the number of items per state, zeros included; times are Unix seconds."""
+    """A job: an ingestion, or a warm-up of the document cache.
+
+    ``counts`` has the number of items per state, zeros included; times are Unix seconds.
+    """
 
     job_id: str
     namespace: str
@@ -143,6 +146,11 @@ class Job:
     lease_until: float | None
     created_at: float
     updated_at: float
+
+    @property
+    def kind(self) -> str:
+        """paths, upload or stdin: an ingestion, by where its sources come from; warm: a warm-up."""
+        return str(self.spec.get("kind", ""))
 
     @property
     def finished(self) -> bool:

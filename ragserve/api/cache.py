@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Body, Response
 from pydantic import Field
 
 from ragserve.api import examples
-from ragserve.api.body import RequestModel
+from ragserve.api.body import RequestModel, Text
+from ragserve.api.ingest import job_view
 from ragserve.api.openapi import documented
+from ragserve.api.schemas import JobView
 from ragserve.api.services import Svc
+from ragserve.config import Namespace
 from ragserve.errors import InvalidRequest
 
 router = APIRouter(prefix="/rag/cache", tags=["cache"])
@@ -23,6 +27,21 @@ class EvictRequest(RequestModel):
     """Which tiers to empty; the tiers below keep their copies."""
 
     tiers: list[Literal["device", "host"]] = Field(min_length=1, max_length=2)
+
+
+_WARM: dict[str, Any] = {
+    "namespace": {"summary": "All documents of a namespace", "value": {"namespace": "docs"}},
+    "some": {"summary": "Some documents", "value": {"namespace": "docs", "documents": ["lighthouse.pdf"]}},
+}
+
+
+class WarmRequest(RequestModel):
+    """Whose KV to compute."""
+
+    namespace: Namespace = Field("default", description="The namespace.")
+    documents: list[Annotated[Text, Field(min_length=1, max_length=4096)]] | None = Field(
+        None, min_length=1, max_length=10_000, description="doc_id or source of each; all of the namespace if not given."
+    )
 
 
 async def _control(svc: Svc, operation: str, **arguments: Any) -> dict[str, Any]:
@@ -52,6 +71,27 @@ async def stat(svc: Svc) -> dict[str, Any]:
 async def verify(svc: Svc) -> dict[str, Any]:
     """Read every page on disk against its checksum and check the accounting of all tiers. Slow: generation waits meanwhile."""
     return await _control(svc, "verify")
+
+
+@router.post(
+    "/warm",
+    summary="Compute documents' KV ahead of queries",
+    status_code=202,
+    response_model=JobView,
+    responses=documented(examples.JOB_WARM, 400, 404, 503, 507, success=202, description="Taken; `Location` is the job to watch"),
+)
+async def warm(body: Annotated[WarmRequest, Body(openapi_examples=_WARM)], svc: Svc) -> Response:
+    """A job that computes what is not cached yet and writes it through to the lowest tier, at the disk's pace.
+
+    It survives a restart and is cancelled like any job. A document's item is `warmed`, `unchanged` (it was cached), `failed` or `skipped`
+    (no longer indexed, or the tier's budget is full), with the reason.
+    """
+    from ragserve.ingest.warm import submit_warm
+
+    runner = svc.warm_ups()
+    job = await asyncio.to_thread(submit_warm, svc.store, body.namespace, body.documents)
+    runner.wake()
+    return Response(job_view(job).model_dump_json(), 202, headers={"Location": f"/rag/jobs/{job.job_id}"}, media_type="application/json")
 
 
 @router.post("/evict", summary="Drop documents from upper tiers", responses=documented({}, 400, 502, 503, description="They are dropped"))

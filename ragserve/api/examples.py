@@ -126,9 +126,10 @@ INGEST_FILES: dict[str, Any] = {
         "value": {"namespace": "docs", "metadata": '{"lang": "en"}', "files": ["(bytes of lighthouse.pdf)", "(bytes of notes.md)"]},
     }
 }
-_ZERO_COUNTS = {"pending": 0, "indexed": 0, "unchanged": 0, "removed": 0, "failed": 0, "skipped": 0}
+_ZERO_COUNTS = {"pending": 0, "indexed": 0, "warmed": 0, "unchanged": 0, "removed": 0, "failed": 0, "skipped": 0}
 JOB_QUEUED: dict[str, Any] = {
     "job_id": "job-7c1e",
+    "kind": "upload",
     "namespace": "docs",
     "state": "queued",
     "counts": {**_ZERO_COUNTS, "pending": 2},
@@ -172,6 +173,7 @@ JOB: dict[str, Any] = {
     ],
     "next": None,
 }
+JOB_WARM = JOB_QUEUED | {"job_id": "job-9a40", "kind": "warm"}
 JOBS = {"jobs": [_JOB_DONE]}
 JOB_CANCELLING = {**JOB_QUEUED, "state": "running", "cancel_requested": True}
 

@@ -22,7 +22,7 @@ router = APIRouter(tags=["ingest"])
 M = TypeVar("M", bound=RequestModel)
 JobId = Annotated[str, Path(min_length=1, max_length=128, description="As POST /rag/ingest gave it.")]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
-ItemState = Literal["pending", "indexed", "unchanged", "removed", "failed", "skipped"]
+ItemState = Literal["pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped"]
 
 
 class UploadFields(RequestModel):
@@ -30,6 +30,7 @@ class UploadFields(RequestModel):
 
     namespace: Namespace = "default"
     metadata: Metadata = Field(default_factory=dict)
+    warm: bool = False
 
 
 class JobsPage(RequestModel):
@@ -56,6 +57,7 @@ _FORM_SCHEMA: dict[str, Any] = {
         },
         "namespace": {"type": "string", "default": "default"},
         "metadata": {"type": "string", "description": "A JSON object: own fields of all these documents, for filters."},
+        "warm": {"type": "boolean", "default": False, "description": "Compute their KV into the document cache afterwards."},
     },
 }
 _BODY = {
@@ -81,7 +83,7 @@ async def ingest(request: Request, svc: Svc) -> Response:
     """Takes a multipart form of files, or texts as JSON. They are on disk before the answer comes, so a restart resumes the job.
 
     What cannot be read fails alone, with the reason in the job's items. A file or text of a name that is already there replaces it;
-    unchanged content costs a hash. Uploaded files are identified by their filename.
+    unchanged content costs a hash. Uploaded files are identified by their filename. With `warm`, a second job of kind `warm` follows.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
@@ -102,8 +104,10 @@ async def _texts(data: Any, svc: Services) -> Job:
     from ragserve.ingest.service import InlineText
 
     body = _validated(IngestTexts, data)
+    if body.warm:
+        svc.warm_ups()
     texts = [InlineText(name=t.name, text=t.text, title=t.title or "", metadata=t.metadata) for t in body.texts]
-    return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts)
+    return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts, warm=body.warm)
 
 
 async def _files(request: Request, svc: Services) -> Job:
@@ -112,8 +116,10 @@ async def _files(request: Request, svc: Services) -> Job:
     limits = svc.settings
     async with upload_form(request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes) as form:
         fields = _validated(UploadFields, form.fields)
+        if fields.warm:
+            svc.warm_ups()
         uploads = [Upload(filename=str(file.filename), stream=file.file) for file in form.files]
-        return await asyncio.to_thread(svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata))
+        return await asyncio.to_thread(svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm)
 
 
 def _validated(model: type[M], data: Any) -> M:
@@ -125,19 +131,19 @@ def _validated(model: type[M], data: Any) -> M:
 
 @router.get(
     "/rag/jobs",
-    summary="List ingestion jobs",
+    summary="List jobs",
     response_model=JobList,
     responses=documented(examples.JOBS, 400, 503, description="Newest first"),
 )
 async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> JobList:
-    """Jobs of the server and of `ragserve ingest` alike."""
+    """Ingestions and warm-ups, of the server and of `ragserve ingest` alike."""
     found = await asyncio.to_thread(svc.jobs.list, page.namespace, page.state, page.limit)
     return JobList(jobs=[job_view(job) for job in found])
 
 
 @router.get(
     "/rag/jobs/{job_id}",
-    summary="Watch an ingestion job",
+    summary="Watch a job",
     response_model=JobDetail,
     responses=documented(examples.JOB, 400, 404, 503, description="The job, with a page of its sources"),
 )
@@ -155,13 +161,13 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> J
 
 @router.delete(
     "/rag/jobs/{job_id}",
-    summary="Cancel an ingestion job",
+    summary="Cancel a job",
     status_code=202,
     response_model=JobView,
     responses=documented(examples.JOB_CANCELLING, 404, 503, success=202, description="It ends after the source at hand"),
 )
 async def cancel(job_id: JobId, svc: Svc) -> JobView:
-    """What is indexed already stays. A job that has ended is left as it is."""
+    """What is indexed or warmed already stays. A job that has ended is left as it is."""
     await asyncio.to_thread(svc.jobs.request_cancel, job_id)
     return job_view(await asyncio.to_thread(svc.jobs.get, job_id))
 

@@ -104,11 +104,12 @@ class IngestTexts(RequestModel):
 
     namespace: Namespace = Field("default", description="Created if it does not exist.")
     texts: list[InlineText] = Field(min_length=1, max_length=1000)
+    warm: bool = Field(False, description="When they are indexed, compute their KV into the document cache, as a second job.")
 
 
 class JobItemView(BaseModel):
     source: str
-    state: str = Field(description="`pending`, `indexed`, `unchanged`, `removed`, `failed` or `skipped`.")
+    state: str = Field(description="`pending`, `indexed`, `warmed`, `unchanged`, `removed`, `failed` or `skipped`.")
     reason: str | None = Field(description="Why it failed or was skipped.")
     chunks: int
     tokens: int
@@ -117,14 +118,15 @@ class JobItemView(BaseModel):
 
 
 class JobView(BaseModel):
-    """An ingestion job."""
+    """An ingestion or warm-up job."""
 
     job_id: str
+    kind: str = Field(description="`upload`, `paths` or `stdin`: an ingestion; `warm`: a warm-up of the document cache.")
     namespace: str
     state: str = Field(description="`queued`, `running`, `done`, `failed` or `cancelled`. A job with failed files is still `done`.")
     counts: dict[str, int] = Field(description="Sources (files, texts) by state.")
     n_items: int
-    chunks: int = Field(description="Indexed so far, as are tokens and size_bytes.")
+    chunks: int = Field(description="Indexed (or computed) so far, as are tokens and size_bytes.")
     tokens: int
     size_bytes: int
     cancel_requested: bool = Field(description="It ends after the source at hand.")

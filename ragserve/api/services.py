@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from ragserve.answer import Answerer, QueryLimiter
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo
+from ragserve.engine.caching import CachingEngine
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.evictions import Evictor, clean_files, note_engine
 from ragserve.gate import Gate
@@ -44,7 +45,18 @@ class Services:
     runner: JobRunner
     limiter: QueryLimiter
     answerer: Answerer
+    warm_runner: JobRunner | None  # None where the engine has no document cache
     evict: Callable[[], Coroutine[Any, Any, None]]  # the KV of all that has been removed so far, from every tier
+
+    def warm_ups(self) -> JobRunner:
+        """Who runs warm-up jobs. Raises InvalidRequest where there is no cache to warm."""
+        if self.warm_runner is None:
+            raise InvalidRequest(
+                "This server has no document cache: its engine runs elsewhere.",
+                hint="Ask the server that runs the engine.",
+                code="no_document_cache",
+            )
+        return self.warm_runner
 
     def check_question(self, question: str, history_length: int = 0, *, param: str = "query") -> None:
         """Raises InvalidRequest where a limit of the settings is exceeded."""
@@ -69,6 +81,8 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
     """The embedder, which takes longest, loads in a thread while the engine starts. Raises what keeps a part from starting."""
     from ragserve.ingest.runner import JobRunner
     from ragserve.ingest.service import Ingestor
+    from ragserve.ingest.warm import KIND as WARM
+    from ragserve.ingest.warm import Warmer
     from ragserve_index import IndexStore
 
     async with AsyncExitStack() as stack:
@@ -94,10 +108,29 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
         runner = JobRunner(ingestor)
         await asyncio.to_thread(runner.start)
         stack.push_async_callback(asyncio.to_thread, runner.stop)
+        warm_runner = None
+        if isinstance(engine, CachingEngine):
+            warm_runner = JobRunner(Warmer(store, engine, prompts, loop), WARM)
+            await asyncio.to_thread(warm_runner.start)
+            stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         limiter = QueryLimiter(settings.max_concurrent_queries)
         gate = None if settings.force_strategies else Gate.of(settings, info)
         answerer = Answerer(engine, retriever, prompts, limiter, gate)
-        yield Services(settings, engine, store, ingestor.jobs, embedder, prompts, retriever, ingestor, runner, limiter, answerer, evict)
+        yield Services(
+            settings,
+            engine,
+            store,
+            ingestor.jobs,
+            embedder,
+            prompts,
+            retriever,
+            ingestor,
+            runner,
+            limiter,
+            answerer,
+            warm_runner,
+            evict,
+        )
         log.info("shutting down")
 
 

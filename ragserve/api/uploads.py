@@ -16,7 +16,8 @@ from ragserve.api.body import drain, parse_json
 from ragserve.errors import InvalidRequest, TooLarge
 
 _FILE_FIELDS = {"files", "file"}
-_TEXT_FIELDS = {"namespace", "metadata"}
+_TEXT_FIELDS = {"namespace", "metadata", "warm"}
+_JSON_FIELDS = ("metadata", "warm")
 _MAX_FIELD_BYTES = 64 * 2**10
 
 
@@ -65,11 +66,11 @@ async def _sorted(form: FormData) -> UploadForm:
                 raise InvalidRequest("A file has no name.", hint="Give each file a filename; its ending helps to read it.", param=name)
             files.append(UploadFile(value.file, size=value.size, filename=value.filename, headers=value.headers))
         elif name in _TEXT_FIELDS and isinstance(value, str):
-            fields[name] = await parse_json(value.encode()) if name == "metadata" else value
+            fields[name] = await parse_json(value.encode()) if name in _JSON_FIELDS else value
         else:
             raise InvalidRequest(
                 f"The form has a field {name[:64]!r} that is not known, or of the wrong kind.",
-                hint="Files go into 'files'; 'namespace' is text and 'metadata' a JSON object.",
+                hint="Files go into 'files'; 'namespace' is text, 'metadata' a JSON object and 'warm' true or false.",
                 param=name[:64],
             )
     if not files:

@@ -21,6 +21,7 @@ class Name(enum.StrEnum):
     INGEST = "ingest"
     API = "api"
     CONTEXT = "context"
+    REPLAY = "replay"
     KERNELS_COMPOSE = "kernels-compose"
     KERNELS_DECODE = "kernels-decode"
     ALL = "all"
@@ -40,14 +41,16 @@ def bench(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv). kernels-decode: a question set "
-            "(.jsonl, .jsonl.gz) with long documents, whose queries and keys are measured. Repeatable."
+            help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv). kernels-decode: a set of "
+            "questions (.jsonl, .jsonl.gz) with long documents, whose queries and keys are measured. replay: NAME.trace.jsonl, "
+            '{"doc_ids": [...]} a line, with NAME.docs.jsonl[.gz], {"id", "text"} a line, beside it.'
         ),
     ] = None,
     part: Annotated[
         list[str] | None, typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept.")
     ] = None,
     model: Annotated[str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")] = DEFAULT_MODEL,
+    queries: Annotated[int, typer.Option(min=1, help="replay: queries drawn from the trace.")] = 200,
     index_types: Annotated[str, typer.Option(help="retrieval: index types to compare, separated by commas.")] = "flat",
 ) -> None:
     """Measure, each figure beside its rival in the same run."""
@@ -60,13 +63,14 @@ def bench(
         "retrieval": {"data": data or (), "index_types": types},
         "kernels-compose": {"parts": part or ()},
         "kernels-decode": {"parts": part or (), "model": model, "data": data or ()},
+        "replay": {"traces": data or (), "n_queries": queries},
     }
     chosen = [each for each in Name if each is not Name.ALL] if name is Name.ALL else [name]
     if name is Name.ALL and not data:
         typer.secho("retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW)
         chosen.remove(Name.RETRIEVAL)
-    if name is Name.ALL:  # those of the kernels measure nothing without a GPU, and are asked for by name
-        chosen = [each for each in chosen if not each.value.startswith("kernels")]
+    if name is Name.ALL:  # asked for by name: those of the kernels measure nothing without a GPU, and replay has data of its own
+        chosen = [each for each in chosen if each is not Name.REPLAY and not each.value.startswith("kernels")]
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value.replace('-', '_')}")
         module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))

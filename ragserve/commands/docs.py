@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragserve.commands.ingest import load_settings
+from ragserve.commands.ingest import load_settings, signals_stop
+from ragserve.commands.options import with_settings
+from ragserve.config import Settings
 from ragserve.errors import NotFound
 
 if TYPE_CHECKING:
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
     from ragserve_index.types import Document
 
 __all__ = ["register"]
+
+_ENGINE_SETTINGS = (
+    "data_dir", "model", "tokenizer", "dtype", "max_total_tokens", "mem_fraction_static", "tp_size", "engine_args",
+    "kv_host_bytes", "kv_disk_bytes", "kv_storage", "api_key",
+)  # fmt: skip
+_WARM_HELP = (
+    "Compute documents' KV ahead of queries, into every tier down to the disk. A server on the data folder does it, or the one at --url; "
+    "where none runs, an engine started for it does, and a server started later finds them. What is cached is skipped. Exit status: 0 all "
+    "are cached; 3 some are not, each listed with its reason; 130 interrupted."
+)
 
 _NamespaceOption = Annotated[str, typer.Option("--namespace", "-n", help="Of the documents.")]
 _DataDirOption = Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")]
@@ -35,6 +47,7 @@ def register(app: typer.Typer) -> None:
     docs.command("show")(show)
     docs.command("rm")(rm)
     docs.command("drop")(drop)
+    docs.command("warm", help=_WARM_HELP)(with_settings(warm, _ENGINE_SETTINGS))
     app.add_typer(docs, name="docs")
 
 
@@ -132,6 +145,50 @@ def drop(
         typer.echo(json.dumps(asdict(dropped), indent=1, ensure_ascii=False))
     else:
         typer.echo(f"dropped {dropped.name} ({dropped.n_documents:,} documents, {dropped.n_chunks:,} chunks)")
+
+
+def warm(
+    settings: Settings,
+    namespace: Annotated[str, typer.Argument(help="Of the documents.")] = "default",
+    doc: Annotated[list[str] | None, typer.Option(metavar="DOC_ID|SOURCE", help="Only this one. Repeatable.")] = None,
+    url: Annotated[str | None, typer.Option(envvar="RAGSERVE_URL", help="Ask this server instead of using the data folder.")] = None,
+    as_json: _JsonOption = False,
+) -> None:
+    """See _WARM_HELP."""
+    from ragserve.commands.warm import show_warm
+    from ragserve.ingest.warm import submit_warm
+
+    if url:
+        _warm_by(url, settings, namespace, doc, as_json)
+        return
+    with signals_stop() as signals, _store(settings.data_dir) as store:
+        doc_ids = None if doc is None else [_resolve(store, namespace, name).doc_id for name in doc]
+        report = show_warm(settings, store, submit_warm(store, namespace, doc_ids).job_id, signals.stop, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
+    if signals.received:
+        raise typer.Exit(128 + signals.received)
+    if report.state != "done":
+        raise typer.Exit(1)
+    if report.failures:
+        raise typer.Exit(3)
+
+
+def _warm_by(url: str, settings: Settings, namespace: str, doc: list[str] | None, as_json: bool) -> None:
+    from ragserve.client import Client
+
+    key = settings.api_key
+    with Client(url, api_key=key.get_secret_value() if key else None) as client:
+        job = client.call("POST", "/rag/cache/warm", json={"namespace": namespace, "documents": doc})
+        job = client.wait(job["job_id"])
+    counts = {state: n for state, n in job["counts"].items() if n}
+    if as_json:
+        typer.echo(json.dumps(job, indent=1, ensure_ascii=False))
+    else:
+        said = ", ".join(f"{n:,} {state}" for state, n in counts.items())
+        typer.echo(f"{said}; {job['chunks']:,} chunks, {job['tokens']:,} tokens computed ({job['job_id']})")
+    if counts.get("failed") or counts.get("skipped"):
+        raise typer.Exit(3)
 
 
 @contextmanager

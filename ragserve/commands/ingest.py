@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest, TooLarge
 
@@ -44,6 +45,9 @@ def ingest(
     metadata: Annotated[list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the document from stdin; its extension is a hint at the format.")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents whose file vanished from a directory given.")] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Then compute their KV into the document cache: by the server on this folder, or an engine here.")
+    ] = False,
     resume: Annotated[str | None, typer.Option(metavar="JOB", help="Finish this job instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON report on stdout, nothing else.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")] = None,
@@ -73,12 +77,14 @@ def ingest(
     from ragserve.ingest.service import PathOptions
     from ragserve.ingest.sources import parse_metadata
 
-    options = PathOptions(recursive, tuple(globs or ()), prune, parse_metadata(metadata or []))
-    with _signals() as signals, _Session(settings, signals.stop, as_json) as session:
+    if warm:
+        check_warm(settings, again_and_again=follow_changes)
+    options = PathOptions(recursive, tuple(globs or ()), prune, parse_metadata(metadata or []), warm)
+    with signals_stop() as signals, _Session(settings, signals.stop, as_json) as session:
         if resume:
             failed, ran = session.run(resume, wait=True)
         elif given == ["-"]:
-            failed, ran = session.run(session.submit_stdin(namespace, name or "", options.metadata))
+            failed, ran = session.run(session.submit_stdin(namespace, name or "", options))
         elif follow_changes:
             failed, ran = session.follow(namespace, given, options)
         else:
@@ -126,15 +132,22 @@ class _Session:
 
         with progress_bar(self._console, enabled=not self._as_json) as show:
             report = self.ingestor.run(job_id, on_progress=show, stop=self._stop, wait=wait)
-        if self._as_json:
-            sys.stdout.write(json.dumps(report.as_json(), indent=None if compact else 1, ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-        else:
+        if not self._as_json:
             print_report(self._console, report, pruned=pruned)
             if report.state == "interrupted":
                 self._console.print(f"Interrupted. Run the same command again, or: ragserve ingest --resume {job_id}")
+        warmed = None
+        if report.warm_job is not None:
+            warmed = show_warm(self._settings, self._store, report.warm_job, self._stop, quiet=self._as_json)
+        if self._as_json:
+            sys.stdout.write(
+                json.dumps(report.as_json() | {"warm": warmed and warmed.as_json()}, indent=None if compact else 1, ensure_ascii=False)
+                + "\n"
+            )
+            sys.stdout.flush()
         counts = report.progress
-        return counts.failed, counts.done + len(report.vanished) + (report.state != "done")
+        failed = counts.failed + (len(warmed.failures) if warmed is not None else 0)
+        return failed, counts.done + len(report.vanished) + (report.state != "done")
 
     def follow(self, namespace: str, inputs: list[str], options: Any) -> tuple[int, int]:
         from ragserve.ingest.watch import Watch
@@ -151,14 +164,15 @@ class _Session:
                 total = [a + b for a, b in zip(total, self.run(job.job_id, pruned=options.prune, compact=True), strict=True)]
         return total[0], total[1]
 
-    def submit_stdin(self, namespace: str, name: str, metadata: Any) -> str:
+    def submit_stdin(self, namespace: str, name: str, options: Any) -> str:
         from ragserve.ingest.service import Upload
 
         limit = self._settings.max_upload_bytes
         data = sys.stdin.buffer.read(limit + 1)
         if len(data) > limit:
             raise TooLarge(f"Standard input has more than {limit:,} bytes.", hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.")
-        return self.ingestor.submit_files(namespace, [Upload(name, io.BytesIO(data))], metadata, kind="stdin").job_id
+        upload = Upload(name, io.BytesIO(data))
+        return self.ingestor.submit_files(namespace, [upload], options.metadata, kind="stdin", warm=options.warm).job_id
 
 
 class _Signals:
@@ -176,7 +190,8 @@ class _Signals:
 
 
 @contextmanager
-def _signals() -> Iterator[_Signals]:
+def signals_stop() -> Iterator[_Signals]:
+    """While the block lasts, Ctrl-C and SIGTERM set ``stop``."""
     signals = _Signals()
     before = {number: signal.signal(number, signals.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -26,7 +26,7 @@ def serve(settings: Settings) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and our forks do not mix
     # Server, scheduler and detokenizer share the cores; threads that spin at barriers would take them from one another.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    settings = settings.model_copy(update={"port": _claim_port(settings.host, settings.port)})
+    settings = settings.model_copy(update={"port": claim_port(settings.host, settings.port)})
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     _log_to_stderr(settings.log_level)
     typer.echo(f"ragserve: starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})", err=True)
@@ -71,7 +71,7 @@ def _serve_remote(settings: Settings) -> None:
     uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", loop="uvloop", timeout_graceful_shutdown=10)
 
 
-def _claim_port(host: str, port: int) -> int:
+def claim_port(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises Conflict where it is taken: better now than after the engine has started."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

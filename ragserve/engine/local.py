@@ -14,6 +14,7 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.caching import Whereabouts
 from ragserve.engine.documents import Documents
 from ragserve.engine.stream import StreamReader, payload
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
@@ -95,6 +96,11 @@ class LocalEngine:
     async def warm(self, request: GenerateRequest) -> None:
         """Prefill every span of a request that is not cached yet, into all tiers."""
         await self._documents.prefill(request, list(request.spans))
+
+    async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        """Where these documents are cached, see `ragserve.engine.caching`."""
+        keys = [document_key(namespace, self._fingerprint, ids) for ids in documents]
+        return Whereabouts.of(await self.control("where", keys=keys, tokens=list(map(len, documents)), namespace=namespace))
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
         """See the protocol. The namespace's exact prefixes go, too: they hold its documents among others."""

@@ -66,11 +66,12 @@ def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     summary = report.as_json()
     table.add_column(style="bold")
     table.add_column(justify="right")
-    for name in ("total", "indexed", "unchanged", "failed", "skipped", "removed"):
-        if name in {"total", "indexed", "unchanged", "failed"} or summary["files"][name]:
+    done = "warmed" if progress.warmed else "indexed"
+    for name in ("total", "indexed", "warmed", "unchanged", "failed", "skipped", "removed"):
+        if name in {"total", done, "unchanged", "failed"} or summary["files"][name]:
             table.add_row("files" if name == "total" else f"  {name}", f"{summary['files'][name]:,}")
-    table.add_row("chunks indexed", f"{progress.chunks:,}")
-    table.add_row("tokens indexed", f"{progress.tokens:,}")
+    table.add_row(f"chunks {done}", f"{progress.chunks:,}")
+    table.add_row(f"tokens {done}", f"{progress.tokens:,}")
     table.add_row("seconds", f"{report.seconds:,.1f}")
     table.add_row("chunks/s", f"{summary['chunks_per_s']:,.1f}")
     table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")

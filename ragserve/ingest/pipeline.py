@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.report import Progress
+from ragserve.ingest.report import Interrupted, Progress
 from ragserve_index.types import JobItem, NewDocument
 
 __all__ = ["Embeds", "Interrupted", "Pipeline", "Work", "content_salt", "embedding_text"]
@@ -45,10 +45,6 @@ class Embeds(Protocol):
     @property
     def dim(self) -> int: ...
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]: ...
-
-
-class Interrupted(Exception):
-    """The run was stopped before its end; what is written stays."""
 
 
 @dataclass(frozen=True, slots=True)

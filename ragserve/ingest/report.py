@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["JobReport", "Progress"]
+__all__ = ["Interrupted", "JobReport", "Progress"]
+
+
+class Interrupted(Exception):
+    """The run was stopped before its end; what is done stays."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Files by outcome so far; chunks and tokens indexed in this run; seconds spent embedding and writing to the index."""
+    """Files by outcome so far; chunks and tokens indexed (or, in a warm-up, computed) in this run.
+
+    Seconds are those spent embedding and writing to the index.
+    """
 
     total: int = 0
     indexed: int = 0
@@ -18,6 +25,7 @@ class Progress:
     failed: int = 0
     skipped: int = 0
     removed: int = 0
+    warmed: int = 0
     chunks: int = 0
     tokens: int = 0
     size_bytes: int = 0
@@ -27,7 +35,7 @@ class Progress:
 
     @property
     def done(self) -> int:
-        return self.indexed + self.unchanged + self.failed + self.skipped
+        return self.indexed + self.unchanged + self.failed + self.skipped + self.warmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +50,13 @@ class JobReport:
     failures: tuple[tuple[str, str], ...] = ()
     vanished: tuple[str, ...] = ()
     error: str | None = None
+    warm_job: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """JSON-ready; rates are per second of the whole run."""
         counts = asdict(self.progress)
         counts.pop("current")
-        files = {name: counts.pop(name) for name in ("total", "indexed", "unchanged", "failed", "skipped", "removed")}
+        files = {name: counts.pop(name) for name in ("total", "indexed", "unchanged", "failed", "skipped", "removed", "warmed")}
         seconds = max(self.seconds, 1e-9)
         return {
             "job_id": self.job_id,
@@ -61,4 +70,5 @@ class JobReport:
             "tokens_per_s": round(self.progress.tokens / seconds, 1),
             "failures": [{"source": source, "reason": reason} for source, reason in self.failures],
             "vanished": list(self.vanished),
+            "warm_job": self.warm_job,
         }

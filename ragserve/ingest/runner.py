@@ -1,13 +1,15 @@
-"""The server's side of ingestion: one background thread that runs uploaded jobs, its own and those that a crashed server left."""
+"""The server's side of jobs: one background thread per kind, that runs its own and those that a crashed server left."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from typing import Protocol
 
 from ragserve.errors import Conflict, NotFound, RagserveError
-from ragserve.ingest.service import Ingestor
+from ragserve.ingest.report import JobReport
+from ragserve_index import JobStore
 
 __all__ = ["JobRunner"]
 
@@ -16,11 +18,24 @@ _POLL_S = 1.0
 _CLEAN_S = 300.0
 
 
-class JobRunner:
-    """Runs jobs one after another, oldest first. Jobs over paths are left to the command line that made them."""
+class RunsJobs(Protocol):
+    """What a runner wants of an Ingestor or a Warmer."""
 
-    def __init__(self, ingestor: Ingestor) -> None:
-        self._ingestor = ingestor
+    jobs: JobStore
+
+    def run(self, job_id: str, *, stop: threading.Event | None = None) -> JobReport: ...
+
+    def tidy(self) -> int:
+        """Remove what no job needs; how many."""
+        ...
+
+
+class JobRunner:
+    """Runs jobs of one kind one after another, oldest first. Those over paths are left to the command line that made them."""
+
+    def __init__(self, worker: RunsJobs, kind: str = "upload") -> None:
+        self._worker = worker
+        self._kind = kind
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -31,7 +46,7 @@ class JobRunner:
         if self._thread is not None:
             raise RagserveError("The job runner was started already.")
         self._clean()
-        self._thread = threading.Thread(target=self._loop, name="ragserve-jobs", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=f"ragserve-{self._kind}", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -53,13 +68,13 @@ class JobRunner:
                 if not ran and time.monotonic() - self._cleaned_at > _CLEAN_S:
                     self._clean()  # what jobs cancelled before they ran have left
             except Exception:
-                log.exception("Looking for ingestion jobs failed; trying again")
+                log.exception("Looking for jobs failed; trying again")
                 ran = False
             if not ran:
                 self._wake.wait(_POLL_S)
 
     def _clean(self) -> None:
-        removed = self._ingestor.spool.clean(self._ingestor.spools_in_use)
+        removed = self._worker.tidy()
         if removed:
             log.info("Removed %d uploads that no job needs", removed)
         self._cleaned_at = time.monotonic()
@@ -67,15 +82,17 @@ class JobRunner:
     def _run_next(self) -> bool:
         """Whether a job was run."""
         for state in ("queued", "running"):
-            jobs = [job for job in self._ingestor.jobs.list(state=state, limit=1_000_000) if job.spec.get("kind") == "upload"]
+            jobs = [job for job in self._worker.jobs.list(state=state, limit=1_000_000) if job.kind == self._kind]
             for job in sorted(jobs, key=lambda job: job.created_at):
                 try:
-                    report = self._ingestor.run(job.job_id, stop=self._stop)
+                    report = self._worker.run(job.job_id, stop=self._stop)
                 except (Conflict, NotFound):  # another process runs it, or it is gone with its namespace
                     continue
                 except Exception:
-                    log.exception("Ingestion job %s failed", job.job_id)
+                    log.exception("Job %s (%s) failed", job.job_id, self._kind)
                     return True
-                log.info("Ingestion job %s: %s, %d chunks in %.1f s", job.job_id, report.state, report.progress.chunks, report.seconds)
+                log.info(
+                    "Job %s (%s): %s, %d chunks in %.1f s", job.job_id, self._kind, report.state, report.progress.chunks, report.seconds
+                )
                 return True
         return False

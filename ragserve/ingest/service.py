@@ -17,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragserve.config import Namespace, Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError, StorageFull
-from ragserve.ingest.lease import LEASE_S, Lease, worker_name
+from ragserve.ingest.lease import LEASE_S, worker_name
+from ragserve.ingest.leased import run_leased
 from ragserve.ingest.parse_process import Failed, ParseProcess
-from ragserve.ingest.pipeline import Embeds, Interrupted, Pipeline, Work
+from ragserve.ingest.pipeline import Embeds, Pipeline, Work
 from ragserve.ingest.report import JobReport, Progress
 from ragserve.ingest.sources import clean_name, scan
 from ragserve.ingest.spool import Spool, SpooledFile, is_disk_full, storage_full
@@ -59,12 +60,16 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class PathOptions:
-    """How paths are read: see `sources.scan`. ``prune`` removes documents whose file vanished from a directory given."""
+    """How paths are read: see `sources.scan`. ``prune`` removes documents whose file vanished from a directory given.
+
+    ``warm`` makes a second job, when this one is done, that computes their KV into the document cache (see `warm.py`).
+    """
 
     recursive: bool = False
     globs: tuple[str, ...] = ()
     prune: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    warm: bool = False
 
 
 class Ingestor:
@@ -112,6 +117,7 @@ class Ingestor:
             "globs": list(options.globs),
             "prune": options.prune,
             "metadata": dict(options.metadata),
+            "warm": options.warm,
         }
         notes = [(source, "failed", reason) for source, reason in found.failed]
         notes += [(source, "skipped", reason) for source, reason in found.skipped]
@@ -121,7 +127,7 @@ class Ingestor:
         self._supersede(job)
         return self.jobs.get(job.job_id)
 
-    def submit_texts(self, namespace: str, texts: Sequence[InlineText]) -> Job:
+    def submit_texts(self, namespace: str, texts: Sequence[InlineText], *, warm: bool = False) -> Job:
         """Durable before it returns. Raises ``InvalidRequest`` (empty, duplicate or unusable names, invalid Unicode), ``TooLarge``."""
         uploads = []
         for text in texts:
@@ -130,18 +136,26 @@ class Ingestor:
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"The text of {text.name!r} is not valid Unicode: {error.reason}.", param="texts") from error
             uploads.append((Upload(text.name, io.BytesIO(data), title=text.title), "text", text.metadata))
-        return self._submit_spooled(namespace, uploads, "upload")
+        return self._submit_spooled(namespace, uploads, "upload", warm)
 
     def submit_files(
-        self, namespace: str, files: Sequence[Upload], metadata: Mapping[str, Any] | None = None, *, kind: str = "upload"
+        self,
+        namespace: str,
+        files: Sequence[Upload],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        kind: str = "upload",
+        warm: bool = False,
     ) -> Job:
         """Durable before it returns. ``kind`` "stdin" keeps the job to the process that made it; a server runs "upload" ones.
 
         Raises ``InvalidRequest``, ``TooLarge``, ``Conflict``, ``StorageFull``; nothing is left behind then.
         """
-        return self._submit_spooled(namespace, [(file, None, metadata or {}) for file in files], kind)
+        return self._submit_spooled(namespace, [(file, None, metadata or {}) for file in files], kind, warm)
 
-    def _submit_spooled(self, namespace: str, uploads: Sequence[tuple[Upload, str | None, Mapping[str, Any]]], kind: str) -> Job:
+    def _submit_spooled(
+        self, namespace: str, uploads: Sequence[tuple[Upload, str | None, Mapping[str, Any]]], kind: str, warm: bool
+    ) -> Job:
         self._check_namespace(namespace)
         if not uploads:
             raise InvalidRequest("Nothing to ingest: no file and no text.")
@@ -158,7 +172,7 @@ class Ingestor:
                         max_bytes=self._settings.max_upload_bytes,
                     )
             writer.seal()
-            return self.jobs.create(namespace, {"kind": kind, "spool": writer.id}, names)
+            return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, names)
 
     def _check_namespace(self, namespace: str) -> None:
         try:
@@ -203,48 +217,40 @@ class Ingestor:
         ``stop`` ends it between batches with state "interrupted", to be resumed. A job of a dead process is taken over when its lease
         has expired; ``wait`` waits for that. Raises ``NotFound``, ``Conflict`` (it runs elsewhere or is over), ``StorageFull``.
         """
-        stop = stop or threading.Event()
-        worker = worker_name()
-        job = self._claim(job_id, worker, stop if wait else None)
         started = time.monotonic()
         progress = Progress()
         vanished: tuple[str, ...] = ()
-        state, error = "done", None
-        with Lease(self.jobs, job_id, worker, cancelled=job.cancel_requested) as lease:
+        warm_job: str | None = None
+
+        def work(job: Job, should_stop: Callable[[], bool]) -> None:
+            nonlocal vanished, warm_job
             try:
-                self._process(job, progress, lambda: stop.is_set() or lease.lost or lease.cancelled, on_progress or (lambda _: None))
+                self._process(job, progress, should_stop, on_progress or (lambda _: None))
                 vanished = self._vanished(job, progress)
-            except Interrupted:
-                if lease.lost:
-                    raise Conflict(f"Another process took over job {job_id}; this one stopped.", code="job_lost") from None
-                state = "cancelled" if lease.cancelled else "interrupted"
-            except Exception as failure:
+                warm_job = self._follow_up(job)
+            except OSError as failure:
+                if is_disk_full(failure):
+                    raise storage_full(self._settings.data_dir) from failure
+                raise
+            finally:
                 self._evict()
-                stopped = storage_full(self._settings.data_dir) if isinstance(failure, OSError) and is_disk_full(failure) else failure
-                self._finish(job, "failed", str(stopped))
-                if stopped is failure:
-                    raise
-                raise stopped from failure
-            self._evict()
-            if state == "interrupted":
-                lease.release()
-            else:
-                self._finish(job, state, error)
+
+        job, state = run_leased(self.jobs, job_id, work, self._finish, stop=stop or threading.Event(), wait=wait)
         seconds = time.monotonic() - started
         metrics().job_seconds.observe(seconds)
         failures = tuple((item.source, item.reason or "") for item in self.jobs.items(job_id, "failed"))
-        return JobReport(job_id, job.namespace, state, seconds, progress, failures, vanished, error)
+        return JobReport(job_id, job.namespace, state, seconds, progress, failures, vanished, warm_job=warm_job)
 
-    def _claim(self, job_id: str, worker: str, waiting: threading.Event | None) -> Job:
-        while True:
-            claimed = self.jobs.claim(worker, LEASE_S, job_id)
-            if claimed is not None:
-                return claimed
-            job = self.jobs.get(job_id)
-            if job.finished:
-                raise Conflict(f"Job {job_id} is over: {job.state}.", hint="Run the ingestion again; unchanged files are skipped.")
-            if waiting is None or waiting.wait(1.0):
-                raise Conflict(f"Job {job_id} is being run by {job.worker}.", hint=f"If that died, wait {LEASE_S:g} s.", code="job_busy")
+    def _follow_up(self, job: Job) -> str | None:
+        """With ``warm`` asked for: a job that computes the KV of what this one indexed or found unchanged; its id."""
+        if not job.spec.get("warm"):
+            return None
+        there = [item.source for item in self.jobs.items(job.job_id) if item.state in ("indexed", "unchanged")]
+        return self.jobs.create(job.namespace, {"kind": "warm", "after": job.job_id}, there).job_id if there else None
+
+    def tidy(self) -> int:
+        """Remove uploads that no job needs; how many."""
+        return self.spool.clean(self.spools_in_use)
 
     def _process(self, job: Job, progress: Progress, stop: Callable[[], bool], notify: Callable[[Progress], None]) -> None:
         pending = [item.source for item in self.jobs.items(job.job_id, "pending")]

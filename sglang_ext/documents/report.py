@@ -26,7 +26,8 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "pages": host.used,
             "documents": sum(1 for entry in host.entries.values() if entry.resident()),
             "pinned_documents": sum(1 for entry in everyone if entry.pins),
-            "metadata_bytes": sum(entry.metadata_bytes for entry in everyone),
+            "metadata_bytes": (metadata := sum(entry.metadata_bytes for entry in everyone)),
+            "metadata_share": _share(metadata, host.used * page_bytes),
             "namespaces": _host_namespaces(tiers),
         },
         "disk": None,
@@ -48,6 +49,7 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "documents": len(index),
             "pages": pages,
             "metadata_bytes": index.used - pages * page_bytes,
+            "metadata_share": _share(index.used - pages * page_bytes, pages * page_bytes),
             "namespaces": spaces,
             "scanned": index.complete,
             "queued_bytes": writes.queued_bytes,
@@ -70,6 +72,11 @@ def verify(disk: DiskTier | None, listed: Sequence[Found], integrity: str) -> Ve
             continue
         documents, pages, total = documents + 1, pages + record.n_pages, total + record.file_bytes
     return VerifyReport(documents, pages, total, tuple(bad), integrity)
+
+
+def _share(metadata: int, pages: int) -> float:
+    """Of the KV alone; what a tier without KV keeps besides counts for nothing."""
+    return round(metadata / pages, 5) if pages else 0.0
 
 
 def _host_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:

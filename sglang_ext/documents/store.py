@@ -143,6 +143,34 @@ class TierStore:
             entry.wait_copied()
             return torch.tensor(numbers, dtype=torch.int64)
 
+    def where(self, key: str, namespace: str) -> tuple[bool, str]:
+        """Whether all of the document is on host, and the lowest tier that has all of it: disk, `writing` (on its way there), host or
+        absent. No use of it is noted."""
+        with self._open() as tiers:
+            entry = tiers.host.entries.get(key)
+            if entry is not None and entry.namespace != namespace:
+                return False, "absent"
+            on_host = entry is not None and not entry.missing()
+            if tiers.find_on_disk(key, namespace) is not None:
+                return on_host, "disk"
+            if self._writes.has(key):
+                return on_host, "writing"
+            return on_host, "host" if on_host else "absent"
+
+    def room(self) -> dict[str, Any]:
+        """For whoever warms many documents: the lowest tier, its budget, the write queue in bytes of pages, and faults so far."""
+        with self._open() as tiers:
+            disk = tiers.disk is not None
+            return {
+                "lasting": "disk" if disk else "host",
+                "budget_bytes": tiers.index.budget if disk else tiers.host.limit * self.shape.page_bytes,
+                "write_room_bytes": self._writes.room(),
+                "queued_bytes": self._writes.queued_bytes,
+                "block": self.shape.block,
+                "page_bytes": self.shape.page_bytes,
+                "faults": dict(tiers.faults.counts),
+            }
+
     # filling
 
     def put(self, meta: DocumentMeta, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -219,11 +247,6 @@ class TierStore:
             entry.pins -= 1
             tiers.host.settle(entry)
             tiers.host.shrink()
-
-    def write_room(self) -> int:
-        """Page bytes the write queue takes before documents have to wait on host: whoever warms many can keep pace with the disk."""
-        with self._open():
-            return self._writes.room()
 
     # removing
 

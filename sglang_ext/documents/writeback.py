@@ -48,6 +48,10 @@ class WriteBack:
         """Documents on host that wait for room in the queue."""
         return len(self._waiting)
 
+    def has(self, key: str) -> bool:
+        """Whether the document is in the queue or waits for it."""
+        return key in self._writes or key in self._waiting
+
     def room(self) -> int:
         """Page bytes the queue takes before further documents have to wait."""
         return max(0, self._limit - self.queued_bytes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.conftest import MODEL
@@ -36,6 +38,7 @@ def held(server: Any, namespace: str) -> tuple[int, int]:
 
 def ask(server: Any, namespace: str, k: int = 5) -> dict[str, Any]:
     body = {"query": "Who founded the observatory?", "namespace": namespace, "strategy": "concat", "k": k, "max_new_tokens": 4}
+    body["strategy_options"] = {"force": True}
     return dict(server.client.post("/rag/query", json=body).json())
 
 
@@ -65,3 +68,66 @@ def test_replaced_and_removed_documents_leave_every_tier_whoever_does_it(server:
     command[4:] = ["drop", space, "--data-dir", str(server.data_dir)]
     subprocess.run(command, check=True, capture_output=True)
     eventually(server, space, (0, 0))
+
+
+def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(server: Any, tmp_path: Path) -> None:
+    space, data = "left", tmp_path / "data"
+    texts = {f"{name}.txt": TEXT.format(name) for name in ("marrow", "tolsta")}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    inputs = [str(tmp_path / name) for name in texts]
+    command = [sys.executable, "-m", "ragserve.cli", "ingest", *inputs, "--namespace", space, "--data-dir", str(data), "--warm", "--json"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert (report["files"]["indexed"], report["warm"]["files"]["warmed"], report["warm"]["state"]) == (2, 2, "done")
+    ours = {path.name: path.stat().st_size for path in (data / "kv").rglob("*.pages")}
+    finished(server, server.client.post("/rag/ingest", files=[("files", (n, t)) for n, t in texts.items()], data={"namespace": space}))
+    finished(server, server.client.post("/rag/cache/warm", json={"namespace": space}))
+    theirs = {path.name: path.stat().st_size for path in (server.data_dir / "kv").rglob(f"{space}/*.pages")}
+    assert ours == theirs, "the same keys: a server on that folder finds them"
+    assert len(ours) == 3
+    command[3:] = ["docs", "rm", inputs[0], "--namespace", space, "--data-dir", str(data)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert len(list((data / "kv").rglob("*.pages"))) == 2
+
+
+def metric(server: Any, name: str) -> float:
+    """The sum over the processes of one metric with its labels."""
+    lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(name)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(server: Any) -> None:
+    space = "warmed"
+    names = [f"station-{i}" for i in range(6)]
+    job = ingest(server, space, {name: TEXT.format(name) for name in names[:3]}, warm=True)
+    assert (job["kind"], job["counts"]["indexed"]) == ("upload", 3)
+    deadline = time.monotonic() + 60
+    while True:
+        (follow_up,) = [job for job in server.client.get("/rag/jobs", params={"namespace": space}).json()["jobs"] if job["kind"] == "warm"]
+        if follow_up["state"] == "done":
+            break
+        assert time.monotonic() < deadline, follow_up
+        time.sleep(0.05)
+    assert follow_up["counts"]["warmed"] == 3
+    assert held(server, space) == (4, 4), "three documents and the system text"
+    ingest(server, space, {name: TEXT.format(name) for name in names[3:]})
+    command = [sys.executable, "-m", "ragserve.cli", "docs", "warm", space, "--data-dir", str(server.data_dir), "--json"]
+    done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert (done["state"], done["files"]["warmed"], done["files"]["unchanged"]) == ("done", 3, 3)
+    again = finished(server, server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]}))
+    assert (again["n_items"], again["counts"]["unchanged"]) == (2, 2)
+    assert held(server, space) == (7, 7)
+    misses = metric(server, "ragserve_kv_misses_total")
+    for tiers, tier in ((["device"], "host"), (["device", "host"], "disk")):
+        assert server.client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
+        before = metric(server, f'ragserve_kv_hits_total{{tier="{tier}"}}')
+        answer = ask(server, space, k=6)
+        assert answer["context"]["tokens_by_tier"] == {tier: answer["context"]["tokens_kept"]}, "nothing was computed for it"
+        assert metric(server, f'ragserve_kv_hits_total{{tier="{tier}"}}') == before + 7
+    assert metric(server, "ragserve_kv_misses_total") == misses
+    stat = server.client.get("/rag/cache").json()
+    for tier in ("host", "disk"):
+        assert metric(server, f'ragserve_kv_bytes{{tier="{tier}"}}') == stat[tier]["bytes"] > 0
+        assert 0 < stat[tier]["metadata_bytes"] <= 0.03 * (stat[tier]["bytes"] - stat[tier]["metadata_bytes"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import DOCUMENTS, Live
+from scripted_server import DOCUMENTS, Live, eventually
 
 
 def finished(client: httpx.Client, response: httpx.Response) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_files_become_documents(client: httpx.Client) -> None:
 def test_uploads_leave_nothing_behind(client: httpx.Client, live: Live) -> None:
     finished(client, client.post("/rag/ingest", files={"file": ("a.txt", b"Some words of text.")}, data={"namespace": "clean"}))
     uploads = Path(live.settings.data_dir) / "uploads"
-    assert list(uploads.iterdir()) == []
+    eventually(lambda: list(uploads.iterdir()) == [], "the upload is removed after the job has ended")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_file_over_its_limit(live: Live, client: httpx.Client, size: int, monk
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left"), sqlite3.OperationalError("database or disk is full")])
 def test_a_full_disk_is_said(client: httpx.Client, live: Live, failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise failure
 
     monkeypatch.setattr(live.services.ingestor, "submit_texts", full)
@@ -222,3 +222,16 @@ def test_info_says_what_is_serving(client: httpx.Client, live: Live, docs: str) 
     assert info["limits"]["max_query_chars"] == live.settings.max_query_chars
     assert info["defaults"]["k"] == live.settings.top_k
     assert info["index"]["documents"] >= len(DOCUMENTS)
+
+
+def test_an_engine_without_a_document_cache_warms_nothing(client: httpx.Client, docs: str) -> None:
+    before = client.get("/rag/jobs").json()
+    texts = [{"name": "a", "text": "b"}]
+    form = {"files": ("a.txt", b"words")}
+    calls = [
+        client.post("/rag/cache/warm", json={"namespace": docs}),
+        client.post("/rag/ingest", json={"namespace": docs, "texts": texts, "warm": True}),
+        client.post("/rag/ingest", files=form, data={"namespace": docs, "warm": "true"}),
+    ]
+    assert [(call.status_code, call.json()["error"]["code"]) for call in calls] == [(400, "no_document_cache")] * 3
+    assert client.get("/rag/jobs").json() == before

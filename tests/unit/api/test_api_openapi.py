@@ -38,6 +38,7 @@ ROUTES = {
     "delete /rag/cache",
     "post /rag/cache/verify",
     "post /rag/cache/evict",
+    "post /rag/cache/warm",
     "get /info",
     "get /ready",
     "get /metrics",

@@ -39,7 +39,7 @@ def test_a_job_from_start_to_end(job_store: JobStore) -> None:
     assert (failed.reason, failed.chunks) == ("encrypted", 0)
     done = job_store.finish(job.job_id, "done", worker="w1")
     assert (done.state, done.finished, done.worker, done.chunks, done.tokens, done.size_bytes) == ("done", True, None, 3, 30, 300)
-    assert done.counts == {"pending": 2, "indexed": 1, "unchanged": 0, "removed": 0, "failed": 1, "skipped": 0}
+    assert done.counts == {"pending": 2, "indexed": 1, "warmed": 0, "unchanged": 0, "removed": 0, "failed": 1, "skipped": 0}
     assert job_store.get(job.job_id) == done
     assert job_store.claim("w2", 60) is None
 
