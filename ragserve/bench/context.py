@@ -1,4 +1,4 @@
-"""Time to the first token of composed contexts beside full and prefix prefill, and what it depends on: length, tier, tokens kept.
+"""Time to the first token of composed contexts beside full and prefix prefill, and where it goes: by length, document size, tier, strategy.
 
 Runs the engine in this process group, without retrieval: documents are random tokens of fixed length, so that lengths are exact. All
 strategies answer in the same engine and run; quality is `ragserve eval`'s business.
@@ -6,62 +6,47 @@ strategies answer in the same engine and run; quality is `ragserve eval`'s busin
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import report
+from ragserve.bench import in_process, report
 from ragserve.config import load
-from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
+from ragserve.errors import EngineError
 from sglang_ext.protocol import Span
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 8192,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-05,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SYSTEM_TOKENS = 32
 QUESTION_TOKENS = 32
-REPEATS = 3
+VOCABULARY = (10, 8000)
+TIERS = ("device", "host", "disk")
+LONG = 16_384  # tokens from which on one run of `full` after the warm-up is enough
+STAGES = ("load", "compose", "recompute", "extend")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy with options, and the tier that its documents are on."""
+    """A strategy with options, and the tiers that its documents are taken from; exact strategies have none."""
 
     name: str
     strategy: str
-    options: dict[str, Any]
-    tier: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tiers: tuple[str, ...] = ()
 
 
 CASES = (
-    Case("full", "full", {}),
-    Case("prefix, question new", "prefix", {}),
-    Case("concat, all kept", "concat", {}, "device"),
-    Case("concat, 15 % kept", "concat", {"keep": 0.15}, "device"),
-    Case("epic 16", "epic", {"first": 16}, "device"),
-    Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, "device"),
-    Case("concat, all kept", "concat", {}, "host"),
-    Case("concat, 15 % kept", "concat", {"keep": 0.15}, "host"),
+    Case("full", "full"),
+    Case("prefix, question new", "prefix"),
+    Case("concat, 15 % kept", "concat", {"keep": 0.15}, ("device", "host", "disk")),
+    Case("concat, all kept", "concat", {}, ("device", "host")),
+    Case("epic 16", "epic", {"first": 16}, ("device", "host")),
+    Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, ("device",)),
 )
 
 
@@ -70,103 +55,136 @@ def run(
     *,
     quick: bool = False,
     lengths: Sequence[int] = (2048, 4096, 7680),
-    document_tokens: int = 512,
+    document_tokens: Sequence[int] = (512,),
     shape: str = "embedded",
-    engine_args: dict[str, Any] | None = None,
+    cases: Sequence[Case] = CASES,
+    repeats: int = 3,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """A row per length and case. ``shape``: `embedded` (the small model) or `llama-3.1-8b` (its shape, random weights)."""
-    from ragserve.engine import local
+    """A row per length, document size, case and tier; the JSON is written anew after each length.
 
-    found: dict[str, Any] = {}
+    ``shape``: `embedded` (the small model) or one of `in_process.SHAPES`, with random weights. ``settings`` are the server's.
+    """
     lengths = lengths[:1] if quick else lengths
     with tempfile.TemporaryDirectory(prefix="ragserve-context-") as folder:
-        flags: dict[str, Any] = {
-            "data_dir": Path(folder) / "data",
-            "kv_disk_bytes": 0,
-            "port": 30999,
-            "engine_args": dict(engine_args or {}),
-        }
+        flags: dict[str, Any] = {"data_dir": Path(folder) / "data", "port": 30999, **settings}
         if shape != "embedded":
-            flags["model"] = _dummy_model(Path(folder))
-            flags["engine_args"] |= {"load_format": "dummy", "skip_tokenizer_init": False}
-            flags["kv_host_bytes"] = (max(lengths) + 4096) * 2 * 32 * 8 * 128 * 2
-        settings = load(**flags)
+            flags["model"] = in_process.dummy_model(shape, Path(folder))
+            flags["engine_args"] = {"load_format": "dummy", **flags.get("engine_args", {})}
+            flags["dtype"] = "bfloat16"
+            needed = (max(lengths) + max(document_tokens) + 4096) * in_process.kv_bytes_per_token(shape)
+            flags = {"kv_host_bytes": needed, "kv_disk_bytes": 2 * needed, **flags}
+        measured = _Measured(out_dir / f"context-{shape}.json" if out_dir else None, shape, repeats)
 
-        def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
-            from fastapi import FastAPI
+        async def work(engine: Any) -> None:
+            measured.describe(engine.info)
+            for length in lengths:
+                for size in document_tokens:
+                    async for row in _rows(engine, length, size, cases, measured.full_ms, repeats):
+                        measured.add(row)
+                    await engine.control("check")
+                    await engine.control("clear")
+                measured.save()
 
-            @contextlib.asynccontextmanager
-            async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-                async with sglang_app.router.lifespan_context(sglang_app):
-                    found["info"] = await engine.start()
-                    try:
-                        found["rows"] = [row async for row in _measure(engine, lengths, document_tokens)]
-                    finally:
-                        engine.stop()
-                    yield
-                    await engine.close()
-
-            return FastAPI(lifespan=lifespan)
-
-        local.serve(settings, make_app)
-    info = found["info"]
-    workload = {
-        "model": shape,
-        "device": info.device,
-        "attention": info.attention_backend,
-        "document tokens": document_tokens,
-        "question tokens": QUESTION_TOKENS,
-        "repeats after one warm-up": REPEATS,
-    }
-    return report.write("context", workload, found["rows"], out=out_dir / f"context-{shape}.json" if out_dir else None)
+        in_process.run_with_engine(load(**flags), work)
+    return measured.show()
 
 
-async def _measure(engine: Any, lengths: Sequence[int], document_tokens: int) -> AsyncIterator[dict[str, Any]]:
-    draw = random.Random(0)
-    for length in lengths:
-        context = [draw.randrange(10, 8000) for _ in range(length)]
-        spans = tuple(Span(a, min(a + document_tokens, length)) for a in range(0, length, document_tokens))
-        rival = 0.0
-        for case in CASES:
-            if case.strategy == "prefix":
-                await _first_token(engine, case, context, spans, draw)
-            if case.tier == "host":
-                await _first_token(engine, case, context, spans, draw)
-                await engine.control("evict", tiers=["device"])
-            await _first_token(engine, case, context, spans, draw)
-            runs = [await _first_token(engine, case, context, spans, draw) for _ in range(REPEATS)]
-            ttft = statistics.median(seconds for seconds, _ in runs)
-            rival = ttft if case.strategy == "full" else rival
-            row: dict[str, Any] = {"context tokens": length, "strategy": case.name, "tier": case.tier, "ttft ms": round(ttft * 1e3, 2)}
-            row["times sooner than full"] = round(rival / ttft, 1)
-            done = runs[-1][1]
-            if done is not None:
-                row |= {"kept": done.kept, "recomputed": done.recomputed, "tiers": json.dumps(dict(done.by_tier))}
-                row |= {"compose ms": round(done.compose_ms, 2), "recompute ms": round(done.recompute_ms, 2)}
-            yield row
+class _Measured:
+    """Rows so far."""
+
+    def __init__(self, out: Path | None, shape: str, repeats: int) -> None:
+        self._out = out
+        self.workload: dict[str, Any] = {
+            "model": shape,
+            "system tokens": SYSTEM_TOKENS,
+            "question tokens": QUESTION_TOKENS,
+            "repeats after one warm-up": repeats,
+        }
+        self._rows: list[dict[str, Any]] = []
+        self.full_ms: dict[int, float] = {}  # TTFT of `full` by length
+
+    def describe(self, info: Any) -> None:
+        self.workload |= {"device": info.device, "attention": info.attention_backend}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
+
+    def save(self) -> None:
+        if self._out is not None:
+            report.save(report.assemble("context", self.workload, self._rows, note=_NOTE), self._out)
+
+    def show(self) -> dict[str, Any]:
+        return report.write("context", self.workload, self._rows, out=self._out, note=_NOTE)
 
 
-async def _first_token(engine: Any, case: Case, context: list[int], spans: tuple[Span, ...], draw: random.Random) -> tuple[float, Any]:
-    """Seconds to the first token of one request with a question of its own, and what was composed for it."""
-    question = [draw.randrange(10, 8000) for _ in range(QUESTION_TOKENS)]
-    request = GenerateRequest("bench", context + question, "bench", case.strategy, Sampling(max_new_tokens=2), spans, case.options)
+_NOTE = (
+    "Milliseconds. queue: in SGLang's queue, without waiting for the disk, which is load; compose, recompute and extend: the work on the "
+    "device; other: messages between processes, admission, launching, sampling and the way back. Medians."
+)
+
+
+async def _rows(
+    engine: Any, length: int, size: int, cases: Sequence[Case], full_ms: dict[int, float], repeats: int
+) -> AsyncIterator[dict[str, Any]]:
+    """Exact strategies, then each tier from the top: what is above it has been evicted by then."""
+    draw = random.Random(length * 1000 + size)
+    end = SYSTEM_TOKENS + length
+    context = [draw.randrange(*VOCABULARY) for _ in range(end)]
+    spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, end)) for a in range(SYSTEM_TOKENS, end, size)))
+    request = GenerateRequest("bench", context, f"bench-{length}-{size}", sampling=Sampling(max_new_tokens=2), spans=spans)
+    for tier in ("", *TIERS):
+        here = [case for case in cases if tier in (case.tiers or ("",))]
+        if not tier and length in full_ms:  # exact strategies do not depend on the documents' size
+            continue
+        if tier == TIERS[0]:
+            await engine.warm(request)
+        for case in here:
+            asked = replace(request, strategy=case.strategy, options=case.options)
+            count = 1 if case.strategy == "full" and length > LONG else repeats
+            runs = [await _first_token(engine, asked, tier, draw) for _ in range(count + 1)][1:]
+            ttft = statistics.median(run.ttft_ms for run in runs)
+            if case.strategy == "full":
+                full_ms[length] = ttft
+            row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": case.name, "tier": tier or None}
+            row |= {"ttft ms": round(ttft, 2), "times sooner than full": round(full_ms[length] / ttft, 1) if length in full_ms else None}
+            yield row | _breakdown(runs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    ttft_ms: float
+    first: GenerateChunk
+
+
+async def _first_token(engine: Any, request: GenerateRequest, tier: str, draw: random.Random) -> _Run:
+    """One request with a question of its own, its documents in ``tier``; EngineError where they came from elsewhere."""
+    if tier in TIERS[1:]:
+        await engine.control("evict", tiers=TIERS[: TIERS.index(tier)])
+    question = [draw.randrange(*VOCABULARY) for _ in range(QUESTION_TOKENS)]
+    request = replace(request, input_ids=request.input_ids + question)
     started = time.perf_counter()
-    first, done = 0.0, None
-    async for chunk in engine.generate(request):
-        first = first or time.perf_counter() - started
-        done = chunk.context
-    return first, done
+    ttft, first = 0.0, None
+    async with aclosing(engine.generate(request)) as chunks:
+        async for chunk in chunks:
+            if first is None:
+                ttft, first = (time.perf_counter() - started) * 1e3, chunk
+    if first is None:
+        raise EngineError("The engine answered nothing.")
+    if tier and (first.context is None or set(first.context.by_tier) != {tier}):
+        raise EngineError(f"The documents should have come from {tier}: {first.fallback or first.context}")
+    return _Run(ttft, first)
 
 
-def _dummy_model(folder: Path) -> str:
-    """A folder with the 8B shape's configuration and the small model's tokenizer; SGLang makes up the weights."""
-    import shutil
-
-    from ragserve.config import DEFAULT_MODEL
-
-    model = folder / "llama-3.1-8b-shape"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(DEFAULT_MODEL) / name, model)
-    return str(model)
+def _breakdown(runs: Sequence[_Run]) -> dict[str, Any]:
+    """Medians of the stages in milliseconds, and how many document tokens were kept and recomputed."""
+    reports = [run.first.context for run in runs if run.first.context is not None]
+    if not reports:
+        return {}
+    columns: dict[str, list[float]] = {f"{stage} ms": [getattr(each, f"{stage}_ms") for each in reports] for stage in STAGES}
+    queued = [run.first.timings.queue_ms or 0.0 for run in runs]
+    columns["queue ms"] = [max(0.0, queue - each.load_ms) for queue, each in zip(queued, reports, strict=True)]
+    columns["other ms"] = [run.ttft_ms - sum(times[i] for times in columns.values()) for i, run in enumerate(runs)]
+    row = {name: round(statistics.median(times), 2) for name, times in columns.items()}
+    return {"kept": reports[-1].kept, "recomputed": reports[-1].recomputed, **row}

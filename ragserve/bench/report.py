@@ -56,6 +56,19 @@ def percentile(values: Sequence[float], q: float) -> float:
     return float(np.percentile(np.asarray(values, dtype=np.float64), q))
 
 
+def assemble(
+    name: str,
+    workload: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    note: str = "",
+    ran_on: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """``{benchmark, workload, environment, rows, note}``. ``ran_on``: the environment measured, where that is not this process's."""
+    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": dict(ran_on or environment())}
+    return report | {"rows": [dict(row) for row in rows], "note": note}
+
+
 def write(
     name: str,
     workload: Mapping[str, Any],
@@ -66,12 +79,8 @@ def write(
     ran_on: Mapping[str, Any] | None = None,
     shown: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Print ``rows`` as a table and, with ``out``, write ``{name, workload, environment, rows, note}`` there as JSON, atomically.
-
-    ``ran_on``: the environment that was measured, where that is not this process's. ``shown``: the columns to print (all).
-    """
-    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": dict(ran_on or environment())}
-    report |= {"rows": [dict(row) for row in rows], "note": note}
+    """Print ``rows`` as a table and, with ``out``, write what :func:`assemble` makes of them there. ``shown``: columns to print (all)."""
+    report = assemble(name, workload, rows, note=note, ran_on=ran_on)
     console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     table = Table()

@@ -99,9 +99,9 @@ class Composer:
         selection = context.selection
         choosing = selection.deviation_share is not None
         positions = (selection.kept if choosing else selection.recomputed).numpy()
-        if not len(positions) or (choosing and len(context.plan.spans) == 1):
+        if not len(positions):
             return None
-        return RecomputeJob.plan(
+        job = RecomputeJob.plan(
             np.frombuffer(context.ids, dtype=np.int64)[positions],
             positions,
             selection.kept.numpy(),
@@ -109,6 +109,7 @@ class Composer:
             first_document=context.plan.spans[0].end,
             deviation_share=selection.deviation_share,
         )
+        return job if job.recomputed or not choosing else None
 
 
 def _filling(context: ComposedContext, slots: torch.Tensor) -> Filling:

@@ -26,8 +26,8 @@ class RecomputeJob:
     ``ids`` and ``positions`` [R], ascending: the rows. ``slots`` [S]. ``seen`` [layers or 1, R]: how many slots a row attends to, those of
     positions up to its own. ``targets`` [layers or 1, R]: the slots that the rows' new K and V go to. ``alone`` bool [layers or 1, R]: rows
     that a layer does not keep, which see themselves besides; None where every layer keeps every row.
-    ``choose``: from layer 1 on only so many of the rows from ``first_choosable`` on go on, those whose values differ most from the
-    cached ones. ``recomputed``: document tokens that are computed again.
+    ``choose``: from layer 1 on only so many of the rows ``candidates`` [C] go on, those whose values differ most from the cached ones.
+    ``recomputed``: document tokens that are computed again.
     """
 
     ids: torch.Tensor
@@ -38,7 +38,7 @@ class RecomputeJob:
     alone: torch.Tensor | None
     recomputed: int
     choose: int | None = None
-    first_choosable: int = 0
+    candidates: torch.Tensor | None = None
 
     @classmethod
     def plan(
@@ -53,19 +53,16 @@ class RecomputeJob:
     ) -> RecomputeJob:
         """``ids``, ``positions`` [R] and ``kept`` [S] or [layers, S] on the host; documents begin at position ``first_document``.
 
-        With ``deviation_share`` that share of the document rows is chosen in the pass; ``kept`` must then hold every row.
+        With ``deviation_share`` that share of the document rows which layer 1 keeps is chosen in the pass.
         """
         device = slots.device
         kept = np.atleast_2d(kept)
         place = np.stack([np.searchsorted(row, positions) for row in kept])
         clipped = np.minimum(place, kept.shape[1] - 1)
         found: npt.NDArray[np.bool_] = (place < kept.shape[1]) & (np.take_along_axis(kept, clipped, 1) == positions)
-        documents = int((positions >= first_document).sum())
-        choose = None
-        if deviation_share is not None:
-            if not found.all():
-                raise ValueError("rows can be chosen by deviation only among tokens that are kept in every layer")
-            choose = min(documents, max(1, round(deviation_share * documents))) if documents else 0
+        documents = positions >= first_document
+        candidates = np.flatnonzero(documents & found[min(1, len(found) - 1)])
+        choose = None if deviation_share is None else min(len(candidates), max(1, round(deviation_share * len(candidates))))
         targets = slots[upload(clipped, device)]
         absent = None if found.all() else upload(~found, device)
         if absent is not None:
@@ -77,15 +74,16 @@ class RecomputeJob:
             seen=upload(place + found, device),
             targets=targets,
             alone=absent,
-            recomputed=documents if choose is None else choose,
+            recomputed=int(documents.sum()) if choose is None else choose,
             choose=choose,
-            first_choosable=len(positions) - documents,
+            candidates=None if choose is None else upload(candidates, device),
         )
 
     def narrow(self, rows: torch.Tensor) -> None:
         """Go on with these rows, int64 ascending, only."""
         self.ids, self.positions, self.choose = self.ids[rows], self.positions[rows], None
         self.seen, self.targets = self.seen[:, rows], self.targets[:, rows]
+        self.alone = None if self.alone is None else self.alone[:, rows]
 
 
 class _Pass:
@@ -120,12 +118,12 @@ class _Pass:
         for job in self._jobs:
             count = len(job.positions)
             rows = torch.arange(count, device=v.device)
-            if job.choose is not None:
-                cached = values[job.targets[0, job.first_choosable :]]
-                deviation = (v[start + job.first_choosable : start + count].float() - cached.float()).square().sum((1, 2))
+            if job.choose is not None and job.candidates is not None:
+                cached = values[job.targets[min(1, len(job.targets) - 1), job.candidates]]
+                deviation = (v[start + job.candidates].float() - cached.float()).square().sum((1, 2))
                 if self._tp_group is not None and self._tp_group.world_size > 1:
                     deviation = self._tp_group.all_reduce(deviation)  # every rank must choose the same rows
-                rows = deviation.topk(job.choose).indices.sort().values + job.first_choosable
+                rows = job.candidates[deviation.topk(job.choose).indices].sort().values
                 job.narrow(rows)
             left.append(rows + start)
             start += count

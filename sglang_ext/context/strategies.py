@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_ext.protocol import ContextPlan, PlanError, Span
@@ -125,14 +127,22 @@ def _kept(plan: ContextPlan, options: Mapping[str, Any]) -> torch.Tensor:
         return _explicit_kept(plan, options["kept"])
     keep = _share(options, 1.0, name="keep")
     if keep == 1.0:
-        return torch.arange(plan.question_start)
-    parts = [torch.arange(plan.spans[0].start, plan.spans[0].end)]
-    for span in _documents(plan):
-        blocks = -(-(span.end - span.start) // BLOCK)
-        chosen = torch.linspace(0, blocks - 1, max(1, round(keep * blocks))).round().long().unique()
-        positions = (span.start + chosen[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
-        parts.append(positions[positions < span.end])
-    return torch.cat(parts)
+        return torch.from_numpy(np.arange(plan.question_start))
+    system = np.arange(plan.spans[0].end)
+    return torch.from_numpy(np.concatenate((system, _spread(_documents(plan), keep))))
+
+
+def _spread(documents: tuple[Span, ...], keep: float) -> npt.NDArray[np.int64]:
+    """Positions of a share of each document's blocks, at least one, at equal distances from the first to the last."""
+    start, end = (np.array(values, dtype=np.int64) for values in ([s.start for s in documents], [s.end for s in documents]))
+    blocks = -(-(end - start) // BLOCK)
+    count = np.maximum(1, np.round(keep * blocks).astype(np.int64))
+    of = np.repeat(np.arange(len(documents)), count)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    # With at least as many blocks as chosen ones neighbours are a block or more apart: no block comes twice.
+    chosen = np.floor(nth * ((blocks - 1) / np.maximum(1, count - 1))[of] + 0.5).astype(np.int64)
+    positions = (start[of] + chosen * BLOCK)[:, None] + np.arange(BLOCK)
+    return positions[positions < end[of, None]]
 
 
 def _explicit_kept(plan: ContextPlan, value: Any) -> torch.Tensor:
@@ -162,7 +172,7 @@ def _explicit(plan: ContextPlan, options: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _among(positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return positions[torch.isin(positions, kept)]
+    return positions[torch.from_numpy(np.isin(positions.numpy(), kept.numpy(), assume_unique=True))]
 
 
 def _share(options: Mapping[str, Any], default: float, name: str = "share") -> float:

@@ -149,7 +149,16 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
         assert torch.equal(keys[others], before[0][others]), "only the jobs' slots and the padding slot are written"
 
 
-def test_rows_chosen_by_deviation_must_all_be_kept(device: torch.device) -> None:
-    ids, slots = np.arange(4), torch.arange(3, device=device)
-    with pytest.raises(ValueError, match="kept in every layer"):
-        RecomputeJob.plan(ids, ids, np.array([0, 1, 3]), slots, first_document=1, deviation_share=0.5)
+def test_candidates_for_deviation_are_document_tokens_that_layer_1_keeps(device: torch.device) -> None:
+    ids, slots = np.arange(6), torch.arange(4, device=device)
+    kept = np.array([[0, 1, 2, 5], [0, 3, 4, 5]])
+    planned = RecomputeJob.plan(ids, ids, kept, slots, first_document=2, deviation_share=0.5)
+    assert planned.candidates is not None
+    assert planned.candidates.tolist() == [3, 4, 5]
+    assert (planned.choose, planned.recomputed) == (2, 2)
+    planned.narrow(torch.tensor([3, 5], device=device))
+    assert planned.positions.tolist() == [3, 5]
+    assert planned.alone is not None
+    assert planned.alone.tolist() == [[True, False], [False, False]]
+    assert planned.targets.tolist() == [[PADDING_SLOT, 3], [1, 3]]
+    assert planned.seen.tolist() == [[3, 4], [2, 4]]

@@ -1,0 +1,210 @@
+"""Composed contexts on a CUDA machine: are they right, and how soon is the first token there? About seven minutes on an H200.
+
+    python examples/gpu_context.py OUT_FOLDER [--lengths 8192,32768,102400] [--document-tokens 512,4096] [--attention flashinfer]
+
+Three parts, each in a process of its own with a time limit, each leaving its JSON in OUT_FOLDER whatever becomes of the others:
+`kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic against each other), `speed`
+(`ragserve.bench.context` with the shape of Llama-3.1-8B and random weights). Needs SGLang 0.5.16 and this project, installed without
+dependencies so that SGLang finds its plugin, and no web server. Exits with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+SEEN_BY_GPU = (
+    "tests/kernels/test_composition.py",
+    "tests/kernels/test_prefix_rows_attention.py",
+    "tests/kernels/test_rotate_gather.py",
+    "tests/unit/documents/test_document_cuda.py",
+)
+LIMITS_S = {"kernels": 150, "answers": 150, "speed": 420}
+NEW = 12  # tokens of an answer
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("concat", {}),
+    ("concat", {"keep": 0.5}),
+    ("concat", {"recompute": "all"}),
+    ("epic", {"first": 16}),
+    ("random", {"share": 0.2}),
+    ("cacheblend", {"share": 0.15}),
+)
+
+
+def kernels(out: Path) -> bool:
+    """The GPU's tests, if pytest is there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SEEN_BY_GPU]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    print(done.stdout[-1500:], done.stderr[-500:], flush=True)
+    (out / "context-kernels.json").write_text(json.dumps({"exit": done.returncode, "end": done.stdout[-3000:]}, indent=1) + "\n")
+    return done.returncode == 0
+
+
+class Answers:
+    """Greedy answers of the small model with their log-probabilities, straight from SGLang."""
+
+    def __init__(self, engine: Any) -> None:
+        from ragserve.prompt import PromptBuilder
+
+        self._engine = engine
+        self._builder = PromptBuilder.load(engine.info.tokenizer)
+
+    def request(self, row: dict[str, Any], strategy: str, options: dict[str, Any]) -> Any:
+        from ragserve.engine.base import GenerateRequest, Sampling
+        from ragserve.prompt import PromptDocument
+        from sglang_ext.protocol import Span
+
+        documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
+        prompt = self._builder.build(row["question"], documents, max_prompt_tokens=8000)
+        spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
+        return GenerateRequest("q", prompt.input_ids, "answers", strategy, Sampling(NEW), spans, options)
+
+    async def warm(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            await self._engine.warm(self.request(row, "concat", {}))
+
+    async def __call__(self, row: dict[str, Any], strategy: str, options: dict[str, Any]) -> tuple[list[int], list[float], set[str]]:
+        """Token ids, log-probabilities, and the tiers that the documents came from."""
+        import uuid
+
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from ragserve.engine.stream import payload
+        from sglang_ext.launch import tokenizer_manager
+        from sglang_ext.protocol import PLAN_FIELD
+
+        fields = payload(self.request(row, strategy, options), uuid.uuid4().hex) | {"return_logprob": True, "stream": False}
+        fields["sampling_params"]["ignore_eos"] = True
+        outputs = [out async for out in tokenizer_manager().generate_request(GenerateReqInput(**fields), None)]
+        meta = outputs[-1]["meta_info"]
+        pairs = meta["output_token_logprobs"]
+        report = json.loads(meta[PLAN_FIELD][0]) if meta.get(PLAN_FIELD) else {"by_tier": {}}
+        return [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs], set(report["by_tier"])
+
+
+def apart(a: tuple[list[int], list[float], Any], b: tuple[list[int], list[float], Any]) -> tuple[bool, float]:
+    """Whether the tokens are the same, and the largest difference of log-probabilities up to the first one that is not."""
+    same = 0
+    while same < len(a[0]) and a[0][same] == b[0][same]:
+        same += 1
+    return same == len(a[0]), max((abs(x - y) for x, y in zip(a[1][: same + 1], b[1][: same + 1], strict=True)), default=0.0)
+
+
+async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> None:
+    lines = (REPOSITORY / "tests/data/questions/crossdoc_8.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[:questions]]
+    ask = Answers(engine)
+    await ask.warm(rows)
+    exact = [await ask(row, "full", {}) for row in rows]
+    everything = [await ask(row, "concat", {"recompute": "all"}) for row in rows]
+    nothing = [await ask(row, "concat", {}) for row in rows]
+    pairs = [apart(a, b) for a, b in zip(everything, exact, strict=True)]
+    control = [apart(a, b) for a, b in zip(nothing, exact, strict=True)]
+    found["questions"] = len(rows)
+    found["recompute all against full"] = {"same tokens": sum(same for same, _ in pairs), "worst": max(d for _, d in pairs)}
+    found["recompute nothing against full"] = {"same tokens": sum(same for same, _ in control), "worst": max(d for _, d in control)}
+    found["right: recompute all"] = sum(same for same, _ in pairs) >= len(rows) - 1 and sorted(d for _, d in pairs)[-2] < 0.15
+    for strategy, options in STRATEGIES:
+        answers = {}
+        for tier, evicted in (("device", []), ("host", ["device"]), ("disk", ["device", "host"])):
+            if not evicted:
+                await ask.warm(rows)
+            answers[tier] = []
+            for row in rows:
+                if evicted:
+                    await engine.control("evict", tiers=evicted)
+                answers[tier].append(await ask(row, strategy, options))
+        name = f"{strategy} {json.dumps(options)}"
+        tiers = {tier: all(used == {tier} for _, _, used in got) for tier, got in answers.items()}
+        worst = {t: [apart(a, b) for a, b in zip(answers[t], answers["device"], strict=True)] for t in ("host", "disk")}
+        same = {tier: sum(equal for equal, _ in got) for tier, got in worst.items()}
+        found[name] = {"from the tier meant": tiers, "same tokens": same, "worst": {t: max(d for _, d in got) for t, got in worst.items()}}
+        found[f"right: {name}"] = all(tiers.values()) and all(n == len(rows) for n in same.values())
+    single = [await ask(row, "epic", {"first": 16}) for row in rows]
+    crowd = await asyncio.gather(*(ask(row, s, o) for row in rows for s, o in (("epic", {"first": 16}), ("full", {}), ("concat", {}))))
+    together = [apart(a, b)[0] for a, b in zip(crowd[::3], single, strict=True)]
+    found["epic among other traffic, as alone"] = {"same tokens": sum(together)}
+    await engine.control("check")
+    found["right: accounts"] = True
+
+
+def answers(out: Path, attention: str, questions: int) -> bool:
+    from ragserve.bench.in_process import run_with_engine
+    from ragserve.config import DEFAULT_MODEL, load
+
+    found: dict[str, Any] = {}
+    path = out / "context-answers.json"
+
+    async def work(engine: Any) -> None:
+        found["engine"] = str(engine.info)
+        try:
+            await check_answers(engine, found, questions)
+        finally:
+            path.write_text(json.dumps(found, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-answers-") as folder:
+        run_with_engine(load(model=DEFAULT_MODEL, data_dir=Path(folder), engine_args=engine_args(attention)), work)
+    print(json.dumps(found, indent=1), flush=True)
+    return all(value for name, value in found.items() if name.startswith("right"))
+
+
+def speed(out: Path, attention: str, lengths: list[int], document_tokens: list[int]) -> bool:
+    from ragserve.bench import context
+
+    context.run(
+        out,
+        shape="llama-3.1-8b",
+        lengths=lengths,
+        document_tokens=document_tokens,
+        mem_fraction_static=0.75,
+        engine_args=engine_args(attention),
+    )
+    return True
+
+
+def engine_args(attention: str) -> dict[str, Any]:
+    return {"attention_backend": attention, "sampling_backend": "pytorch"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--part", choices=tuple(LIMITS_S), help="this one only, in this process")
+    parser.add_argument("--parts", default=",".join(LIMITS_S))
+    parser.add_argument("--lengths", default="8192,32768,102400")
+    parser.add_argument("--document-tokens", default="512,4096")
+    parser.add_argument("--questions", type=int, default=8, help="of `answers`, 2 to 8")
+    parser.add_argument("--attention", default="flashinfer")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    numbers = [[int(n) for n in text.split(",")] for text in (options.lengths, options.document_tokens)]
+    if options.part == "kernels":
+        return not kernels(options.out)
+    if options.part == "answers":
+        return not answers(options.out, options.attention, options.questions)
+    if options.part == "speed":
+        return not speed(options.out, options.attention, *numbers)
+    failed = []
+    for part in options.parts.split(","):
+        started = time.monotonic()
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+        try:
+            code = subprocess.run(command, timeout=LIMITS_S[part], check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        print(f"== {part}: {'right' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - started:.0f} s", flush=True)
+        if code:
+            failed.append(part)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The engine in this process group, without a web server, and models that are only a shape: to measure the engine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from ragserve.config import DEFAULT_MODEL, Settings
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    # next to nothing to compute: what is left is the scheduler, the messages between processes and the composition's own bookkeeping
+    "hollow": _LLAMA
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
+}
+
+
+def kv_bytes_per_token(shape: str) -> int:
+    """Of one of the SHAPES in bfloat16."""
+    config = SHAPES[shape]
+    return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
+
+
+def dummy_model(shape: str, folder: Path) -> str:
+    """A folder with the shape's configuration and the small model's tokenizer; with ``load_format=dummy`` SGLang makes up the weights."""
+    model = folder / shape
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(SHAPES[shape]))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEFAULT_MODEL) / name, model)
+    return str(model)
+
+
+def run_with_engine(settings: Settings, work: Callable[[Any], Awaitable[None]]) -> None:
+    """Start an engine, ``await work(engine)``, and stop it; once in a process. Raises what ``work`` raised."""
+    from ragserve.engine import local
+
+    failure: list[BaseException] = []
+
+    def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
+        from fastapi import FastAPI
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            async with sglang_app.router.lifespan_context(sglang_app):
+                try:
+                    await engine.start()
+                    await work(engine)
+                except Exception as error:  # noqa: BLE001 - raised again below, once the engine's processes have ended
+                    failure.append(error)
+                finally:
+                    engine.stop()
+                yield
+                await engine.close()
+
+        return FastAPI(lifespan=lifespan)
+
+    local.serve(settings, make_app)
+    if failure:
+        raise failure[0]
