@@ -127,7 +127,7 @@ class TierStore:
         if entry is not None:
             on_host = torch.tensor(entry.pages) >= 0
             tiers.host.entries.move_to_end(key)
-        if not on_disk and not bool(on_host.all()):
+        if not on_disk and (entry is None or entry.missing()):
             return None
         if on_disk:
             tiers.index.touch(key)

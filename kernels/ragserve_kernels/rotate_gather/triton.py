@@ -14,7 +14,7 @@ _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat1
 HOST_PROGRAMS = 4  # as fast as any number alone, and least in the way of a decode step beside it (README.md)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_moves", "n_items"])  # one compilation for any number of runs: requests wait for it
 def rotate_gather_kernel(
     p_moves,  # int32 [L, N, 4]
     p_slots,  # [S]
