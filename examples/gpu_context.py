@@ -101,7 +101,7 @@ def apart(a: tuple[list[int], list[float], Any], b: tuple[list[int], list[float]
 async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> None:
     lines = (REPOSITORY / "tests/data/questions/crossdoc_8.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:questions]]
-    ask = Answers(engine)
+    ask, started = Answers(engine), time.monotonic()
     await ask.warm(rows)
     exact = [await ask(row, "full", {}) for row in rows]
     everything = [await ask(row, "concat", {"recompute": "all"}) for row in rows]
@@ -112,6 +112,7 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
     found["recompute all against full"] = {"same tokens": sum(same for same, _ in pairs), "worst": max(d for _, d in pairs)}
     found["recompute nothing against full"] = {"same tokens": sum(same for same, _ in control), "worst": max(d for _, d in control)}
     found["right: recompute all"] = sum(same for same, _ in pairs) >= len(rows) - 1 and sorted(d for _, d in pairs)[-2] < 0.15
+    print(json.dumps(found), f"{time.monotonic() - started:.0f} s", flush=True)
     for strategy, options in STRATEGIES:
         answers = {}
         for tier, evicted in (("device", []), ("host", ["device"]), ("disk", ["device", "host"])):
@@ -128,6 +129,7 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
         same = {tier: sum(equal for equal, _ in got) for tier, got in worst.items()}
         found[name] = {"from the tier meant": tiers, "same tokens": same, "worst": {t: max(d for _, d in got) for t, got in worst.items()}}
         found[f"right: {name}"] = all(tiers.values()) and all(n == len(rows) for n in same.values())
+        print(name, found[name], f"{time.monotonic() - started:.0f} s", flush=True)
     single = [await ask(row, "epic", {"first": 16}) for row in rows]
     crowd = await asyncio.gather(*(ask(row, s, o) for row in rows for s, o in (("epic", {"first": 16}), ("full", {}), ("concat", {}))))
     together = [apart(a, b)[0] for a, b in zip(crowd[::3], single, strict=True)]
