@@ -27,6 +27,7 @@ QUESTION_TOKENS = 32
 VOCABULARY = (10, 8000)
 TIERS = ("device", "host", "disk")
 LONG = 16_384  # tokens from which on one run of `full` after the warm-up is enough
+FLUSH_S = 120.0
 STAGES = ("load", "compose", "recompute", "extend")
 
 
@@ -140,6 +141,7 @@ async def _rows(
             continue
         if tier == TIERS[0]:
             await engine.warm(request)
+            await engine.control("flush", timeout_s=FLUSH_S)  # writing to disk would compete with what is measured
         for case in here:
             asked = replace(request, strategy=case.strategy, options=case.options)
             count = 1 if case.strategy == "full" and length > LONG else repeats

@@ -79,6 +79,7 @@ class Composer:
         self._runner = model_runner
         self._device = torch.device(model_runner.device)
         self._gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
+        self._gather.warm()
 
     def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> StageClock:
         """Write the kept KV of each context into its slots int64 [S], recompute, and note in the contexts what was done and when."""

@@ -22,6 +22,7 @@ from ragserve_kernels import rotate_gather as op
 from sglang_ext.context.rope import Rotation
 
 Ints = npt.NDArray[np.int64]
+PADDING_SLOT = 0  # SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not keep
 _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -56,6 +57,15 @@ class Gather:
         self._kv: kernels.KVLayers | None = None
         if kernels.use_triton(first) and rotation.neox and first.shape[-1] in kernels.HEAD_DIMS and first.dtype in kernels.FLOAT_DTYPES:
             self._kv = kernels.KVLayers(pool.k_buffer, pool.v_buffer)
+
+    def warm(self) -> None:
+        """Compile the kernels now instead of while the first request waits. Before any document is there; writes to the padding slot."""
+        if self._kv is None:
+            return
+        first, slot = np.zeros(1, dtype=np.int64), torch.full((1,), PADDING_SLOT, dtype=torch.int64, device=self._device)
+        self._host[:1].zero_()  # the slot must stay finite: some attention kernels read it and multiply by zero
+        for source in (slot, first) if len(self._host) else (slot,):
+            self([Filling(first, slot, first, first, [source])])
 
     def __call__(self, fillings: Sequence[Filling]) -> None:
         """Fill the slots of these requests, S of each."""

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.context.gather import Ints, upload
+from sglang_ext.context.gather import PADDING_SLOT, Ints, upload
 from sglang_ext.context.rope import decoder_layers
-from sglang_ext.context.rows import PADDING_SLOT, Rows
+from sglang_ext.context.rows import Rows
 
 
 @dataclass(slots=True)

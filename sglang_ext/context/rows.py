@@ -18,8 +18,6 @@ from sglang_ext.context.gather import upload
 if TYPE_CHECKING:
     from sglang_ext.context.recompute import RecomputeJob
 
-PADDING_SLOT = 0  # SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not keep
-
 
 @dataclass(slots=True)
 class Rows:

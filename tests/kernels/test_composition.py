@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from reference import assert_close
 
 from ragserve_kernels._common import forced_naive
-from sglang_ext.context.gather import Filling, Gather, needed_blocks
+from sglang_ext.context.gather import PADDING_SLOT, Filling, Gather, needed_blocks
 from sglang_ext.context.recompute import RecomputeJob
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.rows import PADDING_SLOT, Rows
+from sglang_ext.context.rows import Rows
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 64, 4
 ROTATION = Rotation(1.0 / (10000.0 ** (torch.arange(0, DIM, 2) / DIM)), DIM, neox=True)
@@ -95,6 +95,19 @@ def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool
 @given(seed=st.integers(0, 2**31 - 1))
 def test_kept_tokens_of_device_and_host_documents_reach_their_slots(device: torch.device, per_layer: bool, triton: bool, seed: int) -> None:
     fill_and_check(device, random.Random(seed), per_layer=per_layer, triton=triton)
+
+
+@pytest.mark.parametrize("pages", [0, 3])
+def test_warming_up_writes_to_the_padding_slot_only(device: torch.device, pages: int) -> None:
+    pool = Pool(8, device)
+    host = torch.randn(pages, 2, LAYERS, HEADS, BLOCK, DIM, pin_memory=device.type == "cuda")
+    before = [buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)]
+    Gather(pool, ROTATION, host, BLOCK).warm()
+    for was, now in zip(before, (*pool.k_buffer, *pool.v_buffer), strict=True):
+        others = [slot for slot in range(8) if slot != PADDING_SLOT]
+        assert torch.equal(was[others], now[others])
+    if pages:
+        assert not pool.v_buffer[0][PADDING_SLOT].any(), "it may hold no NaN of memory that nobody has written"
 
 
 def job(device: torch.device, draw: random.Random, slots: list[int], *, layers: int, rows: int, holes: bool) -> tuple[RecomputeJob, Any]:

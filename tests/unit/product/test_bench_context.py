@@ -27,9 +27,9 @@ class Engine:
         assert request.spans[-1].end == len(request.input_ids)
         self.tier = "device"
 
-    async def control(self, operation: str, *, tiers: tuple[str, ...]) -> dict[str, Any]:
-        assert operation == "evict"
-        if not self.sticky:
+    async def control(self, operation: str, *, tiers: tuple[str, ...] = (), timeout_s: float = 0) -> dict[str, Any]:
+        assert operation in ("evict", "flush")
+        if tiers and not self.sticky:
             self.tier = {"device": "host", "host": "disk"}[tiers[-1]]
         return {}
 
