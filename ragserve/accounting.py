@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
 from ragserve.prompt import Prompt
-from ragserve.results import Answer, ContextUse, RetrievalTimings, Timings
+from ragserve.results import Answer, ContextUse, DecodeUse, RetrievalTimings, Timings
 
 
 def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int) -> ContextUse:
@@ -32,6 +32,21 @@ def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: i
         tokens_recomputed=report.recomputed if report else prompt.tokens_kept - reused,
         tokens_by_tier=dict(report.by_tier) if report else {"device": reused},
         notes=notes,
+    )
+
+
+def decode_use(last: GenerateChunk) -> DecodeUse | None:
+    """What sparse decode steps read; None where every step of the request was meant to be dense."""
+    report = last.decode
+    if report is None:
+        return None
+    return DecodeUse(
+        mode=report.mode,
+        steps=report.steps,
+        sparse_steps=report.sparse_steps,
+        pages=report.pages,
+        share=report.share,
+        weight=report.weight,
     )
 
 

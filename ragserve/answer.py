@@ -10,7 +10,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ragserve.accounting import Clock, context_use, observe
+from ragserve.accounting import Clock, context_use, decode_use, observe
 from ragserve.citations import Marker, MarkerFilter, cite
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
@@ -60,6 +60,7 @@ class Query:
     history: tuple[Message, ...] = ()
     documents: tuple[InlineDocument, ...] | None = None
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class Answerer:
             usage=Usage(prompt=last.usage.prompt, cached=last.usage.cached, completion=last.usage.completion),
             context=context_use(query.strategy, prompt, last, len(context.passages)),
             timings=timings,
+            decode=decode_use(last),
             index_version=context.version,
             namespace=query.namespace,
             finish_reason=last.finish_reason,
@@ -195,6 +197,12 @@ class Answerer:
 
     def _check(self, query: Query) -> None:
         info = self._engine.info
+        if query.decode and not info.sparse_decode:
+            raise InvalidRequest(
+                "This engine has no sparse decoding.",
+                hint="Start the server with --sparse-attention on, or leave decode out.",
+                param="decode",
+            )
         if query.strategy not in info.strategies:
             why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
             raise InvalidRequest(
@@ -242,7 +250,16 @@ class Answerer:
         if prompt.stop:
             sampling = replace(sampling, stop=(*sampling.stop, *prompt.stop))
         spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
-        request = GenerateRequest(query.request_id, prompt.input_ids, query.namespace, query.strategy, sampling, spans, _own_options(query))
+        request = GenerateRequest(
+            query.request_id,
+            prompt.input_ids,
+            query.namespace,
+            query.strategy,
+            sampling,
+            spans,
+            _own_options(query),
+            decode=query.decode,
+        )
         # The protocol's iterators are generators: closing them early is what aborts.
         return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
 

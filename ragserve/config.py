@@ -12,6 +12,7 @@ _REPO = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random"]
+DecodeMode = Literal["dense", "hierarchical", "progressive"]
 
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["default"])]
 """Letters, digits, ``_``, ``.`` and ``-``, at most 64, starting with a letter or digit."""
@@ -44,6 +45,28 @@ class Settings(BaseSettings):
     tp_size: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs that share the model.")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs by name, passed as they are.")
     engine_timeout_s: float = Field(600, gt=0, description="Seconds a generation may take before it is aborted.")
+
+    # sparse decoding
+    sparse_attention: Literal["off", "on"] = Field(
+        "off", description="on: decode steps may attend to chosen pages of KV only, around SGLang's attention backend."
+    )
+    decode_mode: DecodeMode = Field(
+        "hierarchical", description="Of requests that do not say: dense, hierarchical (a token budget) or progressive (a threshold)."
+    )
+    decode_budget: int = Field(2048, ge=32, description="hierarchical: tokens that a KV head attends to in a step.")
+    decode_reuse: int = Field(4, ge=1, description="hierarchical: steps for which pages, once chosen, are kept.")
+    decode_threshold: float = Field(0.95, gt=0, le=1, description="progressive: share of the attention weight to reach, estimated.")
+    decode_dense_below: int = Field(8192, ge=0, description="Tokens of context up to which every request is dense.")
+    decode_page_size: int = Field(64, ge=16, le=128, multiple_of=16, description="Tokens of a KV page, which is attended to or not.")
+    decode_logical_page: int = Field(16, ge=1, description="Tokens that share one min and max key; a page scores what its best ones do.")
+    decode_max_budget: int = Field(4096, ge=32, description="Tokens: the largest budget that a request may ask for.")
+    decode_ranking: Literal["minmax", "center"] = Field(
+        "minmax", description="progressive: pages by the best bound of their logical pages, or by the centre of their keys' box."
+    )
+    decode_bound: Literal["round", "lowest"] = Field(
+        "round", description="progressive: what a page not read is taken to weigh: the latest round's mean, or the lowest page so far."
+    )
+    decode_heads: Path | None = Field(None, description="Pattern file of streaming heads; its heads stream in every sparse request.")
 
     # the document cache
     kv_host_bytes: int = Field(512 * 2**20, ge=0, description="Host memory for documents' KV, bytes.")

@@ -66,6 +66,17 @@ class ContextUse(Result):
     notes: list[str] = Field(default_factory=list, description="What the caller should know, in words: e.g. documents dropped.")
 
 
+class DecodeUse(Result):
+    """What the answer's decode steps attended to, with sparse decoding."""
+
+    mode: str = Field(description="`hierarchical` (a token budget) or `progressive` (a threshold).")
+    steps: int = Field(description="Decode steps: one per token after the first.")
+    sparse_steps: int = Field(description="Of these, steps that did not read all of the context.")
+    pages: float = Field(description="Pages of KV read per step, mean over layers and heads.")
+    share: float = Field(description="Pages read, of those the context has.")
+    weight: float | None = Field(description="Estimated share of the attention weight in what was read; null where nobody estimated it.")
+
+
 class RetrievalTimings(Result):
     """Milliseconds. Null where a stage did not run."""
 
@@ -106,6 +117,7 @@ class Answer(Result):
     usage: Usage
     context: ContextUse
     timings: Timings
+    decode: DecodeUse | None = Field(default=None, description="What was attended to; null without sparse decoding.")
     index_version: int | None = Field(description="Version of the namespace that was searched; null for documents given in the request.")
     namespace: str
     finish_reason: str = Field(description="`stop`: the model ended; `length`: max_new_tokens reached.")

@@ -41,8 +41,11 @@ def _failed(message: str) -> Answer:
 
 def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     from sglang_ext.context.strategies import names
+    from sglang_ext.hooks import attention
 
+    sparse = attention()
     return {
+        "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
         "strategies": [] if runtime.unsupported else list(names()),
         "unsupported": runtime.unsupported,
@@ -66,8 +69,16 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
-def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
+def _check_integrity(runtime: Any) -> None:
+    from sglang_ext.hooks import attention
+
+    if (sparse := attention()) is not None:
+        sparse.check_integrity(runtime.tree)
     runtime.check_integrity()
+
+
+def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
+    _check_integrity(runtime)
     report = runtime.tiers.verify()
     return {"pages": report.pages, "bad": [f"{bad.namespace}/{bad.key}: {bad.reason}" for bad in report.bad]}
 
@@ -110,7 +121,7 @@ def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _check(runtime: Any, body: dict[str, Any]) -> Answer:
-    runtime.check_integrity()
+    _check_integrity(runtime)
     return {}
 
 

@@ -26,6 +26,14 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.model_executor.model_runner.ModelRunner.sample": ("self", "logits_output", "forward_batch"),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape": (
+        "self",
+        "size",
+        "forward",
+        "stream_idx",
+        "variant_label",
+    ),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant": ("self", "forward_batch"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
@@ -35,10 +43,22 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 
-TARGETS = tuple(SIGNATURES)[:7]  # those that are hooked; the others are methods that our cache overrides or calls
+TARGETS = tuple(SIGNATURES)[:9]  # those that are hooked; the others are methods that our cache overrides or calls
 
 _runtime: Any = None
 _batch: Any = None  # whose forward pass runs, for the hook on sampling, which does not see it
+_attention: Any = None
+
+
+def set_attention(runtime: Any) -> None:
+    """Called where sparse decoding is on, by what makes this process's attention backend."""
+    global _attention
+    _attention = runtime
+
+
+def attention() -> Any:
+    """Sparse decoding of this process, or None."""
+    return _attention
 
 
 def set_runtime(runtime: Any) -> None:
@@ -75,6 +95,10 @@ def install() -> None:
 def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     if _runtime is not None:
         _runtime.on_request(req)
+        if _attention is not None:
+            reason = _attention.on_request(req)
+            if reason is not None and req.to_finish is None:
+                _runtime.refuse(req, reason)
     return result
 
 
@@ -88,15 +112,22 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     global _batch
-    if _runtime is None or batch is None or not batch.forward_mode.is_extend():
+    if _runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
-    _runtime.before_forward(batch)
-    _batch = batch
+    extend = batch.forward_mode.is_extend()
+    if _attention is not None:
+        _attention.before_forward(batch)
+    if extend:
+        _runtime.before_forward(batch)
+        _batch = batch
     try:
         result = original(worker, batch, *args, **kwargs)
     finally:
         _batch = None
-    _runtime.after_forward()
+    if extend:
+        _runtime.after_forward()
+    if _attention is not None:
+        _attention.after_forward()
     return result
 
 
@@ -133,6 +164,20 @@ def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any)
     return None
 
 
+def _around_capture(
+    original: Callable[..., Any], runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
+) -> Any:
+    result = original(runner, size, forward, stream_idx, variant_label)
+    if _attention is not None:
+        _attention.capture(runner, lambda label: original(runner, size, forward, stream_idx, label))
+    return result
+
+
+def _around_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
+    label = None if _attention is None else _attention.backend.variant.value
+    return original(runner, forward_batch) if label is None else label
+
+
 def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
     hooks: tuple[Callable[..., Any], ...] = (
         _after_request,
@@ -142,6 +187,8 @@ def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
         _around_result,
         _around_control,
         _before_sampling,
+        _around_capture,
+        _around_variant,
     )
-    kinds = ("after", "around", "around", "after", "around", "around", "before")
+    kinds = ("after", "around", "around", "after", "around", "around", "before", "around", "around")
     return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -1,7 +1,8 @@
 """Entry point `sglang.srt.plugins`: what ragserve adds inside SGLang's processes is registered here, and only here.
 
-The document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose contexts, and on the CPU platform a faster
-torch-native attention. SGLang only logs a plugin that fails, so a scheduler process asks `require_loaded()` at its start.
+The document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose contexts, sparse decoding around SGLang's
+attention backends where it is configured, and on the CPU platform a faster torch-native attention. SGLang only logs a plugin that
+fails, so a scheduler process asks `require_loaded()` at its start.
 """
 
 from __future__ import annotations
@@ -25,9 +26,25 @@ def register() -> None:
     if activate() is not None:
         # Under SGLang's own name: several of its modules take another path for a backend they do not know by name.
         register_attention_backend("torch_native")(_torch_native)
+    _wrap_attention()
     register_radix_cache_backend(CACHE_BACKEND, _document_cache)
     hooks.install()
     _loaded = True
+
+
+def _wrap_attention() -> None:
+    """Put sparse decoding around every backend that serves plain attention, under SGLang's own names (which it compares in many places)."""
+    from sglang_ext.attention.config import from_environment
+
+    config = from_environment()
+    if config is None:
+        return
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_ext.attention.backend import wrapping
+
+    for name in ("torch_native", "flashinfer", "triton", "fa3", "fa4", "trtllm_mha"):
+        ATTENTION_BACKENDS[name] = wrapping(ATTENTION_BACKENDS[name], config)
 
 
 def _torch_native(runner: Any) -> Any:

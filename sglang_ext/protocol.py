@@ -11,7 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 PLAN_FIELD = "ragserve"
@@ -134,4 +134,81 @@ class ContextReport:
 
     @classmethod
     def from_json(cls, text: str) -> ContextReport:
+        return cls(**json.loads(text))
+
+
+DECODE_FIELD = "ragserve_decode"  # of custom_params (a request's wish, JSON text) and of meta_info (what was attended)
+ATTENTION_CONFIG_VARIABLE = "RAGSERVE_ATTENTION_CONFIG"  # environment of the scheduler processes: sparse decoding, JSON; absent: off
+DECODE_MODES = ("dense", "hierarchical", "progressive")
+DecodeMode = Literal["dense", "hierarchical", "progressive"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """How one request's decode steps attend to its KV. Raises PlanError on construction from bad values.
+
+    ``dense``: to all of it. ``hierarchical``: to the pages that score best within ``budget`` tokens, chosen every ``reuse`` steps.
+    ``progressive``: to pages in the order of their scores until the estimated share of the attention weight passes ``threshold``.
+    Up to ``dense_below`` tokens of context a request is dense in any mode; ``streaming``: the heads of the server's pattern file attend to
+    the first and the latest tokens only.
+    """
+
+    mode: DecodeMode = "dense"
+    budget: int = 2048
+    reuse: int = 4
+    threshold: float = 0.95
+    dense_below: int = 8192
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in DECODE_MODES:
+            raise PlanError(f"decode mode {self.mode!r}: expected one of {', '.join(DECODE_MODES)}")
+        for name, least in (("budget", 1), ("reuse", 1), ("dense_below", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"decode option {name} is {value!r}: expected a whole number of at least {least}")
+        if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold <= 1:
+            raise PlanError(f"decode option threshold is {self.threshold!r}: expected a share in (0, 1]")
+        if not isinstance(self.streaming, bool):
+            raise PlanError(f"decode option streaming is {self.streaming!r}: expected true or false")
+
+    def updated(self, changes: Mapping[str, Any]) -> DecodeOptions:
+        """These options with some replaced. Raises PlanError for names that do not exist and for bad values."""
+        unknown = sorted(set(changes) - set(self.__dataclass_fields__))
+        if unknown:
+            raise PlanError(f"no decode option {', '.join(unknown)}: one of {', '.join(self.__dataclass_fields__)}")
+        return replace(self, **changes)
+
+    def from_request(self, text: str) -> DecodeOptions:
+        """These options, a server's, with what a request's JSON text asks for."""
+        try:
+            changes = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"decode options are not JSON: {error}") from None
+        if not isinstance(changes, dict):
+            raise PlanError("decode options must be a JSON object")
+        return self.updated(changes)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReport:
+    """What a request's decode steps attended to. Pages are means over layers and KV heads.
+
+    ``sparse_steps`` of its ``steps`` were not dense. ``pages``: read per step, of ``pages_held``; ``share``: their quotient.
+    ``weight``: the estimated share of the attention weight in what was read, mean over progressive steps; None where nobody estimated.
+    """
+
+    mode: str
+    steps: int
+    sparse_steps: int
+    pages: float
+    pages_held: float
+    share: float
+    weight: float | None
+
+    def to_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in self.__dataclass_fields__}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> DecodeReport:
         return cls(**json.loads(text))

@@ -83,6 +83,7 @@ def to_query(body: QueryRequest, svc: Services, request_id: str) -> Query:
         k=body.k or settings.top_k,
         strategy=body.strategy or settings.strategy,
         strategy_options=body.strategy_options,
+        decode=body.decode,
         sampling=Sampling(
             max_new_tokens=body.max_new_tokens or settings.max_new_tokens,
             temperature=body.temperature,

@@ -60,6 +60,12 @@ class QueryRequest(RetrieveRequest):
         max_length=16,
         description="Of a composed strategy: `keep` (share), `first`, `share`, `seed`, `rotate`; and `force`: answer though not verified.",
     )
+    decode: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="With `--sparse-attention on`, how decode steps attend, where it differs from the server's: `mode` (`dense`, "
+        "`hierarchical`, `progressive`), `budget` (tokens), `reuse` (steps), `threshold`, `dense_below` (tokens), `streaming`.",
+    )
     stream: bool = Field(False, description="Answer as server-sent events.")
     max_new_tokens: int | None = Field(None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's.")
     temperature: float = Field(0.0, ge=0, le=2, description="0: greedy.")

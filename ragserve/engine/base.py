@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_ext.protocol import ContextReport, Span
+from sglang_ext.protocol import ContextReport, DecodeReport, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class GenerateRequest:
 
     A strategy that composes needs ``spans``: the system text and each document, from position 0 without gaps; ``options`` are its own.
     ``distribution`` asks for that of the first token, which costs time and is for measurements.
+    ``decode``: fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's, for an engine with sparse decoding.
     """
 
     rid: str
@@ -39,6 +40,7 @@ class GenerateRequest:
     spans: tuple[Span, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     distribution: bool = False
+    decode: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class GenerateChunk:
     timings: EngineTimings
     finish_reason: str | None = None
     context: ContextReport | None = None  # what was composed; None for exact strategies
+    decode: DecodeReport | None = None  # what sparse decode steps read; on the last chunk only, None for dense requests
     fallback: str | None = None  # why an exact strategy answered instead of the one asked for
     distribution: str | None = None  # base64 of float32 log-probabilities [vocabulary] of the first token, where it was asked for
 
@@ -86,6 +89,7 @@ class EngineInfo:
     strategies: tuple[str, ...]
     fingerprint: str = ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
     only_exact: str | None = None  # why there are none but the exact strategies
+    sparse_decode: bool = False  # whether requests may say how their decode steps attend
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -10,6 +10,7 @@ import os
 import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ragserve.config import Settings
@@ -18,7 +19,15 @@ from ragserve.engine.caching import Whereabouts
 from ragserve.engine.documents import Documents
 from ragserve.engine.stream import StreamReader, payload
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
-from sglang_ext.protocol import CACHE_BACKEND, CONTROL_METHOD, EXACT_STRATEGIES, KV_CONFIG_VARIABLE, document_key
+from sglang_ext.protocol import (
+    ATTENTION_CONFIG_VARIABLE,
+    CACHE_BACKEND,
+    CONTROL_METHOD,
+    EXACT_STRATEGIES,
+    KV_CONFIG_VARIABLE,
+    DecodeOptions,
+    document_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +56,11 @@ class LocalEngine:
         args = manager.server_args
         cache = await self.control("info")
         self._fingerprint = cache["fingerprint"]
+        if (cache["decode"] is not None) != (self._settings.sparse_attention == "on"):
+            raise EngineError(
+                f"sparse_attention={self._settings.sparse_attention} is not what the engine runs: it wrapped {cache['decode']}.",
+                hint="Leave attention_backend to SGLang, or set it to one that can be wrapped: see sglang_ext/attention/README.md.",
+            )
         self._info = EngineInfo(
             kind="local",
             model=args.model_path,
@@ -59,6 +73,7 @@ class LocalEngine:
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
             fingerprint=model_fingerprint(args.model_path, ""),
             only_exact=cache["unsupported"],
+            sparse_decode=cache["decode"] is not None,
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         async for _ in self.generate(warm_up):
@@ -201,6 +216,9 @@ def server_args(settings: Settings) -> Any:
     # With pickle between its processes (the default) SGLang 0.5.16 loses the scheduler's timings on the way through the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
     os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
+    os.environ.pop(ATTENTION_CONFIG_VARIABLE, None)
+    if settings.sparse_attention == "on":
+        os.environ[ATTENTION_CONFIG_VARIABLE] = json.dumps(_attention_config(settings))
     prepare()
     import torch
     from sglang.srt.plugins import load_plugins
@@ -226,6 +244,8 @@ def server_args(settings: Settings) -> Any:
         "log_level": "info" if settings.log_level == "debug" else "warning",
         "log_level_http": "warning",
     }
+    if settings.sparse_attention == "on":
+        options["page_size"] = settings.decode_page_size
     if settings.tokenizer:
         options["tokenizer_path"] = settings.tokenizer
     if not torch.cuda.is_available():
@@ -250,6 +270,28 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {"host_bytes": settings.kv_host_bytes, "disk_bytes": settings.kv_disk_bytes}
     if settings.kv_disk_bytes:
         config |= {"disk_dir": str(settings.data_dir.resolve() / "kv"), "backend": settings.kv_storage, "extra": settings.kv_storage_args}
+    return config
+
+
+def _attention_config(settings: Settings) -> dict[str, Any]:
+    """What sparse decoding in the scheduler processes reads from its environment. Raises PlanError for options it cannot have."""
+    options = DecodeOptions(
+        mode=settings.decode_mode,
+        budget=settings.decode_budget,
+        reuse=settings.decode_reuse,
+        threshold=settings.decode_threshold,
+        dense_below=settings.decode_dense_below,
+        streaming=settings.decode_heads is not None,
+    )
+    config: dict[str, Any] = {
+        "options": asdict(options),
+        "logical_page": settings.decode_logical_page,
+        "max_budget": max(settings.decode_max_budget, settings.decode_budget),
+        "ranking": settings.decode_ranking,
+        "bound": settings.decode_bound,
+    }
+    if settings.decode_heads:
+        config["heads"] = str(settings.decode_heads.resolve())
     return config
 
 

@@ -10,7 +10,17 @@ from typing import Any
 
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
-from sglang_ext.protocol import DISTRIBUTION_FIELD, EXACT_STRATEGIES, MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, Span
+from sglang_ext.protocol import (
+    DECODE_FIELD,
+    DISTRIBUTION_FIELD,
+    EXACT_STRATEGIES,
+    MISSING_PREFIX,
+    PLAN_FIELD,
+    ContextPlan,
+    ContextReport,
+    DecodeReport,
+    Span,
+)
 
 
 class DocumentsMissing(Exception):
@@ -42,6 +52,8 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["sampling_seed"] = s.seed
     custom: dict[str, Any] = {DISTRIBUTION_FIELD: True} if request.distribution else {}
     fields = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "stream": True}
+    if request.decode:
+        custom[DECODE_FIELD] = json.dumps(dict(request.decode))
     if request.strategy not in EXACT_STRATEGIES:
         plan = ContextPlan("compose", request.namespace, request.strategy, request.spans, request.options)
         sampling["custom_params"] = custom | {PLAN_FIELD: plan.to_json()}
@@ -89,9 +101,11 @@ class StreamReader:
         finish = reason.get("type") if isinstance(reason, dict) else None
         reports = meta.get(PLAN_FIELD)
         context = ContextReport.from_json(reports[0]) if reports and reports[0] else None
+        reports = meta.get(DECODE_FIELD)
+        decode = DecodeReport.from_json(reports[-1]) if reports and reports[-1] else None
         distributions = meta.get(DISTRIBUTION_FIELD)
         distribution = distributions[0] if distributions else None
-        return GenerateChunk(delta, usage, self._timings(meta), finish, context, distribution=distribution)
+        return GenerateChunk(delta, usage, self._timings(meta), finish, context, decode, distribution=distribution)
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
         """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back.

@@ -1,1 +1,1 @@
-"""Attention backends inside SGLang: the CPU platform's; sparse decoding comes later, see README.md."""
+"""Attention backends inside SGLang: sparse decoding, and the CPU platform's. See README.md."""

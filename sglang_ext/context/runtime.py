@@ -119,6 +119,10 @@ class ContextRuntime:
         req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
         req.to_finish = FINISH_ABORT(message, status, "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "Unavailable")
 
+    def refuse(self, req: Any, reason: str) -> None:
+        """End a new request that asks for something that cannot be served."""
+        self._end(req, f"ragserve: {reason}")
+
     # admission
 
     def admit(self, adder: Any, req: Any, add: Any) -> Any:

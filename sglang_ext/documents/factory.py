@@ -61,6 +61,9 @@ def create_cache(context: Any) -> Any:
         world=context.tp_size,
     )
     tree = DocumentRadixCache(params=context.params)
+    attention = hooks.attention()
+    if attention is not None:
+        tree.before_release = attention.on_finished
     hooks.set_runtime(
         ContextRuntime(model_runner=runner, tree=tree, tiers=tiers, fingerprint=fingerprint, block=BLOCK, tp_group=context.tp_group)
     )

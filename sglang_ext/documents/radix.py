@@ -25,6 +25,7 @@ class DocumentRadixCache(RadixCache):
     document_tokens = 0  # under document keys, whole or in parts
     documents_evicted = 0
     _evicting = False
+    before_release: Callable[[Any, int], None] = staticmethod(lambda req, tokens: None)
 
     def match_prefix(self, params: Any) -> Any:
         if params.req is not None and self.is_composed(params.req):
@@ -39,6 +40,7 @@ class DocumentRadixCache(RadixCache):
         req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        self.before_release(req, kv_len_to_handle)
         if self.is_composed(req):
             # One call: with pages the composed slots and the extended ones may share a page, which is freed once per call.
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
@@ -83,6 +85,11 @@ class DocumentRadixCache(RadixCache):
             self._delete_leaf(node)
             self._record_remove_event(node)
         return len(free) == len(nodes)
+
+    def cached_slots(self) -> torch.Tensor:
+        """Slots of everything cached, int64."""
+        nodes = _subtree(self.root_node)[1:]
+        return torch.cat([node.value for node in nodes]) if nodes else torch.empty(0, dtype=torch.int64)
 
     def tokens_by_key(self) -> dict[str, int]:
         """Cached tokens under each extra key."""

@@ -176,3 +176,41 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         page_select(case.q, case.table, case.lens, block_size=16, per_block=3, k_min=low, k_max=high, budget_tokens=64)
     with pytest.raises(TypeError, match="k_min has dtype"):
         page_select(case.q, case.table, case.lens, block_size=16, k_min=low.double(), k_max=high.double(), budget_tokens=64)
+
+
+@pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
+def test_budgets_and_reuse_by_request(device: torch.device, naive: bool) -> None:
+    """Every request has its own budget, and one that is not active keeps its selection."""
+    case = Case(device, [200, 90, 333, 64], per_block=2)
+    budgets = [3, 9, 7, 2]
+    with forced_naive(naive):
+        alone = [case.select(budget_tokens=16 * budget) for budget in budgets]
+        into = Selection(
+            torch.full((4, 2, 9), 7, dtype=torch.int32, device=device), torch.full((4, 2), 5, dtype=torch.int32, device=device)
+        )
+        got = case.select(
+            budget_tokens=16 * 9,
+            budgets=torch.tensor(budgets, dtype=torch.int32, device=device),
+            active=torch.tensor([1, 0, 1, 1], dtype=torch.int32, device=device),
+            into=into,
+        )
+    assert got.blocks is into.blocks
+    assert (into.blocks[1] == 7).all()
+    assert (into.counts[1] == 5).all()
+    for b in (0, 2, 3):
+        take = min(budgets[b], case.totals[b])
+        assert (into.counts[b] == take).all()
+        assert torch.equal(into.blocks[b, :, :take], alone[b].blocks[b, :, :take])
+        assert (into.blocks[b, :, take:] == 7).all()
+
+
+def test_reuse_needs_a_budget_and_a_place(device: torch.device) -> None:
+    case = Case(device, [64])
+    ones = torch.ones(1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="not with rank"):
+        case.select(rank=True, budgets=ones)
+    with pytest.raises(ValueError, match="active goes with into"):
+        case.select(budget_tokens=32, active=ones)
+    wrong = Selection(torch.zeros(1, 2, 3, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"into\.blocks"):
+        case.select(budget_tokens=32, into=wrong)

@@ -111,6 +111,23 @@ def test_all_blocks_equal_dense(device: torch.device) -> None:
     assert (got.weight == 1).all()
 
 
+@pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
+def test_a_threshold_for_each_request(device: torch.device, naive: bool) -> None:
+    batch = make_batch([400, 400, 90], device=device, kv_heads=1, heads=2, peak=4.0)
+    index, counts = ranked(batch, 16)
+    options = {"page_size": 16, "first_round": 4, "growth": 1.0, "bound": "round"}
+    thresholds = [0.3, 1.0, 0.9]
+    with forced_naive(naive):
+        got = progressive_decode(
+            *batch.inputs, index, counts, threshold=torch.tensor(thresholds, dtype=torch.float32, device=device), **options
+        )
+        for b, threshold in enumerate(thresholds):
+            alone = progressive_decode(*batch.inputs, index, counts, threshold=threshold, **options)
+            assert torch.equal(got.blocks_used[b], alone.blocks_used[b])
+            assert_close(got.out[b], alone.out[b], torch.float32)
+    assert got.blocks_used[0, 0] < got.blocks_used[1, 0] == 25, "the low threshold stops earlier"
+
+
 def test_blocks_after_the_stop_are_not_read(device: torch.device) -> None:
     batch = make_batch([1600], device=device, kv_heads=1, heads=2, peak=12.0)
     selection = ranked(batch, 16)

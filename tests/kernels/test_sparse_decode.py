@@ -111,6 +111,19 @@ def test_three_kinds_of_heads_in_one_launch(device: torch.device, sink_tokens: i
     check(batch, index=index, counts=counts, kinds=kinds, sink_tokens=sink_tokens, local_tokens=local_tokens)
 
 
+def test_kinds_by_request(device: torch.device) -> None:
+    """Requests of all kinds in one launch read what each of them would alone."""
+    batch = make_batch([150, 150, 90], device=device)
+    index, counts = random_index(batch, 16, 0.4)
+    kinds = torch.tensor([[FULL, FULL], [SELECTED, STREAMING], [STREAMING, SELECTED]], dtype=torch.int32, device=device)
+    options = {"index": index, "counts": counts, "sink_tokens": 16, "local_tokens": 30}
+    out, lse = decode(batch, kinds=kinds, **options)
+    for b in range(3):
+        alone, alone_lse = decode(batch, kinds=kinds[b].contiguous(), **options)
+        assert_close(out[b], alone[b], torch.float32)
+        assert_close(lse[b], alone_lse[b], torch.float32)
+
+
 @pytest.mark.parametrize(("bits", "dtype"), list(product([8, 4], DTYPES)) if GPU else [(8, torch.bfloat16), (4, torch.float16)], ids=str)
 def test_quantised(device: torch.device, bits: int, dtype: torch.dtype) -> None:
     check(make_batch(LENS, device=device, dtype=dtype, bits=bits, head_dim=128, page_size=64))

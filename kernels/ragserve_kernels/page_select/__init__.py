@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common import check_dtype, check_head_dim, check_last_contiguous, check_same_device, check_shape, query_group, use_triton
-from .._paged import check_block_size, check_lens, check_table
+from .._paged import check_block_size, check_index, check_lens, check_table
 from . import naive
 from .naive import summarise
 
@@ -38,6 +38,9 @@ def page_select(
     sink_blocks: int = 1,
     recent_blocks: int = 1,
     sum_group: bool = False,
+    budgets: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    into: Selection | None = None,
 ) -> Selection:
     """Score every block of every (request, KV head) against the query group, then keep the best within a budget or rank all.
 
@@ -52,6 +55,10 @@ def page_select(
 
     Exactly one of ``budget_tokens`` (blocks = budget_tokens // block_size, at least sink + recent; the result is in the order of the
     sequence) and ``rank`` (all blocks, forced ones first in their order, then by falling score; ties in the order of the sequence).
+    With ``budget_tokens``: ``budgets`` int32 [batch] gives every request its own number of blocks, at most ``budget_tokens // block_size``
+    (values are not checked); ``into`` is where the result goes, contiguous and of this shape; with it, requests whose ``active`` (int32
+    [batch]) is 0 keep what is there, and cost almost nothing: a selection is reused over decode steps that way.
+
     Nothing here waits for the device. Raises ``ValueError`` and ``TypeError``.
     """
     if (k_center is None) == (k_min is None) or (k_min is None) != (k_max is None):
@@ -93,6 +100,7 @@ def page_select(
                 f"expected at least {max(1, sink_blocks + recent_blocks)}, the forced ones."
             )
         budget = min(budget, block_table.shape[1])
+    _check_reuse(q, budget, kv_heads, budgets, active, into)
     if not batch or not block_table.shape[1]:
         width = block_table.shape[1] if budget is None else budget
         return Selection(
@@ -105,9 +113,33 @@ def page_select(
         "budget": budget,
         "sink": sink_blocks,
         "recent": recent_blocks,
+        "sum_group": sum_group,
+        "budgets": budgets,
+        "active": active,
+        "into": into,
     }
     if use_triton(q):
         from . import triton as kernels
 
-        return Selection(*kernels.page_select(q, summaries, block_table, seq_lens, sum_group=sum_group, **arguments))
-    return Selection(*naive.page_select(q, summaries, block_table, seq_lens, sum_group=sum_group, **arguments))
+        return Selection(*kernels.page_select(q, summaries, block_table, seq_lens, **arguments))
+    return Selection(*naive.page_select(q, summaries, block_table, seq_lens, **arguments))
+
+
+def _check_reuse(
+    q: torch.Tensor, budget: int | None, kv_heads: int, budgets: torch.Tensor | None, active: torch.Tensor | None, into: Selection | None
+) -> None:
+    batch = q.shape[0]
+    if budget is None and not (budgets is None and active is None and into is None):
+        raise ValueError("budgets, active and into go with budget_tokens, not with rank.")
+    if active is not None and into is None:
+        raise ValueError("active goes with into, which holds what the other requests keep.")
+    for name, tensor in (("budgets", budgets), ("active", active)):
+        if tensor is not None:
+            check_dtype(name, tensor, (torch.int32,))
+            check_shape(name, tensor, (batch,))
+            check_last_contiguous(name, tensor)
+            check_same_device(q, **{name: tensor})
+    if into is not None:
+        check_index(into.blocks, into.counts, batch, kv_heads)
+        check_shape("into.blocks", into.blocks, (batch, kv_heads, budget))
+        check_same_device(q, blocks=into.blocks, counts=into.counts)

@@ -58,17 +58,26 @@ def block_scores(
 def page_select(
     q: torch.Tensor, summaries: tuple[torch.Tensor, ...], block_table: torch.Tensor, seq_lens: torch.Tensor, *,
     block_size: int, per_block: int, budget: int | None, sink: int, recent: int, sum_group: bool,
+    budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``budget``: blocks to choose, in the order of the sequence; None ranks all blocks, forced ones first, then by score."""
-    scores = block_scores(q, summaries, block_table, seq_lens, block_size=block_size, per_block=per_block, sum_group=sum_group)
-    batch, kv_heads, max_blocks = scores.shape
-    index = torch.full((batch, kv_heads, max_blocks if budget is None else budget), -1, dtype=torch.int32)
-    counts = torch.zeros(batch, kv_heads, dtype=torch.int32)
-    for b in range(batch):
+    batch, max_blocks = block_table.shape
+    kv_heads = summaries[0].shape[1]
+    rows = [b for b in range(batch) if active is None or int(active[b])]
+    scores = block_scores(
+        q[rows], summaries, block_table[rows], seq_lens[rows], block_size=block_size, per_block=per_block, sum_group=sum_group
+    )
+    if into is None:
+        index = torch.full((batch, kv_heads, max_blocks if budget is None else budget), -1, dtype=torch.int32, device=q.device)
+        counts = torch.zeros(batch, kv_heads, dtype=torch.int32, device=q.device)
+    else:
+        index, counts = into
+    for row, b in enumerate(rows):
         total = -(-int(seq_lens[b]) // block_size)
-        take = total if budget is None else min(budget, total)
-        row = scores[b, :, :total].masked_fill(forced_blocks(total, sink, recent), torch.inf)
-        best = torch.sort(row, dim=-1, descending=True, stable=True).indices[:, :take]
-        index[b, :, :take] = best if budget is None else best.sort(-1).values
+        most = budget if budgets is None or budget is None else min(budget, int(budgets[b]))
+        take = total if most is None else min(most, total)
+        ranked = scores[row, :, :total].masked_fill(forced_blocks(total, sink, recent), torch.inf)
+        best = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :take]
+        index[b, :, :take] = (best if budget is None else best.sort(-1).values).to(index)
         counts[b] = take
-    return index.to(q.device), counts.to(q.device)
+    return index, counts

@@ -17,11 +17,10 @@ MOST_IN_REGISTERS = 16384
 
 @triton.jit
 def _score(
-    q, low, high, table, lens, scores, counts, kv_heads, max_blocks, rows_each, sink, recent,
+    q, low, high, table, lens, active, scores, counts, kv_heads, max_blocks, rows_each, sink, recent,
     stride_qb, stride_qh, stride_table, stride_row, stride_head,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    TWO: tl.constexpr, SUM: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    TWO: tl.constexpr, SUM: tl.constexpr, RANK: tl.constexpr, SOME: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     i_b = (item // kv_heads).to(tl.int64)
@@ -35,6 +34,8 @@ def _score(
             tl.store(counts + item, total)
     else:
         end = tl.minimum(first + rows_each, total * PER_BLOCK)
+        if SOME:
+            end = tl.where(tl.load(active + i_b) > 0, end, first)
     heads = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, D)
     is_head = (heads < GROUP)[:, None]
@@ -78,11 +79,19 @@ def _ordered(scores, blocks, ok):
 
 
 @triton.jit
-def _choose_one(scores, lens, index, counts, kv_heads, max_blocks, budget, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _choose_one(
+    scores, lens, index, counts, budgets, active, kv_heads, max_blocks, capacity,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
     """All of an item's blocks in registers: two bits of the last score that fits at a time, by counting."""
     item = tl.program_id(0)
+    if SOME:  # noqa: SIM102  (Triton has no short-circuit)
+        if tl.load(active + item // kv_heads) <= 0:  # keeps its selection
+            return
     total = (tl.load(lens + item // kv_heads) + BLOCK - 1) // BLOCK
-    take = tl.minimum(total, budget)
+    take = tl.minimum(total, capacity)
+    if EACH:
+        take = tl.minimum(take, tl.load(budgets + item // kv_heads))
     blocks = tl.arange(0, CHUNK)
     ok = blocks < total
     key = _ordered(scores + item.to(tl.int64) * max_blocks, blocks, ok)  # 0 is below every score
@@ -103,20 +112,28 @@ def _choose_one(scores, lens, index, counts, kv_heads, max_blocks, budget, BLOCK
     left = take - tl.sum(above.to(tl.int32), 0)
     keep = above | ((same > 0) & (tl.cumsum(same, 0) <= left))
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(index + item.to(tl.int64) * budget + place, blocks, mask=keep)
+    tl.store(index + item.to(tl.int64) * capacity + place, blocks, mask=keep)
     tl.store(counts + item, take)
 
 
 @triton.jit
-def _choose_many(scores, lens, index, counts, kv_heads, max_blocks, budget, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _choose_many(
+    scores, lens, index, counts, budgets, active, kv_heads, max_blocks, capacity,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
     """The same in chunks, for more blocks than registers hold: a byte at a time, by histograms."""
     item = tl.program_id(0)
+    if SOME:  # noqa: SIM102  (Triton has no short-circuit)
+        if tl.load(active + item // kv_heads) <= 0:  # keeps its selection
+            return
     total = (tl.load(lens + item // kv_heads) + BLOCK - 1) // BLOCK
-    take = tl.minimum(total, budget)
+    take = tl.minimum(total, capacity)
+    if EACH:
+        take = tl.minimum(take, tl.load(budgets + item // kv_heads))
     scores += item.to(tl.int64) * max_blocks
-    index += item.to(tl.int64) * budget
+    index += item.to(tl.int64) * capacity
     tl.store(counts + item, take)
-    if total <= budget:
+    if total <= take:
         for start in range(0, take, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
             tl.store(index + blocks, blocks, mask=blocks < take)
@@ -155,6 +172,7 @@ def _choose_many(scores, lens, index, counts, kv_heads, max_blocks, budget, BLOC
 def page_select(
     q: torch.Tensor, summaries: tuple[torch.Tensor, ...], block_table: torch.Tensor, seq_lens: torch.Tensor, *,
     block_size: int, per_block: int, budget: int | None, sink: int, recent: int, sum_group: bool,
+    budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
     options: tuple[int, int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``options``: ``(rows per tile, warps, stages)``, to tune them."""
@@ -169,21 +187,26 @@ def page_select(
     splits = min(tiles, triton.cdiv(resident_programs(q, 4), n_items))
     rows_each = triton.cdiv(tiles, splits) * rows
     scores = torch.empty(batch, kv_heads, max_blocks, dtype=torch.float32, device=q.device)
-    counts = torch.empty(batch, kv_heads, dtype=torch.int32, device=q.device)
+    counts = torch.empty(batch, kv_heads, dtype=torch.int32, device=q.device) if into is None else into[1]
     low, high = summaries[0], summaries[-1]
+    none = seq_lens  # stands for an absent pointer
+    some = none if active is None else active
     _score[(n_items, triton.cdiv(tiles * rows, rows_each))](
-        q, low, high, block_table, seq_lens, scores, counts, kv_heads, max_blocks, rows_each, sink, recent,
+        q, low, high, block_table, seq_lens, some, scores, counts, kv_heads, max_blocks, rows_each, sink, recent,
         q.stride(0), q.stride(1), block_table.stride(0), high.stride(0), high.stride(1),
         GROUP=group, BLOCK_M=tile_rows(group), D=head_dim, ROWS=rows, PER_BLOCK=per_block, BLOCK=block_size, TWO=len(summaries) == 2,
-        SUM=sum_group, RANK=budget is None, PRECISION=dot_precision(q.dtype), STAGES=stages, num_warps=warps,
+        SUM=sum_group, RANK=budget is None, SOME=active is not None, PRECISION=dot_precision(q.dtype), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if budget is None:
         return torch.sort(scores, dim=-1, descending=True, stable=True).indices.to(torch.int32), counts
-    index = torch.empty(batch, kv_heads, budget, dtype=torch.int32, device=q.device)
+    index = torch.empty(batch, kv_heads, budget, dtype=torch.int32, device=q.device) if into is None else into[0]
     chunk = max(64, next_power_of_2(max_blocks))
     if chunk <= MOST_IN_REGISTERS:
         choose, warps = _choose_one, max(4, min(16, chunk // 256))
     else:
         choose, warps, chunk = _choose_many, 8, min(chunk, 4096)
-    choose[(n_items,)](scores, seq_lens, index, counts, kv_heads, max_blocks, budget, BLOCK=block_size, CHUNK=chunk, num_warps=warps)
+    choose[(n_items,)](
+        scores, seq_lens, index, counts, none if budgets is None else budgets, some, kv_heads, max_blocks, budget,
+        BLOCK=block_size, CHUNK=chunk, EACH=budgets is not None, SOME=active is not None, num_warps=warps,
+    )  # fmt: skip
     return index, counts

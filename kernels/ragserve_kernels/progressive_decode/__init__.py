@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._common import check_same_device, use_triton
+from .._common import check_dtype, check_last_contiguous, check_same_device, check_shape, use_triton
 from .._paged import KV, check_index, check_paged
 from . import naive
 
@@ -34,7 +34,7 @@ def progressive_decode(
     *,
     page_size: int,
     block_size: int | None = None,
-    threshold: float = 0.95,
+    threshold: float | torch.Tensor = 0.95,
     first_round: int = 16,
     growth: float = 2.0,
     forced: int = 2,
@@ -49,8 +49,9 @@ def progressive_decode(
     whatever their score, and do not enter the bound AS_min, because they were not ranked.
 
     After each round, P = AS_acc / (AS_acc + AS_min * blocks left), algorithm 1; a (request, KV head) stops when P > ``threshold``, in
-    (0, 1], for every query head of its group. AS_min is, with ``bound`` "lowest", the lowest block so far, as in the paper; with "round"
-    the mean of the latest round's blocks, which one block ranked too high cannot pull down.
+    (0, 1], for every query head of its group. A float32 tensor [batch] gives every request its own; its values are not checked. AS_min is,
+    with ``bound`` "lowest", the lowest block so far, as in the paper; with "round" the mean of the latest round's blocks, which one block
+    ranked too high cannot pull down.
 
     The rounds have ``first_round`` blocks, then ``growth`` (>= 1) times as many each, up to whole tiles of 64 tokens. The number of
     launches follows from ``capacity`` alone, so the call can be captured in a CUDA graph; nothing waits for the device.
@@ -60,7 +61,12 @@ def progressive_decode(
     batch, _, head_dim = q.shape
     check_index(index, counts, batch, k.shape[1])
     check_same_device(q, index=index, counts=counts)
-    if not 0.0 < threshold <= 1.0:
+    if isinstance(threshold, torch.Tensor):
+        check_dtype("threshold", threshold, (torch.float32,))
+        check_shape("threshold", threshold, (batch,))
+        check_last_contiguous("threshold", threshold)
+        check_same_device(q, threshold=threshold)
+    elif not 0.0 < threshold <= 1.0:
         raise ValueError(f"threshold is {threshold}; expected a share in (0, 1].")
     if first_round < 1 or growth < 1.0 or forced < 0:
         raise ValueError(

@@ -52,7 +52,7 @@ def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | Non
 
 def progressive_decode(
     q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, *,
-    page_size: int, block_size: int, threshold: float, ends: list[int], forced: int, bound: str, scale: float,
+    page_size: int, block_size: int, threshold: float | torch.Tensor, ends: list[int], forced: int, bound: str, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, _ = q.shape
     kv_heads = k.shape[1]
@@ -62,6 +62,7 @@ def progressive_decode(
     weight = torch.ones(batch, heads, dtype=torch.float32, device=q.device)
     for b in range(batch):
         seq_len = int(seq_lens[b])
+        enough = float(threshold[b]) if isinstance(threshold, torch.Tensor) else threshold
         for h in range(kv_heads):
             total = min(max(0, int(counts[b, h])), index.shape[2]) if seq_len else 0
             if not total:
@@ -74,7 +75,7 @@ def progressive_decode(
             for start, end in zip([0, *ends], ends, strict=False):
                 n = min(end, total)
                 estimate = weight_estimate(logs[:, :n], forced, total - n, start if bound == "round" else None)
-                if bool((estimate > threshold).all()) or n == total:
+                if bool((estimate > enough).all()) or n == total:
                     break
             kept = len(block_tokens(blocks[:n], block_size, seq_len))
             values = gather(v, h, tokens[:kept], page_table[b], page_size)

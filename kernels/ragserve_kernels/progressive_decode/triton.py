@@ -56,7 +56,7 @@ def _estimate(state, item, left, ranked, SPLITS: tl.constexpr, BLOCK_M: tl.const
 @triton.jit
 def _round(
     q, k, v, k_params, v_params, table, lens, index, counts, acc, state, before, stopped, used, weight,
-    kv_heads, capacity, previous, start, end, number, forced, threshold, scale,
+    kv_heads, capacity, previous, start, end, number, forced, threshold, stride_threshold, scale,
     stride_qb, stride_qh, stride_table, stride_k, stride_kh, stride_v, stride_vh, stride_kp, stride_kph, stride_vp, stride_vph,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, MEAN: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
@@ -76,7 +76,7 @@ def _round(
         if go:
             ranked = tl.minimum(start, n) - tl.maximum(previous, forced)
             share = _estimate(before, item, n - start, ranked, SPLITS, BLOCK_M, MEAN)
-            failing = tl.sum(((share <= threshold) & (heads < GROUP)).to(tl.int32), 0)
+            failing = tl.sum(((share <= tl.load(threshold + i_b * stride_threshold)) & (heads < GROUP)).to(tl.int32), 0)
             go = (failing > 0) & (n > start)
             if (not go) & (split == 0):
                 tl.store(used + item, tl.minimum(start, n))
@@ -182,7 +182,7 @@ def _finish(
 
 def progressive_decode(
     q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, *,
-    page_size: int, block_size: int, threshold: float, ends: list[int], forced: int, bound: str, scale: float, bits: int,
+    page_size: int, block_size: int, threshold: float | torch.Tensor, ends: list[int], forced: int, bound: str, scale: float, bits: int,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``splits``: programs per (request, KV head), a power of two up to 64, to tune it."""
@@ -202,11 +202,14 @@ def progressive_decode(
     weight = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
     k_values, k_params, *k_strides = kv_arguments(k)
     v_values, v_params, *v_strides = kv_arguments(v)
+    # a fill, not a copy from the host: a CUDA graph can capture it
+    thresholds = threshold if isinstance(threshold, torch.Tensor) else torch.full((1,), threshold, dtype=torch.float32, device=q.device)
     previous = start = 0
     for number, end in enumerate(ends):
         _round[(n_items, splits)](
             q, k_values, v_values, k_params, v_params, page_table, seq_lens, index, counts, acc, states[number], states[max(0, number - 1)],
-            stopped, used, weight, kv_heads, capacity, previous, start, end, number, forced, threshold, scale / LN2,
+            stopped, used, weight, kv_heads, capacity, previous, start, end, number, forced, thresholds, int(len(thresholds) > 1),
+            scale / LN2,
             q.stride(0), q.stride(1), page_table.stride(0), k_strides[0], k_strides[1], v_strides[0], v_strides[1],
             k_strides[2], k_strides[3], v_strides[2], v_strides[3],
             GROUP=group, BLOCK_M=block_m, D=head_dim, PAGE=page_size, BLOCK=block_size, BLOCK_N=tokens, SPLITS=splits, BITS=bits,

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .._common import check_dtype, check_same_device, check_shape, use_triton
+from .._common import check_dtype, check_last_contiguous, check_same_device, check_shape, use_triton
 from .._paged import KV, check_index, check_paged
 from . import naive
 from .naive import FULL, SELECTED, STREAMING
@@ -42,9 +42,9 @@ def sparse_decode(
 
     ``block_size``: tokens of a block, the unit of ``index`` and of the sink and local parts; default: a page. ``index`` int32
     [batch, kv_heads, capacity]: the logical blocks that a SELECTED head attends to, distinct, in any order, negative ones skipped;
-    ``counts`` int32 [batch, kv_heads]: how many of them count. ``kinds`` int32 [kv_heads]: FULL, SELECTED or STREAMING; without it all
-    heads are SELECTED if ``index`` is given, else FULL. A streaming head attends to the blocks that hold its first ``sink_tokens`` and
-    last ``local_tokens`` tokens.
+    ``counts`` int32 [batch, kv_heads]: how many of them count. ``kinds`` int32 [kv_heads], or [batch, kv_heads] where requests differ:
+    FULL, SELECTED or STREAMING; without it all heads are SELECTED if ``index`` is given, else FULL. A streaming head attends to the blocks
+    that hold its first ``sink_tokens`` and last ``local_tokens`` tokens.
 
     ``scale``: of the scores, default 1/sqrt(head_dim). ``out``: like q, and ``lse`` float32 [batch, heads] (natural log-sum-exp of the
     scores, -inf without tokens) are written where given. ``programs``: of the launch, default from the device. Nothing here waits for the
@@ -61,7 +61,8 @@ def sparse_decode(
         check_same_device(q, index=index, counts=counts)
     if kinds is not None:
         check_dtype("kinds", kinds, (torch.int32,))
-        check_shape("kinds", kinds, (kv_heads,))
+        check_shape("kinds", kinds, (kv_heads,) if kinds.dim() == 1 else (batch, kv_heads))
+        check_last_contiguous("kinds", kinds)
         check_same_device(q, kinds=kinds)
     if sink_tokens < 0 or local_tokens < 0:
         raise ValueError(f"sink_tokens and local_tokens are {sink_tokens} and {local_tokens}; expected 0 or more.")

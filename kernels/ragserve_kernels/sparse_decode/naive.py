@@ -52,7 +52,7 @@ def sparse_decode(
     for b in range(batch):
         seq_len = int(seq_lens[b])
         for h in range(kv_heads):
-            kind = int(kinds[h]) if kinds is not None else FULL if index is None else SELECTED
+            kind = (FULL if index is None else SELECTED) if kinds is None else int(kinds[h] if kinds.dim() == 1 else kinds[b, h])
             row = None if index is None or counts is None else index[b, h, : max(0, int(counts[b, h]))]
             tokens = block_tokens(head_blocks(seq_len, block_size, kind, row, sink_tokens, local_tokens), block_size, seq_len)
             if not len(tokens):

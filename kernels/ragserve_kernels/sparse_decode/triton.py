@@ -25,14 +25,15 @@ FEW_TOKENS = 2 * 132 * 128
 
 @triton.jit
 def _walk(
-    b, h, ok, lens, counts, kinds, kv_heads, capacity, sink, local, BLOCK: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_KINDS: tl.constexpr,
+    b, h, ok, lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local,
+    BLOCK: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_KINDS: tl.constexpr,
 ):  # fmt: skip
     """``(blocks, gap_at, gap, indexed, seq_len)`` of items ``(b, h)``, scalars or vectors: see ``tile_slots``."""
     seq_len = tl.load(lens + b, mask=ok, other=0)
     total = (seq_len + BLOCK - 1) // BLOCK
     zero = total * 0
     if HAS_KINDS:
-        kind = tl.load(kinds + h, mask=ok, other=0)
+        kind = tl.load(kinds + b * stride_kinds + h, mask=ok, other=0)
     elif HAS_INDEX:
         kind = zero + SELECTED
     else:
@@ -54,7 +55,7 @@ def _walk(
 @triton.jit
 def _attend(
     q, k, v, k_params, v_params, table, lens, index, counts, kinds, out, lse, part_out, part_lse, spans,
-    n_items, kv_heads, capacity, sink, local, scale,
+    n_items, stride_kinds, kv_heads, capacity, sink, local, scale,
     stride_qb, stride_qh, stride_table, stride_k, stride_kh, stride_v, stride_vh, stride_kp, stride_kph, stride_vp, stride_vph,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     ITEMS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
@@ -65,8 +66,9 @@ def _attend(
     items = tl.arange(0, ITEMS)
     known = items < n_items
     blocks, _gap_at, _gap, _indexed, _len = _walk(
-        items // kv_heads, items % kv_heads, known, lens, counts, kinds, kv_heads, capacity, sink, local, BLOCK, HAS_INDEX, HAS_KINDS
-    )
+        items // kv_heads, items % kv_heads, known, lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local,
+        BLOCK, HAS_INDEX, HAS_KINDS,
+    )  # fmt: skip
     tiles = tl.where(known, (blocks * BLOCK + BLOCK_N - 1) // BLOCK_N, 0)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0).to(tl.int64)
@@ -89,7 +91,7 @@ def _attend(
         n_tiles = tl.sum(tl.where(items == item, tiles, 0), 0)
         first = tl.sum(tl.where(items == item, ends, 0), 0) - n_tiles
         n_blocks, gap_at, gap, indexed, seq_len = _walk(
-            i_b, i_h, True, lens, counts, kinds, kv_heads, capacity, sink, local, BLOCK, HAS_INDEX, HAS_KINDS
+            i_b, i_h, True, lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local, BLOCK, HAS_INDEX, HAS_KINDS
         )
         row = i_b.to(tl.int64) * stride_qb + i_h * GROUP * stride_qh
         q_low, q_high, q_sum = load_query(q, row, GROUP, stride_qh, GROUP, BLOCK_M, half)
@@ -204,7 +206,7 @@ def sparse_decode(
         q, k_values, v_values, k_params, v_params, page_table, seq_lens,
         none if index is None else index, none if counts is None else counts, none if kinds is None else kinds,
         out, part_lse if lse is None else lse, part_out, part_lse, spans,
-        n_items, kv_heads, capacity, sink_tokens, local_tokens, scale / LN2,
+        n_items, 0 if kinds is None or kinds.dim() == 1 else kinds.stride(0), kv_heads, capacity, sink_tokens, local_tokens, scale / LN2,
         q.stride(0), q.stride(1), page_table.stride(0), k_strides[0], k_strides[1], v_strides[0], v_strides[1],
         k_strides[2], k_strides[3], v_strides[2], v_strides[3],
         GROUP=group, BLOCK_M=tile_rows(group), D=head_dim, PAGE=page_size, BLOCK=block_size, BLOCK_N=tokens, ITEMS=next_power_of_2(n_items),

@@ -1,0 +1,73 @@
+"""Decode speed on an H200: our backend beside plain SGLang with FlashInfer and with its Triton kernels, Llama-3.1-8B shape, CUDA graphs on.
+
+    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--embedded]
+
+BACKEND: ragserve, flashinfer, triton (default: all). Each is an engine of its own in a process of its own, N of them at a time, each on
+its GPU; on one GPU three starts do not fit into 8 minutes, so name two and then the third. OUT gets decode-BACKEND.json after every row and
+decode.json at the end, with the speed-up over plain FlashInfer. ``--embedded``: the small model and short contexts, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench.decode import BACKENDS, run
+from ragserve.bench.fan_out import fan_out
+
+POINTS = ((8192, 1), (8192, 4), (8192, 16), (32_768, 1), (32_768, 4), (32_768, 16), (100_000, 1), (100_000, 4))
+SMALL = ((600, 1), (600, 2))
+
+
+def child(backend: str, out: Path, embedded: bool) -> None:
+    path = out / f"decode-{backend}.json"
+
+    def write(report: dict[str, Any]) -> None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    run(backend, SMALL if embedded else POINTS, write=write, shape="embedded" if embedded else "llama-3.1-8b")
+
+
+def parent(backends: list[str], out: Path, gpus: int, embedded: bool) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    extra = ["--embedded"] if embedded else []
+    failed = fan_out({name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in backends}, gpus)
+    merge(out)
+    return len(failed)
+
+
+def merge(out: Path) -> None:
+    """One table of all backends measured so far; our rows get their speed-up over plain SGLang with FlashInfer."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for name in BACKENDS if (path := out / f"decode-{name}.json").exists()]
+    plain = {(r["context"], r["batch"]): r["ms a step"] for report in reports if report["backend"] == "flashinfer" for r in report["rows"]}
+    rows = []
+    for report in reports:
+        for row in report["rows"]:
+            rival = plain.get((row["context"], row["batch"]))
+            rows.append(
+                {"backend": report["backend"], **row, "times flashinfer": None if rival is None else round(rival / row["ms a step"], 2)}
+            )
+    (out / "decode.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    for row in sorted(rows, key=lambda r: (r["context"], r["batch"], r["backend"], r["mode"])):
+        print(row)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("backends", nargs="*", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--embedded", action="store_true")
+    parser.add_argument("--child", action="store_true")
+    given = parser.parse_args()
+    if given.child:
+        child(given.backends[0], given.out, given.embedded)
+        return 0
+    return parent(given.backends, given.out, given.gpus, given.embedded)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,155 @@
+"""Answers of the small model with sparse decoding: exact match over budget and threshold, hierarchical pages beside flat ones.
+
+    python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N]
+
+Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000 tokens are left out.
+Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and before it a file per kind of page.
+Every prompt is prefilled once: modes differ in decode steps only. On one H200 about 2 minutes a kind of page; also runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gzip
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench.fan_out import fan_out
+from ragserve.config import DEFAULT_MODEL, load
+from ragserve.engine import local
+from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.eval.metrics import contains_answer, exact_match
+from ragserve.prompt import PromptBuilder, PromptDocument
+
+LONGEST = 8000
+IN_FLIGHT = 16
+PAGES: dict[str, dict[str, Any]] = {
+    "64 of 16": {"decode_page_size": 64, "decode_logical_page": 16},
+    "flat 16": {"decode_page_size": 16, "decode_logical_page": 16},
+    "flat 64": {"decode_page_size": 64, "decode_logical_page": 64},
+    "64 by centre": {"decode_page_size": 64, "decode_logical_page": 16, "decode_ranking": "center", "decode_bound": "lowest"},
+}
+DENSE: dict[str, Any] = {"mode": "dense"}
+BUDGETS = [{"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0} for budget in (128, 256, 512, 1024, 2048)]
+FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": 1, "dense_below": 0} for budget in (256, 512)]
+THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98)]
+
+
+def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[int], list[str], bool]]:
+    """(prompt, answers, whether the answer must be exact) of a set's first rows, spread over it."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        raw = [json.loads(line) for line in lines]
+    raw = [raw[i * len(raw) // rows] for i in range(rows)] if rows < len(raw) else raw
+    found = []
+    for row in raw:
+        if "ordered_kv_records" in row:
+            records = "\n".join(f'"{key}": "{value}"' for key, value in row["ordered_kv_records"])
+            documents = [PromptDocument("kv", "Records", records)]
+            question, answers, exact = f'What is the value of the key "{row["key"]}"?', [row["value"]], False
+        elif "expected_number" in row:
+            head, _, tail = row["prompt"].rpartition("Now the record is over.")
+            documents = [PromptDocument("lines", "Record", head or row["prompt"])]
+            question, answers, exact = tail.strip() or "What is the number?", [str(row["expected_number"])], False
+        else:
+            documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
+            question, answers, exact = row["question"], row["answers"], True
+        built = builder.build(question, documents, max_prompt_tokens=10**9)
+        if len(built.input_ids) <= LONGEST:
+            found.append((built.input_ids, answers, exact))
+    return found
+
+
+def save(report: Any, path: Path) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+async def measure(engine: Any, name: str, sets: list[Path], rows: int, report: dict[str, Any], out: Path) -> None:
+    builder = PromptBuilder.load(engine.info.tokenizer)
+    modes = [DENSE, *([] if "centre" in name else BUDGETS + FRESH), *THRESHOLDS]
+    for path in sets:
+        asked = await asyncio.to_thread(prompts, path, rows, builder)
+        if not asked:
+            print(f"{path.name}: every prompt has more than {LONGEST} tokens", flush=True)
+            continue
+        for mode in modes:
+            places = asyncio.Semaphore(IN_FLIGHT)
+
+            async def one(ids: list[int], answers: list[str], exact: bool, mode: dict[str, Any] = mode) -> tuple[bool, Any]:
+                text, read = "", None
+                async with places:  # noqa: B023 - awaited within this turn of the loop
+                    request = GenerateRequest("q", ids, path.name, "prefix", Sampling(40), decode=mode)  # noqa: B023 - as above
+                    async for chunk in engine.generate(request):
+                        text, read = text + chunk.text, chunk.decode or read
+                return (exact_match(text, answers) > 0 if exact else contains_answer(text, answers)), read
+
+            done = await asyncio.gather(*(one(*each) for each in asked))
+            read = [use for _, use in done if use is not None]
+            row: dict[str, Any] = {"pages": name, "set": path.name.split(".")[0], **mode, "n": len(done)}
+            row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
+            row["right"] = round(100 * sum(bool(right) for right, _ in done) / len(done), 1)
+            if read:
+                row["share read"] = round(sum(use.share for use in read) / len(read), 4)
+                weights = [use.weight for use in read if use.weight is not None]
+                row["weight"] = round(sum(weights) / len(weights), 4) if weights else None
+            report["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            save(report, out)
+
+
+def child(name: str, out: Path, sets: list[Path], rows: int) -> None:
+    path = out / f"quality-{name.replace(' ', '-')}.json"
+    report: dict[str, Any] = {"pages": name, "rows": []}
+
+    def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
+        from fastapi import FastAPI
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            async with sglang_app.router.lifespan_context(sglang_app):
+                report["engine"] = str(await engine.start())
+                try:
+                    await measure(engine, name, sets, rows, report, path)
+                    await engine.control("check")
+                    report["statistics checked"] = True
+                finally:
+                    engine.stop()
+                yield
+                await engine.close()
+
+        return FastAPI(lifespan=lifespan)
+
+    number = list(PAGES).index(name)
+    options = {"sparse_attention": "on", "decode_mode": "dense", "decode_budget": 128, "decode_max_budget": 2048} | PAGES[name]
+    folder = out / f"data-{number}"
+    local.serve(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), make_app)
+    save(report, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sets", nargs="+", type=Path)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=100)
+    parser.add_argument("--pages", choices=list(PAGES), action="append")
+    parser.add_argument("--child", action="store_true")
+    given = parser.parse_args()
+    names = given.pages or list(PAGES)
+    if given.child:
+        child(names[0], given.out, given.sets, given.rows)
+        return 0
+    given.out.mkdir(parents=True, exist_ok=True)
+    same = [str(given.out), *map(str, given.sets), "--rows", str(given.rows), "--child"]
+    failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.out.glob("quality-*.json"))]
+    save(reports, given.out / "quality.json")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

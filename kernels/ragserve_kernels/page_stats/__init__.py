@@ -1,0 +1,70 @@
+"""Page statistics of a paged KV cache, made again from the pool for the pages named: what `page_select` scores. See README.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .._common import KVLayers, check_dtype, check_head_dim, check_page_size, check_same_device, check_shape, use_triton
+from . import naive
+
+__all__ = ["PageStats", "page_stats"]
+
+
+@dataclass(frozen=True, eq=False)
+class PageStats:
+    """Statistics of all pages and layers, in the KV's dtype.
+
+    ``k_min`` and ``k_max`` [layers, pages * page_size / logical_size, kv_heads, head_dim]: per logical page; rows of page p begin at
+    p * page_size / logical_size. ``k_center`` [layers, pages, kv_heads, head_dim]: the centre of the page's bounding box.
+    """
+
+    k_min: torch.Tensor
+    k_max: torch.Tensor
+    k_center: torch.Tensor
+
+    @classmethod
+    def zeros(cls, kv: KVLayers, page_size: int, logical_size: int) -> PageStats:
+        """Room for every whole page of ``kv``. Raises ValueError for a logical size that is no power of two dividing the page."""
+        check_page_size(page_size)
+        if logical_size < 1 or logical_size & (logical_size - 1) or logical_size > page_size:
+            raise ValueError(f"The logical page has {logical_size} tokens; expected a power of two up to the page, {page_size}.")
+        pages, shape = kv.slots // page_size, (kv.kv_heads, kv.head_dim)
+        rows = pages * (page_size // logical_size)
+        k_min = torch.zeros(kv.layers, rows, *shape, dtype=kv.dtype, device=kv.device)
+        return cls(k_min, torch.zeros_like(k_min), torch.zeros(kv.layers, pages, *shape, dtype=kv.dtype, device=kv.device))
+
+    @property
+    def per_page(self) -> int:
+        """Logical pages of a page."""
+        return self.k_min.shape[1] // self.k_center.shape[1]
+
+
+def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, *, page_size: int) -> None:
+    """Recompute the statistics of ``pages`` in all layers from all their ``page_size`` slots; other rows stay as they are.
+
+    ``pages`` int32 [n], full pages, distinct; negative ones are skipped. Nothing here waits for the device, so a CUDA graph can capture
+    it. Raises ``ValueError`` and ``TypeError``.
+    """
+    check_page_size(page_size)
+    check_head_dim(kv.head_dim)
+    check_dtype("pages", pages, (torch.int32,))
+    check_shape("pages", pages, (None,))
+    check_same_device(pages, k=kv.k[0], k_min=into.k_min, k_max=into.k_max, k_center=into.k_center)
+    check_shape("into.k_center", into.k_center, (kv.layers, kv.slots // page_size, kv.kv_heads, kv.head_dim))
+    rows = into.k_center.shape[1] * into.per_page
+    for name, tensor in (("k_min", into.k_min), ("k_max", into.k_max)):
+        check_shape(f"into.{name}", tensor, (kv.layers, rows, kv.kv_heads, kv.head_dim))
+    for name, tensor in (("k_min", into.k_min), ("k_max", into.k_max), ("k_center", into.k_center)):
+        check_dtype(f"into.{name}", tensor, (kv.dtype,))
+        if not tensor.is_contiguous():
+            raise ValueError(f"into.{name} must be contiguous.")
+    if not len(pages):
+        return
+    if use_triton(pages):
+        from . import triton as kernels
+
+        kernels.page_stats(kv, pages, into, page_size)
+    else:
+        naive.page_stats(kv, pages, into, page_size)

@@ -1,0 +1,202 @@
+"""Milliseconds a token in decode, inside the engine: dense and sparse modes by length of context and batch size, one backend a run.
+
+Contexts are random tokens of their own for every request, prefilled once and found in the prefix cache afterwards, so that what is timed is
+decoding. Quality is another matter: the weights are random.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench.context import LLAMA_8B, dummy_model
+from ragserve.config import load
+from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.errors import EngineError
+
+COPY_BANDWIDTH = 4.29e12  # bytes a second, of a device copy on an H200: what the bound is computed with
+TOKENS = 96  # generated per request
+SETTLE = 16  # first tokens of every request that are not counted
+_PAGE = 64
+_LOGICAL = 16
+
+Write = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Decode options of a run's requests; none where the engine has no sparse decoding."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+OURS = (
+    Mode("dense", {"mode": "dense"}),
+    Mode("budget 2048, reuse 4", {"mode": "hierarchical", "budget": 2048, "reuse": 4, "dense_below": 0}),
+    Mode("budget 2048, reuse 1", {"mode": "hierarchical", "budget": 2048, "reuse": 1, "dense_below": 0}),
+    Mode("budget 2048, reuse 64", {"mode": "hierarchical", "budget": 2048, "reuse": 64, "dense_below": 0}),
+    Mode("budget 4096, reuse 4", {"mode": "hierarchical", "budget": 4096, "reuse": 4, "dense_below": 0}),
+    Mode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0}),
+)
+PLAIN = (Mode("dense"),)
+BACKENDS: dict[str, tuple[bool, str]] = {  # name: whether sparse attention is on, and SGLang's backend
+    "ragserve": (True, "flashinfer"),
+    "flashinfer": (False, "flashinfer"),
+    "triton": (False, "triton"),
+}
+
+
+def run(
+    backend: str, points: Sequence[tuple[int, int]], *, write: Write, shape: str = "llama-3.1-8b",
+    engine_args: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A row for each of ``points``, (tokens of context, requests), and mode; ``write`` is called with the report after every row.
+
+    ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. Raises EngineError where the engine's own check fails.
+    """
+    from ragserve.engine import local
+
+    sparse, attention = BACKENDS[backend]
+    lengths = sorted({length for length, _ in points})
+    batches = sorted({batch for _, batch in points})
+    most = max(length * batch for length, batch in points)
+    report: dict[str, Any] = {"backend": backend, "shape": shape, "rows": []}
+    with tempfile.TemporaryDirectory(prefix="ragserve-decode-") as folder:
+        flags: dict[str, Any] = {
+            "data_dir": Path(folder) / "data",
+            "kv_disk_bytes": 0,
+            "kv_host_bytes": 2**28,
+            "port": 31_000 + 200 * list(BACKENDS).index(backend),
+        }
+        flags["engine_args"] = {"sampling_backend": "pytorch", "max_running_requests": max(batches)}
+        if sparse:
+            flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_page_size": _PAGE, "decode_logical_page": _LOGICAL}
+        if shape == "embedded":
+            flags["max_total_tokens"] = most + 4096
+        else:
+            flags |= {"model": dummy_model(Path(folder)), "max_total_tokens": most + 16_384}
+            flags["engine_args"] |= {
+                "load_format": "dummy", "attention_backend": attention, "mem_fraction_static": 0.85, "disable_prefill_cuda_graph": True,
+                "cuda_graph_bs_decode": batches,
+            }  # fmt: skip
+        flags["engine_args"] |= engine_args or {}
+        started = time.perf_counter()
+
+        def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
+            from fastapi import FastAPI
+
+            @contextlib.asynccontextmanager
+            async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+                async with sglang_app.router.lifespan_context(sglang_app):
+                    info = await engine.start()
+                    report["start s"] = round(time.perf_counter() - started, 1)
+                    report["engine"] = {"device": info.device, "attention": info.attention_backend, "version": info.version}
+                    print(f"{backend}: engine up after {report['start s']} s", flush=True)
+                    try:
+                        for length in lengths:
+                            await _measure(engine, length, [b for n, b in points if n == length], sparse, shape, report, write)
+                        await engine.control("check")
+                        report["statistics checked"] = True
+                        write(report)
+                    finally:
+                        engine.stop()
+                    yield
+                    await engine.close()
+
+            return FastAPI(lifespan=lifespan)
+
+        local.serve(load(**flags), make_app)
+    if not report.get("statistics checked"):
+        raise EngineError("The run ended before its last check.", hint="See the log above.")
+    return report
+
+
+async def _measure(
+    engine: Any, length: int, batches: Sequence[int], sparse: bool, shape: str, report: dict[str, Any], write: Write
+) -> None:  # fmt: skip
+    draw = random.Random(length)
+    contexts = [[draw.randrange(10, 8000) for _ in range(length)] for _ in range(max(batches))]
+    started = time.perf_counter()
+    for ids in contexts:  # one by one: nothing decodes yet
+        async for _ in engine.generate(GenerateRequest("prefill", ids, "bench", "prefix", Sampling(max_new_tokens=1))):
+            pass
+    print(f"{length} tokens x {len(contexts)} prefilled in {time.perf_counter() - started:.1f} s", flush=True)
+    if sparse:
+        await engine.control("check")  # statistics of what was prefilled, before anything is timed
+        report.setdefault("agreement", {})[str(length)] = await _agreement(engine, contexts[0])
+    for batch in batches:
+        for mode in OURS if sparse else PLAIN:
+            runs = [await _decode(engine, contexts[:batch], mode) for _ in range(2)]  # the first one warms up
+            seconds, last = runs[-1]
+            row: dict[str, Any] = {"context": length, "batch": batch, "mode": mode.name, "ms a step": round(seconds * 1e3, 3)}
+            row["tokens a second"] = round(batch / seconds, 1)
+            if last is not None:
+                row |= {"pages": round(last.pages, 1), "share read": round(last.share, 4), "weight": last.weight}
+            if shape != "embedded":
+                bound = _bound_seconds(length, batch, mode, None if last is None else last.share)
+                row |= {"bound ms": round(bound * 1e3, 3), "of bound": round(bound / seconds, 3)}
+            report["rows"].append(row)
+            print(row, flush=True)
+            write(report)
+
+
+async def _decode(engine: Any, contexts: Sequence[list[int]], mode: Mode) -> tuple[float, Any]:
+    """Seconds a step while all requests decode, and what the last one to end says it read."""
+    clocks: list[list[tuple[float, int]]] = [[] for _ in contexts]
+    said: list[Any] = []
+
+    async def one(number: int, ids: list[int]) -> None:
+        request = GenerateRequest("decode", ids, "bench", "prefix", Sampling(max_new_tokens=TOKENS), decode=mode.options)
+        async for chunk in engine.generate(request):
+            clocks[number].append((time.perf_counter(), chunk.usage.completion))
+            if chunk.decode is not None:
+                said.append(chunk.decode)
+
+    await asyncio.gather(*(one(number, ids) for number, ids in enumerate(contexts)))
+    begin = max(next((at for at, count in clock if count >= SETTLE), clock[-1][0]) for clock in clocks)
+    end = min(clock[-1][0] for clock in clocks)
+    steps = [max(c for t, c in clock if t <= end) - max(c for t, c in clock if t <= begin) for clock in clocks]
+    if end <= begin or not min(steps):
+        raise EngineError(
+            f"The {len(contexts)} requests did not decode at the same time.", hint="Raise max_total_tokens, or lower the batch."
+        )
+    return (end - begin) / (sum(steps) / len(steps)), said[-1] if said else None
+
+
+async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
+    """Text of dense decoding against our kernels over all pages (threshold 1): equal up to rounding, which random weights make visible."""
+    texts = []
+    for options in ({"mode": "dense"}, {"mode": "progressive", "threshold": 1.0, "dense_below": 0}):
+        text = ""
+        async for chunk in engine.generate(
+            GenerateRequest("check", ids, "bench", "prefix", Sampling(max_new_tokens=16), decode=options)
+        ):  # fmt: skip
+            text += chunk.text
+        texts.append(text)
+    same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    if not same:
+        raise EngineError(
+            "Our kernels over all pages answer otherwise than dense decoding, from the first token.", hint="Do not time this."
+        )
+    return {"characters in common": same, "of": max(map(len, texts))}
+
+
+def _bound_seconds(length: int, batch: int, mode: Mode, share: float | None) -> float:
+    """Least time of a step: weights, the KV read, and the page statistics as often as they are, each byte once at copy bandwidth."""
+    c = {name: value for name, value in LLAMA_8B.items() if isinstance(value, int)}
+    kv_width = c["num_key_value_heads"] * c["head_dim"]
+    layer = 2 * c["hidden_size"] ** 2 + 2 * c["hidden_size"] * kv_width + 3 * c["hidden_size"] * c["intermediate_size"]
+    weights = 2 * (c["num_hidden_layers"] * layer + c["hidden_size"] * c["vocab_size"])
+    token = 2 * 2 * c["num_hidden_layers"] * kv_width  # bytes of one token's K and V
+    kv = batch * (length + TOKENS / 2) * token * (1.0 if share is None else share)
+    sparse = mode.options.get("mode") in ("hierarchical", "progressive")
+    statistics = batch * length / _LOGICAL * token / mode.options.get("reuse", 1) if sparse else 0.0
+    return (weights + kv + statistics) / COPY_BANDWIDTH

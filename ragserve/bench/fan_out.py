@@ -1,0 +1,32 @@
+"""Measurements that each need a process, and perhaps a GPU, of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+
+def fan_out(commands: Mapping[str, Sequence[str]], gpus: int) -> list[str]:
+    """Run the commands, ``gpus`` at a time, each on a GPU of its own (with 1, one after the other); names of those that failed."""
+    waiting = list(commands.items())
+    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
+    failed = []
+    while waiting or running:
+        for gpu in range(gpus):
+            if gpu in running:
+                name, process = running[gpu]
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[gpu]
+                if code:
+                    failed.append(name)
+                print(f"{name}: {f'failed with {code}' if code else 'done'}", flush=True)
+            if gpu not in running and waiting:
+                name, command = waiting.pop(0)
+                environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if gpus == 1 else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+                running[gpu] = (name, subprocess.Popen(list(command), env=environment))
+        time.sleep(0.2)
+    return failed

@@ -1,0 +1,266 @@
+"""The attention backend: prefill and dense decode steps are the wrapped backend's, sparse decode steps read chosen pages only.
+
+A step runs as one of four variants (`requests.Variant`), each a CUDA graph of its own where graphs are on, so that a batch in which nobody
+is sparse costs what it costs without us. In the other variants all rows go through our kernels, the dense ones with all of their pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+
+from ragserve_kernels._common import FLOAT_DTYPES, HEAD_DIMS
+from ragserve_kernels.page_select import Selection, page_select
+from ragserve_kernels.progressive_decode import progressive_decode
+from ragserve_kernels.sparse_decode import sparse_decode
+from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.heads import load_pattern
+from sglang_ext.attention.requests import FORCED_PAGES, Planner, Step, Variant
+from sglang_ext.attention.statistics import Statistics
+from sglang_ext.attention.tables import Shape, StepTables
+from sglang_ext.protocol import CACHE_BACKEND
+
+log = logging.getLogger(__name__)
+_PAGE_SIZES = (16, 32, 64, 128)
+
+
+def wrapping(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:
+    """The factory of a backend, as SGLang's registry has it, with ours around what it makes."""
+
+    def factory(runner: Any) -> Any:
+        from sglang_ext import hooks
+        from sglang_ext.attention.runtime import DecodeRuntime
+
+        check_engine(runner, config)
+        backend = SparseDecodeBackend(make(runner), runner, config)
+        hooks.set_attention(DecodeRuntime(backend))
+        return backend
+
+    return factory
+
+
+def check_engine(runner: Any, config: AttentionConfig) -> None:
+    """Raise ValueError, saying what to change, for an engine that sparse decoding does not work with."""
+    args, pool = runner.server_args, runner.token_to_kv_pool
+    problems = []
+    if runner.page_size not in _PAGE_SIZES:
+        problems.append(f"page_size is {runner.page_size}: use one of {', '.join(map(str, _PAGE_SIZES))}")
+    if type(pool) is not MHATokenToKVPool:
+        problems.append(f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is supported")
+    elif pool.dtype not in FLOAT_DTYPES or pool.dtype != runner.dtype:
+        problems.append(f"the KV is {pool.dtype} and the model {runner.dtype}: leave kv_cache_dtype alone")
+    elif pool.head_dim not in HEAD_DIMS or getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
+        problems.append(f"the heads have {pool.head_dim} dimensions: supported are {', '.join(map(str, HEAD_DIMS))}")
+    for flag, wanted in (
+        ("enable_lora", False),
+        ("enable_pdmux", False),
+        ("enable_two_batch_overlap", False),
+        ("speculative_algorithm", None),
+    ):
+        if getattr(args, flag, wanted) not in (wanted, None, False):
+            problems.append(f"{flag} is on: turn it off")
+    if args.radix_cache_backend != CACHE_BACKEND:
+        problems.append(f"the prefix cache is not ragserve's: set radix_cache_backend to {CACHE_BACKEND}")
+    if config.logical_page > runner.page_size:
+        problems.append(f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}")
+    if problems:
+        raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
+
+
+class SparseDecodeBackend(AttentionBackend):
+    """Around the backend that SGLang would have used. One per scheduler process; all calls on the scheduler's thread."""
+
+    def __init__(self, wrapped: Any, runner: Any, config: AttentionConfig) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.config = config
+        for name in ("needs_cpu_seq_lens", "supports_ragged_verify_graph", "use_captured_forward_metadata_for_breakable_cuda_graph"):
+            setattr(self, name, getattr(wrapped, name))
+        pool = self._pool = runner.token_to_kv_pool
+        self._table = runner.req_to_token_pool.req_to_token
+        self._page = runner.page_size
+        self._device = torch.device(runner.device)
+        self.planner = Planner(config, self._page, runner.model_config.context_len)
+        self.planner.check(config.options)
+        group = runner.tp_group
+        pattern = (
+            None
+            if config.heads is None
+            else load_pattern(config.heads, pool.layer_num, pool.head_num, rank=group.rank_in_group, world=group.world_size)
+        )
+        heads = runner.model_config.num_attention_heads // group.world_size
+        capacity = max(FORCED_PAGES, config.max_budget // self._page)
+        pages = -(-self._table.shape[1] // self._page)
+        self._shape = Shape(pool.layer_num, heads, pool.head_num, pages, min(capacity, pages), self._page)
+        self.statistics = Statistics(pool, self._table, self._page, config.logical_page)
+        log.info("page statistics take %.1f MiB", self.statistics.bytes / 2**20)
+        self._pattern = None if pattern is None else pattern.to(self._device)
+        self._captured: StepTables | None = None  # at the addresses that graphs read
+        self._eager: StepTables | None = None  # for batches larger than any graph, or without graphs
+        self._tables: StepTables | None = None  # of the step at hand
+        self.variant = Variant.DENSE
+        self._step: Step | None = None
+        self.streaming_share = 0.0 if pattern is None else float(pattern.float().mean())  # of this rank's heads
+
+    def __getattr__(self, name: str) -> Any:
+        """What SGLang looks for beyond the base class is the wrapped backend's."""
+        if name == "wrapped":  # not set yet: copying, unpickling
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    # what a step is
+
+    def begin(self, step: Step) -> None:
+        """The next forward is this decode step."""
+        self._step, self.variant = step, step.variant
+        if step.variant is Variant.DENSE:
+            return
+        tables = self._tables_for(len(step.rows))
+        if step.changed:
+            tables.set_rows(step.rows)
+        tables.set_active(step.active)
+
+    def end(self) -> None:
+        """The step's forward has been launched."""
+        self._step, self.variant = None, Variant.DENSE
+
+    def progressive_use(self, n: int) -> torch.Tensor:
+        """What the progressive rows of the step just launched read, float [2, n] on the device: pages and weight, means over heads."""
+        tables = self._tables_for(n)
+        return torch.stack((tables.used[:, :n].float().mean((0, 2)), tables.weight[:, :n].mean((0, 2))))
+
+    def _tables_for(self, n: int) -> StepTables:
+        if self._captured is not None and n <= self._captured.size:
+            return self._captured
+        if self._eager is None or self._eager.size < n:
+            self._eager = StepTables(max(n, 8), self._shape, self._device, self._pattern)
+            self.planner.forget()
+            if self._step is not None:
+                self._eager.set_rows(self._step.rows)
+        return self._eager
+
+    # SGLang's interface
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if self.variant is Variant.DENSE:
+            self.wrapped.init_forward_metadata(forward_batch)
+        self._before_forward(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        if self.variant is Variant.DENSE:
+            self.wrapped.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._before_forward(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if self.variant is Variant.DENSE:
+            self.wrapped.init_forward_metadata_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.wrapped.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._captured = StepTables(max_bs, self._shape, self._device, self._pattern)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> Any:
+        return self.wrapped.get_cuda_graph_seq_len_fill_value()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.wrapped.on_after_cuda_graph_warmup()
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
+        return self.wrapped.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
+        self.wrapped.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        return bool(self.wrapped.draft_extend_metadata_captured_in_graph())
+
+    def support_triton(self) -> bool:
+        return bool(self.wrapped.support_triton())
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        return self.wrapped.get_indexer_metadata(layer_id, forward_batch)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        if self.variant is Variant.DENSE or not forward_batch.forward_mode.is_decode():
+            out: torch.Tensor = self.wrapped.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            return out
+        return self._sparse(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = self.wrapped.forward_extend(*args, **kwargs)
+        return out
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = self.wrapped.forward_decode(*args, **kwargs)
+        return out
+
+    # the step itself
+
+    def _before_forward(self, forward_batch: Any) -> None:
+        """Outside of any graph, on the forward's stream: the scheduler may write to the request table while a graph runs."""
+        if not forward_batch.forward_mode.is_decode():
+            return
+        n = forward_batch.batch_size
+        rows, lens, lens_cpu = forward_batch.req_pool_indices[:n], forward_batch.seq_lens[:n], forward_batch.seq_lens_cpu
+        self.statistics.before_decode(rows, lens, lens_cpu)
+        if self.variant is not Variant.DENSE:
+            self._tables = self._tables_for(n)
+            self._tables.set_lengths(self._table, rows, lens, None if lens_cpu is None else int(lens_cpu[:n].max()))
+
+    def _sparse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool, **kwargs: Any
+    ) -> torch.Tensor:
+        """q [batch, heads * head_dim]; k, v [batch, kv_heads, head_dim] of the newest tokens. Runs inside the graph where there is one."""
+        tables = self._tables
+        if tables is None or kwargs or layer.logit_cap or layer.sliding_window_size > -1 or layer.is_cross_attention:
+            raise NotImplementedError(
+                f"sparse decoding knows plain attention only, and layer {layer.layer_id} wants more ({sorted(kwargs) or 'see the model'}): "
+                "serve this model with sparse_attention=off"
+            )
+        if save_kv_cache and k is not None:
+            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        n, number = q.shape[0], layer.layer_id
+        q = q.reshape(n, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = self._pool.get_key_buffer(number), self._pool.get_value_buffer(number)
+        stats, pages, lens, page = self.statistics.tables, tables.pages[:n], tables.lens[:n], self._page
+        chosen = Selection(tables.index[number, :n], tables.counts[number, :n])
+        if self.variant is not Variant.REUSED:
+            page_select(
+                q, pages, lens, block_size=page, k_min=stats.k_min[number], k_max=stats.k_max[number], per_block=stats.per_page,
+                budget_tokens=self._shape.capacity * page, budgets=tables.budgets[:n], active=tables.active[:n], into=chosen,
+            )  # fmt: skip
+        out = sparse_decode(
+            q, keys, values, pages, lens, page_size=page, index=chosen.blocks, counts=chosen.counts, kinds=tables.kinds[number, :n],
+            sink_tokens=self.config.sink_tokens, local_tokens=self.config.local_tokens, scale=layer.scaling,
+        )  # fmt: skip
+        if self.variant is Variant.PROGRESSIVE:
+            self._progressive(tables, q, keys, values, number, layer.scaling, out)
+        return out.view(n, -1)
+
+    def _progressive(
+        self, tables: StepTables, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int, scale: float, out: torch.Tensor
+    ) -> None:
+        """Add the progressive heads to ``out``, where they are zero: their rows have no chosen pages."""
+        n, stats, page = q.shape[0], self.statistics.tables, self._page
+        pages, lens = tables.pages[:n], tables.ranked_lens[:n]
+        if self.config.ranking == "center":
+            ranked = page_select(q, pages, lens, block_size=page, k_center=stats.k_center[number], rank=True)
+        else:
+            ranked = page_select(
+                q, pages, lens, block_size=page, k_min=stats.k_min[number], k_max=stats.k_max[number], per_block=stats.per_page, rank=True
+            )
+        counts = ranked.counts * tables.by_rank[number, :n]
+        part = progressive_decode(
+            q, keys, values, pages, lens, ranked.blocks, counts, page_size=page, threshold=tables.thresholds[:n],
+            bound=self.config.bound, scale=scale,
+        )  # fmt: skip
+        tables.used[number, :n].copy_(part.blocks_used)
+        tables.weight[number, :n].copy_(part.weight)
+        out += part.out

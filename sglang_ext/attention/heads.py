@@ -1,0 +1,54 @@
+"""Pattern files: which KV heads of which layers are streaming heads (LServe 3.4, DuoAttention)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+PATTERN_VERSION = 1
+
+
+def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str) -> None:
+    """Write the gates (float [layers, kv_heads], 1: needs all of the context) and the pattern that makes ``share`` of the heads stream."""
+    pattern = streaming_heads(gates, share)
+    text = json.dumps(
+        {
+            "v": PATTERN_VERSION,
+            "model": model,
+            "share": share,
+            "gates": [[round(float(g), 4) for g in row] for row in gates],
+            "streaming": pattern.int().tolist(),
+        }
+    )
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def streaming_heads(gates: torch.Tensor, share: float) -> torch.Tensor:
+    """Bool [layers, kv_heads]: the ``share`` of the heads with the lowest gates."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"a share of {share} of the heads: expected 0 to 1")
+    chosen = torch.zeros(gates.numel(), dtype=torch.bool)
+    chosen[gates.flatten().argsort(stable=True)[: round(share * gates.numel())]] = True
+    return chosen.view(gates.shape)
+
+
+def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world: int = 1) -> torch.Tensor:
+    """Bool [layers, kv_heads]: the streaming heads among those of this rank, which has ``kv_heads`` of them.
+
+    Raises ValueError, naming the file, where it is no pattern for this model.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        version, pattern = raw["v"], torch.tensor(raw["streaming"], dtype=torch.bool)
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no pattern file ({error!r}): make one with `ragserve calibrate-heads`") from None
+    if version != PATTERN_VERSION:
+        raise ValueError(f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve calibrate-heads`")
+    total = kv_heads * world
+    if pattern.dim() != 2 or pattern.shape[0] != layers or total % pattern.shape[1]:
+        raise ValueError(f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected [{layers}, {total}]")
+    # With more ranks than KV heads, several ranks hold copies of one head.
+    pattern = pattern.repeat_interleave(total // pattern.shape[1], dim=1)
+    return pattern[:, rank * kv_heads : (rank + 1) * kv_heads].contiguous()

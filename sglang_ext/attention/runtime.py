@@ -1,0 +1,166 @@
+"""Sparse decoding in the scheduler: around every forward pass, at the beginning and the end of every request. One object per process."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_ext.attention.backend import SparseDecodeBackend
+from sglang_ext.attention.metrics import decode_metrics
+from sglang_ext.attention.requests import DecodeState, Row, Step, Variant
+from sglang_ext.protocol import DECODE_FIELD, PlanError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What progressive rows read, on its way from the device; ``event`` is None where it is here already."""
+
+    event: Any
+    use: torch.Tensor  # float [2, rows]: pages, weight
+    rows: tuple[Row, ...]
+
+
+class DecodeRuntime:
+    """Reached from `sglang_ext.hooks` only."""
+
+    def __init__(self, backend: SparseDecodeBackend) -> None:
+        self.backend = backend
+        self._planner = backend.planner
+        self._page = backend.planner.page_size
+        self._spans: list[tuple[int, int, int]] = []  # of the extend at hand
+        self._step: Step | None = None
+        self._pending: deque[_Pending] = deque()
+
+    def on_request(self, req: Any) -> str | None:
+        """Read a new request's options. Why it must be refused, or None."""
+        try:
+            self._planner.admit(req)
+        except PlanError as error:
+            return str(error)
+        return None
+
+    def before_forward(self, batch: Any) -> None:
+        """Note what an extend writes (before its composed slots are filled, which is remembered), or begin a decode step."""
+        mode = batch.forward_mode
+        if mode.is_decode():
+            self._step = self._planner.step(batch.reqs, batch.seq_lens_cpu.tolist())
+            self.backend.begin(self._step)
+        elif mode.is_extend():
+            self._planner.forget()
+            ends = batch.seq_lens_cpu.tolist()
+            self._spans = [
+                (req.req_pool_idx, 0 if _fills(req) else prefix, end)
+                for req, prefix, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True)
+            ]
+
+    def after_forward(self) -> None:
+        """The forward has been launched: statistics of what it filled follow it on the stream."""
+        if self._spans:
+            self.backend.statistics.after_extend(self._spans)
+            self._spans = []
+        if self._step is not None:
+            step, self._step = self._step, None
+            self._account(step)
+            self.backend.end()
+
+    def on_finished(self, req: Any, tokens: int) -> None:
+        """A request's KV of ``tokens`` tokens goes to the cache or is freed: its last page may be just full. Adds the report."""
+        if tokens:
+            self.backend.statistics.after_extend([(req.req_pool_idx, tokens, tokens)])
+        state: DecodeState | None = getattr(req, "ragserve_decode", None)
+        if state is None or state.options.mode == "dense" or not state.steps:
+            return
+        self._collect()
+        report = state.report()
+        decode_metrics().observe(report)
+        # SGLang sends one value a token; the report goes with the last one.
+        count = len(req.output_ids_through_stop)
+        if count:
+            req.customized_info = (req.customized_info or {}) | {DECODE_FIELD: [None] * (count - 1) + [report.to_json()]}
+
+    def capture(self, runner: Any, capture_one: Callable[[str], Any]) -> None:
+        """After SGLang has captured a batch size's decode graph, which is the dense variant: those of the others, under their labels."""
+        if runner.capture_forward_mode.is_decode():
+            for variant in (Variant.SELECTED, Variant.REUSED, Variant.PROGRESSIVE):
+                self.backend.variant = variant
+                try:
+                    capture_one(str(variant.value))
+                finally:
+                    self.backend.variant = Variant.DENSE
+
+    def describe(self) -> dict[str, Any]:
+        """For the control channel."""
+        config = self.backend.config
+        return {
+            "wraps": type(self.backend.wrapped).__name__,
+            "page_size": self._page,
+            "logical_page": config.logical_page,
+            "default": {name: getattr(config.options, name) for name in config.options.__dataclass_fields__},
+            "max_budget": config.max_budget,
+            "streaming_heads": self.backend.streaming_share,
+            "statistics_bytes": self.backend.statistics.bytes,
+        }
+
+    def check_integrity(self, tree: Any) -> None:
+        """Raise RuntimeError where the statistics of a page in the prefix cache are not what its keys give."""
+        slots = tree.cached_slots()
+        bad = self.backend.statistics.differing(slots // self._page) if len(slots) else []
+        if bad:
+            raise RuntimeError(f"the statistics of {len(bad)} cached pages are stale: {bad[:10]}")
+
+    def _account(self, step: Step) -> None:
+        share = self.backend.streaming_share
+        for row in step.rows:
+            state, total = row.state, -(-row.tokens // self._page)
+            state.steps += 1
+            state.held += total
+            state.sparse_steps += row.sparse
+            streaming = share if row.streaming else 0.0
+            if streaming:
+                state.pages += streaming * self._streaming_pages(row.tokens, total)
+            if row.hierarchical:
+                state.pages += (1 - streaming) * min(row.state.options.budget // self._page, total)
+            elif not row.sparse:
+                state.pages += total
+        if step.variant is Variant.PROGRESSIVE:
+            use = self.backend.progressive_use(len(step.rows))
+            event = None
+            if use.is_cuda:
+                use = use.to("cpu", non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._pending.append(_Pending(event, use, step.rows))
+        self._collect()
+
+    def _collect(self) -> None:
+        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
+            arrived = self._pending.popleft()
+            for row, pages, weight in zip(arrived.rows, *arrived.use.tolist(), strict=True):
+                if not row.progressive:
+                    continue
+                streaming = self.backend.streaming_share if row.streaming else 0.0
+                row.state.pages += pages
+                if streaming < 1:  # streaming heads estimate nothing and count as 1
+                    row.state.weights[0] += (weight - streaming) / (1 - streaming)
+                    row.state.weights[1] += 1
+
+    def _streaming_pages(self, tokens: int, total: int) -> int:
+        """Pages that a streaming head reads, as `ragserve_kernels.sparse_decode` counts them."""
+        config = self.backend.config
+        sink = min(-(-config.sink_tokens // self._page), total)
+        local = max(max(tokens - config.local_tokens, 0) // self._page, sink)
+        return sink + total - local
+
+
+def _fills(req: Any) -> bool:
+    """Whether the next forward also fills the request's composed context."""
+    from sglang_ext.context.runtime import is_composed
+
+    return is_composed(req) and not req.ragserve.filled

@@ -1,0 +1,70 @@
+"""Page statistics of the KV pool, kept with the pages: whoever holds a page, now or through the prefix cache, finds its statistics right.
+
+The rule: statistics of a full page are made from the pool, for all layers at once, after the forward pass that filled it. A page that is
+not full is its request's newest, which is attended to whatever it scores. Freed pages need nothing: their next owner fills them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ragserve_kernels._common import KVLayers, forced_naive
+from ragserve_kernels.page_stats import PageStats, page_stats
+
+
+class Statistics:
+    """Over the pool of one rank."""
+
+    def __init__(self, pool: Any, req_to_token: torch.Tensor, page_size: int, logical_page: int) -> None:
+        self._kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
+        self._table = req_to_token
+        self._page = page_size
+        self.tables = PageStats.zeros(self._kv, page_size, logical_page)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tables."""
+        tables = (self.tables.k_min, self.tables.k_max, self.tables.k_center)
+        return sum(table.numel() * table.element_size() for table in tables)
+
+    def after_extend(self, spans: Iterable[tuple[int, int, int]]) -> None:
+        """Pages filled by a forward pass: per request its row, and from and to which token its KV was written.
+
+        The page before the first new token is made again as well: a request may end with a page just full, and nobody was there to do it.
+        """
+        filled = []
+        for row, start, end in spans:
+            first, last = max(0, start - 1) // self._page, end // self._page
+            if last > first:
+                filled.append(self._table[row, first * self._page : last * self._page : self._page])
+        if filled:
+            page_stats(self._kv, (torch.cat(filled) // self._page).to(torch.int32), self.tables, page_size=self._page)
+
+    def before_decode(self, rows: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor | None) -> None:
+        """Pages that the step before filled: those of requests whose newest token, not yet written, begins a page."""
+        if lens_cpu is not None and not bool(((lens_cpu > 1) & ((lens_cpu - 1) % self._page == 0)).any()):
+            return
+        pages = self._table[rows, (lens - 2).clamp_min(0)] // self._page
+        full = (lens > 1) & ((lens - 1) % self._page == 0)
+        page_stats(self._kv, pages.masked_fill(~full, -1).to(torch.int32), self.tables, page_size=self._page)
+
+    def differing(self, pages: torch.Tensor) -> list[int]:
+        """Those of the full ``pages`` [n] whose statistics are not what the pool gives, by the plain implementation."""
+        pages = torch.unique(pages.to(torch.int32))
+        if not len(pages):
+            return []
+        per = self.tables.per_page
+        rows = (pages.long()[:, None] * per + torch.arange(per, device=pages.device)).flatten()
+        places = {"k_min": rows, "k_max": rows, "k_center": pages.long()}
+        kept = {name: getattr(self.tables, name)[:, place].clone() for name, place in places.items()}
+        with forced_naive():
+            page_stats(self._kv, pages, self.tables, page_size=self._page)
+        bad = torch.zeros(len(pages), dtype=torch.bool, device=pages.device)
+        for name, place in places.items():
+            table = getattr(self.tables, name)
+            bad |= (table[:, place] != kept[name]).view(len(table), len(pages), -1).any(-1).any(0)
+            table[:, place] = kept[name]
+        return [int(page) for page in pages[bad].tolist()]

@@ -1,0 +1,94 @@
+"""Device tables of a decode step, at fixed addresses so that a CUDA graph can read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
+from sglang_ext.attention.requests import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one rank: ``pages`` that the longest request has, ``capacity`` pages of the largest budget."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    pages: int
+    capacity: int
+    page_size: int
+
+
+class StepTables:
+    """Tables for up to ``size`` rows. Rows past a batch are FULL ones: what a graph's padding attends to is one dummy token."""
+
+    def __init__(self, size: int, shape: Shape, device: torch.device, pattern: torch.Tensor | None) -> None:
+        layers, kv_heads = shape.layers, shape.kv_heads
+
+        def zeros(*dims: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*dims, dtype=dtype, device=device)
+
+        self.size = size
+        self._shape = shape
+        self._pattern = pattern  # bool [layers, kv_heads]
+        self.pages = zeros(size, shape.pages)  # page numbers of each request
+        self.lens = zeros(size)
+        self.ranked_lens = zeros(size)  # of progressive rows; 0 for others
+        self.index = zeros(layers, size, kv_heads, shape.capacity)
+        self.counts = zeros(layers, size, kv_heads)
+        self.kinds = zeros(layers, size, kv_heads)
+        self.by_rank = zeros(layers, size, kv_heads)  # 1: the head attends progressively
+        self.used = zeros(layers, size, kv_heads)
+        self.weight = zeros(layers, size, shape.heads, dtype=torch.float32)
+        self._rows = zeros(4, size)
+        self.budgets, self._kind, self._streaming, self.progressive = self._rows.unbind(0)
+        self.thresholds = torch.ones(size, dtype=torch.float32, device=device)
+        self.active = zeros(size)
+        self._active_now: tuple[bool, ...] = ()
+
+    def set_rows(self, rows: tuple[Row, ...]) -> None:
+        """Other requests, or other ones of them sparse: their kinds and limits; all selections are forgotten."""
+        page = self._shape.page_size
+        values = torch.zeros(4, self.size, dtype=torch.int32)
+        thresholds = torch.ones(self.size)
+        for i, row in enumerate(rows):
+            options = row.state.options
+            values[0, i] = min(options.budget // page, self._shape.capacity)
+            values[1, i] = SELECTED if row.sparse else FULL
+            values[2, i] = row.streaming
+            values[3, i] = row.progressive
+            thresholds[i] = options.threshold
+        self._copy(values, self._rows)
+        self._copy(thresholds, self.thresholds)
+        self.counts.zero_()
+        self.kinds.copy_(self._kind[None, :, None].expand_as(self.kinds))
+        self.by_rank.copy_(self.progressive[None, :, None].expand_as(self.by_rank))
+        if self._pattern is not None:
+            stream = self._pattern[:, None, :] & (self._streaming > 0)[None, :, None]
+            self.kinds.masked_fill_(stream, STREAMING)
+            self.by_rank.masked_fill_(stream, 0)
+        self._active_now = ()
+
+    def set_active(self, active: tuple[bool, ...]) -> None:
+        """Which rows choose their pages in this step."""
+        if active != self._active_now:
+            values = torch.zeros(self.size, dtype=torch.int32)
+            values[: len(active)] = torch.tensor(active, dtype=torch.int32)
+            self._copy(values, self.active)
+            self._active_now = active
+
+    def set_lengths(self, req_to_token: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, longest: int | None) -> None:
+        """Lengths and pages of requests that hold ``rows`` [n] of the request table; ``longest`` of them where the host knows it."""
+        n, page = len(rows), self._shape.page_size
+        self.lens[:n].copy_(lens)
+        torch.mul(self.lens[:n], self.progressive[:n], out=self.ranked_lens[:n])
+        width = self._shape.pages if longest is None else min(-(-longest // page), self._shape.pages)
+        first_slots = req_to_token[:, : width * page : page].index_select(0, rows)
+        self.pages[:n, : first_slots.shape[1]].copy_(first_slots // page)
+
+    def _copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """From a fresh pinned copy: an earlier step's may still be on its way."""
+        target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

@@ -1,0 +1,96 @@
+"""The truth for sparse decoding, in transformers: attention with a mask over the pages that a rule chooses from the keys themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ragserve_kernels.page_select import page_select, summarise
+from ragserve_kernels.progressive_decode import progressive_decode
+from sglang_ext.protocol import DecodeOptions
+from tests.integration.reference import Reference
+
+NAME = "ragserve_sparse_reference"
+
+
+class SparseReference(Reference):
+    """Greedy continuations whose decode steps attend as ``decode`` says; prefill is dense."""
+
+    def __init__(self, path: Path, page: int, logical: int, streaming: torch.Tensor | None = None, sink: int = 0, local: int = 0) -> None:
+        from transformers import AttentionInterface
+
+        super().__init__(path)
+        self.page, self.logical = page, logical
+        self.streaming, self.sink, self.local = streaming, sink, local
+        self.decode = DecodeOptions()
+        self.step = 0
+        self.chosen: dict[int, list[list[int]]] = {}
+        AttentionInterface.register(NAME, self._attend)
+        self.model.set_attn_implementation(NAME)
+
+    def _continue(self, question: list[int], start: int, cache: Any, n_new: int) -> Any:
+        self.step, self.chosen = -1, {}
+        return super()._continue(question, start, cache, n_new)
+
+    def _attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        """q [1, heads, new, head_dim]; k, v [1, kv_heads, tokens, head_dim], the new ones last."""
+        new, tokens, layer = q.shape[2], k.shape[2], module.layer_idx
+        if new > 1:
+            visible = torch.ones(new, tokens, dtype=torch.bool).tril(tokens - new)
+            out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
+            return out.transpose(1, 2), None
+        if layer == 0:
+            self.step += 1
+        options = self.decode
+        least = max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
+        if options.mode == "progressive" and tokens > least:
+            return self._progressive(q[:, :, 0], k[0], v[0], scaling)[:, None], None
+        visible = torch.ones(k.shape[1], tokens, dtype=torch.bool)
+        if options.mode == "hierarchical" and tokens > least:
+            if (self.step % options.reuse == 0) or (tokens - 1) % self.page == 0:
+                self.chosen[layer] = [self._best(q[0, :, 0], k[0], head) for head in range(k.shape[1])]
+            for head, pages in enumerate(self.chosen[layer]):
+                kept = torch.isin(torch.arange(tokens) // self.page, torch.tensor(pages))
+                if options.streaming and self.streaming is not None and self.streaming[layer, head]:
+                    kept = self._streamed(tokens)
+                visible[head] = kept
+        group = q.shape[1] // k.shape[1]
+        shown = visible.repeat_interleave(group, 0)[None, :, None]
+        return scaled_dot_product_attention(q, k, v, attn_mask=shown, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+    def _best(self, q: torch.Tensor, k: torch.Tensor, head: int) -> list[int]:
+        """Pages of one KV head: the first and the newest, and those of the others with the highest upper bound of a score."""
+        group = q.shape[0] // k.shape[0]
+        queries = q[head * group : (head + 1) * group]
+        last = (k.shape[1] - 1) // self.page
+        scores = []
+        for page in range(1, last):
+            runs = k[head, page * self.page : (page + 1) * self.page].view(-1, self.logical, k.shape[2])
+            low, high = runs.amin(1), runs.amax(1)
+            bound = torch.maximum(queries[:, None] * low, queries[:, None] * high).sum(-1)  # [group, logical pages]
+            scores.append(float(bound.max()))
+        free = self.decode.budget // self.page - 2
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:free]
+        return [0, last, *(i + 1 for i in best)]
+
+    def _streamed(self, tokens: int) -> torch.Tensor:
+        """Which tokens a streaming head reads: the pages that hold its first and its latest ones."""
+        position = torch.arange(tokens)
+        sink = -(-self.sink // self.page) * self.page
+        return (position < sink) | (position // self.page >= max(tokens - self.local, 0) // self.page)
+
+    def _progressive(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """By the plain operations, over the cache as it is: what is checked is that the engine feeds them the same."""
+        tokens = k.shape[1]
+        pages = -(-tokens // self.page)
+        padded = [torch.cat((x.transpose(0, 1), torch.zeros(pages * self.page - tokens, *x.transpose(0, 1).shape[1:]))) for x in (k, v)]
+        low, high, _, _ = summarise(padded[0], self.logical)
+        table = torch.arange(pages, dtype=torch.int32)[None]
+        lens = torch.tensor([tokens], dtype=torch.int32)
+        ranking = page_select(q, table, lens, block_size=self.page, k_min=low, k_max=high, per_block=self.page // self.logical, rank=True)
+        return progressive_decode(
+            q, *padded, table, lens, *ranking, page_size=self.page, threshold=self.decode.threshold, bound="round", scale=scaling
+        ).out  # fmt: skip
