@@ -37,7 +37,7 @@ PAGES: dict[str, dict[str, Any]] = {
 DENSE: dict[str, Any] = {"mode": "dense"}
 BUDGETS = [{"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0} for budget in (128, 256, 512, 1024, 2048)]
 FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": 1, "dense_below": 0} for budget in (256, 512)]
-THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98)]
+THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
 
 def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[int], list[str], bool]]:

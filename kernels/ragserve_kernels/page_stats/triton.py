@@ -24,7 +24,7 @@ def _stats(
     i_head = tl.program_id(2)
     page = tl.load(pages + tl.program_id(0)).to(tl.int64)
     if page >= 0:
-        keys = tl.load(k_ptrs + i_layer).to(tl.pointer_type(DTYPE))
+        keys = tl.multiple_of(tl.load(k_ptrs + i_layer).to(tl.pointer_type(DTYPE)), 16)
         slots = page * PAGE + tl.arange(0, PAGE)
         cols = tl.arange(0, D)
         # [PAGE, D]
