@@ -1,0 +1,171 @@
+"""A step's tables, what is captured, what an engine must be, and the account of what was read: the parts around the kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
+from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.requests import DecodeState, Planner, Row, Variant
+from sglang_ext.attention.tables import Shape, StepTables
+from sglang_ext.protocol import DecodeOptions
+
+SHAPE = Shape(layers=2, heads=4, kv_heads=2, pages=20, capacity=8, page_size=16)
+PATTERN = torch.tensor([[True, False], [False, False]])
+
+
+def row(mode: str, *, sparse: bool = True, tokens: int = 300, **options: Any) -> Row:
+    return Row(DecodeState(DecodeOptions(mode=mode, **options)), tokens, sparse)  # type: ignore[arg-type]
+
+
+def tables() -> StepTables:
+    return StepTables(6, SHAPE, torch.device("cpu"), PATTERN)
+
+
+def test_kinds_budgets_and_ranks_by_row() -> None:
+    step = tables()
+    step.set_rows(
+        (
+            row("dense", sparse=False),
+            row("hierarchical", budget=64, streaming=True),
+            row("progressive", threshold=0.5),
+            row("progressive", streaming=True),
+            row("hierarchical", budget=4096, sparse=False),
+        )
+    )
+    assert step.kinds[0].tolist() == [[FULL] * 2, [STREAMING, SELECTED], [SELECTED] * 2, [STREAMING, SELECTED], [FULL] * 2, [FULL] * 2]
+    assert step.kinds[1].tolist() == [[FULL] * 2, [SELECTED] * 2, [SELECTED] * 2, [SELECTED] * 2, [FULL] * 2, [FULL] * 2]
+    assert step.by_rank[0].tolist() == [[0, 0], [0, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
+    assert step.budgets.tolist()[:2] == [8, 4], "2048 tokens are capped at the tables' width, 64 are 4 pages"
+    assert step.thresholds.tolist()[2] == 0.5
+    step.counts.fill_(3)
+    step.set_rows((row("dense", sparse=False),))
+    assert not step.kinds.any()
+    assert not step.counts.any(), "selections of other requests are forgotten"
+
+
+def test_lengths_and_pages_are_those_of_the_request_table() -> None:
+    table = torch.zeros(4, 320, dtype=torch.int32)
+    for request, first in ((1, 50), (3, 7)):
+        table[request] = first * 16 + torch.arange(320)
+    step = tables()
+    step.set_rows((row("progressive"), row("hierarchical")))
+    step.set_lengths(table, torch.tensor([3, 1]), torch.tensor([100, 40]), 100)
+    assert step.lens.tolist()[:2] == [100, 40]
+    assert step.ranked_lens.tolist()[:2] == [100, 0]
+    assert step.pages[0, :7].tolist() == list(range(7, 14))
+    assert step.pages[1, :3].tolist() == [50, 51, 52]
+    step.set_lengths(table, torch.tensor([1]), torch.tensor([320]), None)
+    assert step.pages[0].tolist() == list(range(50, 70))
+
+
+class Backend:
+    """What the runtime asks of a backend."""
+
+    def __init__(self, config: AttentionConfig, streaming_share: float = 0.0) -> None:
+        self.config, self.streaming_share = config, streaming_share
+        self.planner = Planner(config, 16, 8192)
+        self.variant = Variant.DENSE
+        self.steps: list[Any] = []
+        self.extended: list[Any] = []
+        self.statistics = SimpleNamespace(after_extend=lambda spans: self.extended.append(list(spans)))
+        self.use = torch.zeros(2, 0)
+
+    def begin(self, step: Any) -> None:
+        self.steps.append(step)
+
+    def end(self) -> None:
+        self.variant = Variant.DENSE
+
+    def progressive_use(self, n: int) -> torch.Tensor:
+        return self.use
+
+
+def batch(reqs: list[Any], lengths: list[int], *, decode: bool = True, prefix: list[int] | None = None) -> Any:
+    mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode)
+    return SimpleNamespace(forward_mode=mode, reqs=reqs, seq_lens_cpu=torch.tensor(lengths), prefix_lens=prefix)
+
+
+def request(runtime: Any, rid: str, options: str | None = None) -> Any:
+    params = SimpleNamespace(custom_params={"ragserve_decode": options} if options else None)
+    req = SimpleNamespace(rid=rid, sampling_params=params, req_pool_idx=1, customized_info=None, output_ids_through_stop=[7, 8, 9])
+    assert runtime.on_request(req) is None
+    return req
+
+
+def test_what_was_read_is_accounted_and_reported() -> None:
+    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.protocol import DecodeReport
+
+    config = AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0), heads=None)
+    backend = Backend(config)
+    runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
+    by_budget = request(runtime, "a")
+    by_threshold = request(runtime, "b", '{"mode": "progressive"}')
+    dense = request(runtime, "c", '{"mode": "dense"}')
+    backend.use = torch.tensor([[0.0, 5.0, 0.0], [1.0, 0.9, 1.0]])
+    for length in (160, 161):
+        runtime.before_forward(batch([by_budget, by_threshold, dense], [length, 80, 32]))
+        runtime.after_forward()
+    for req in (by_budget, by_threshold, dense):
+        runtime.on_finished(req, 160)
+    said = [req.customized_info and DecodeReport.from_json(req.customized_info["ragserve_decode"][-1]) for req in (by_budget, by_threshold)]
+    assert said[0] == DecodeReport("hierarchical", 2, 2, 4.0, 10.5, 8 / 21, None)
+    assert said[1] is not None
+    assert (said[1].pages, said[1].pages_held, round(said[1].weight or 0, 6)) == (5.0, 5.0, 0.9)
+    assert len(by_budget.customized_info["ragserve_decode"]) == 3, "one place per token, the report in the last"
+    assert dense.customized_info is None
+    assert backend.extended == [[(1, 160, 160)]] * 3
+
+
+def test_an_extend_writes_from_its_prefix_and_interrupts_reuse() -> None:
+    from sglang_ext.attention.runtime import DecodeRuntime
+
+    backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0)))
+    runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
+    req = request(runtime, "a")
+    for length in (101, 102):
+        runtime.before_forward(batch([req], [length]))
+        runtime.after_forward()
+    runtime.before_forward(batch([request(runtime, "b"), req], [40, 103], decode=False, prefix=[16, 102]))
+    runtime.after_forward()
+    assert backend.extended == [[(1, 16, 40), (1, 102, 103)]]
+    runtime.before_forward(batch([req], [104]))
+    assert [step.variant for step in backend.steps] == [Variant.SELECTED, Variant.REUSED, Variant.SELECTED]
+
+
+def test_every_variant_is_captured_under_its_label() -> None:
+    from sglang_ext.attention.runtime import DecodeRuntime
+
+    backend = Backend(AttentionConfig())
+    seen = []
+    runner = SimpleNamespace(capture_forward_mode=SimpleNamespace(is_decode=lambda: True))
+    DecodeRuntime(backend).capture(runner, lambda label: seen.append((label, backend.variant)))  # type: ignore[arg-type]
+    assert seen == [(str(v.value), v) for v in (Variant.SELECTED, Variant.REUSED, Variant.PROGRESSIVE)]
+    assert backend.variant is Variant.DENSE
+
+
+def test_bad_options_are_the_reason_of_a_refusal() -> None:
+    from sglang_ext.attention.runtime import DecodeRuntime
+
+    runtime = DecodeRuntime(Backend(AttentionConfig()))  # type: ignore[arg-type]
+    req = SimpleNamespace(rid="a", sampling_params=SimpleNamespace(custom_params={"ragserve_decode": '{"mode": "fast"}'}))
+    assert "decode mode 'fast'" in str(runtime.on_request(req))
+    assert req.ragserve_decode.options.mode == "dense", "the request lives on until it is ended"
+
+
+def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
+    from sglang_ext.attention.backend import check_engine
+
+    args = SimpleNamespace(
+        enable_lora=True, enable_pdmux=False, enable_two_batch_overlap=False, speculative_algorithm="EAGLE", radix_cache_backend=None
+    )
+    runner = SimpleNamespace(server_args=args, page_size=1, token_to_kv_pool=object(), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="sparse_attention=on") as refused:
+        check_engine(runner, AttentionConfig())
+    for part in ("page_size is 1", "a object", "enable_lora", "speculative_algorithm", "radix_cache_backend", "logical page has 16"):
+        assert part in str(refused.value)
