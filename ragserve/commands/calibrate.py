@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +9,6 @@ import typer
 
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest
-
-_HELD_OUT_SEED = 1_000_003
 
 
 def register(app: typer.Typer) -> None:
@@ -35,35 +31,15 @@ def calibrate_heads(
     """
     if out.exists() and out.is_dir():
         raise InvalidRequest(f"{out} is a folder.", hint="Name the file to write.")
-    from ragserve.engine.compat import prepare
-
-    prepare()
-    import torch
-
-    from ragserve.calibrate_heads import SHARES, GatedModel, evaluate, learn, make_passkeys
-    from sglang_ext.attention.heads import save_pattern, streaming_heads
-
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    gated = GatedModel(model, device=where)
+    from ragserve.engine.heads import calibrate_heads as calibrate
 
     def progress(step: int, error: float, gate: float) -> None:
         if step % 20 == 0 or step == steps - 1:
             typer.echo(f"step {step + 1} of {steps}: error {error:.4f}, mean gate {gate:.3f}", err=True)
 
-    gates = learn(gated, steps=steps, tokens=tokens, penalty=penalty, progress=progress)
-    draw = random.Random(_HELD_OUT_SEED)
-    texts = [make_passkeys(gated.encode, tokens, draw) for _ in range(held_out)]
-    noise = torch.rand(gates.shape, generator=torch.Generator().manual_seed(0))
+    options = {"model": model, "share": share, "steps": steps, "tokens": tokens, "penalty": penalty, "held_out": held_out, "device": device}
     typer.echo(f"{'streaming':>9}  {'chosen by':>9}  {'error':>7}  {'same token':>10}  {'passkeys':>8}")
-    found = []
-    for part in sorted({0.0, *SHARES, share, 1.0}):
-        for name, scores in (("gates", gates), ("chance", noise)):
-            if name == "chance" and part in (0.0, 1.0):
-                continue
-            quality = evaluate(gated, streaming_heads(scores, part), texts)
-            found.append({"chosen by": name, "share": part, **{k: round(v, 4) for k, v in vars(quality).items() if k != "share"}})
-            typer.echo(f"{part:9.0%}  {name:>9}  {quality.error:7.4f}  {quality.agreement:10.1%}  {quality.passkeys:8.1%}")
-    save_pattern(out, gates, share=share, model=model)
-    details = {"steps": steps, "tokens": tokens, "penalty": penalty, "held out": held_out, "quality": found}
-    out.write_text(json.dumps(json.loads(out.read_text(encoding="utf-8")) | details) + "\n", encoding="utf-8")
+    for row in calibrate(out, progress=progress, **options):
+        figures = f"{row['error']:7.4f}  {row['agreement']:10.1%}  {row['passkeys']:8.1%}"
+        typer.echo(f"{row['share']:9.0%}  {row['chosen by']:>9}  {figures}")
     typer.echo(f"written: {out}")

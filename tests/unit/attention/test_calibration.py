@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ragserve.calibrate_heads import GatedModel, evaluate, learn, make_passkeys
 from ragserve.cli import _register, app
+from sglang_ext.attention.calibration import GatedModel, evaluate, learn, make_passkeys
 from sglang_ext.attention.heads import load_pattern, streaming_heads
 from tests.conftest import MODEL
 

@@ -7,14 +7,18 @@ minimises the mean squared difference of the last hidden states from the unchang
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_ext.attention.heads import save_pattern, streaming_heads
 
 _NAME = "ragserve_gated_heads"
 _COLOURS = ["red", "blue", "green", "white", "black", "brown", "grey", "golden", "silver", "purple"]
@@ -25,6 +29,7 @@ _FILLER = (
     "The road leads over the hills to the next village. ", "In winter the lake is covered with ice. ",
 )  # fmt: skip
 SHARES = (0.25, 0.5, 0.75)
+_HELD_OUT_SEED = 1_000_003  # of texts that are not trained on
 
 
 @dataclass(frozen=True)
@@ -155,3 +160,31 @@ def evaluate(model: GatedModel, streaming: torch.Tensor, texts: Sequence[Passkey
         right += int((tokens.cpu() == torch.tensor(text.ids[text.answers :])).sum())
         total += len(tokens)
     return Quality(float(streaming.float().mean()), error / len(texts), agreed / total, right / total)
+
+
+def calibrate(
+    out: Path, *, model: str, share: float, steps: int, tokens: int, penalty: float, held_out: int, device: str,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Learn gates, write the pattern of ``share`` streaming heads to ``out``, and say what shares of streaming heads cost.
+
+    A row per share, ``share`` and SHARES among them, and way of choosing the heads: by their gates, or by chance. ``device``: a torch
+    device, or "auto": cuda if there is one.
+    """
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    gated = GatedModel(model, device=where)
+    gates = learn(gated, steps=steps, tokens=tokens, penalty=penalty, progress=progress)
+    draw = random.Random(_HELD_OUT_SEED)
+    texts = [make_passkeys(gated.encode, tokens, draw) for _ in range(held_out)]
+    noise = torch.rand(gates.shape, generator=torch.Generator().manual_seed(0))
+    found = []
+    for part in sorted({0.0, *SHARES, share, 1.0}):
+        for name, scores in (("gates", gates), ("chance", noise)):
+            if name == "gates" or 0 < part < 1:
+                quality = evaluate(gated, streaming_heads(scores, part), texts)
+                figures = {key: round(value, 4) for key, value in vars(quality).items() if key != "share"}
+                found.append({"chosen by": name, "share": part, **figures})
+    save_pattern(out, gates, share=share, model=model)
+    details = {"steps": steps, "tokens": tokens, "penalty": penalty, "held out": held_out, "quality": found}
+    out.write_text(json.dumps(json.loads(out.read_text(encoding="utf-8")) | details) + "\n", encoding="utf-8")
+    return found
