@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gzip
 import json
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from ragserve.bench.fan_out import fan_out
+from ragserve.bench.in_process import run_with_engine
 from ragserve.config import DEFAULT_MODEL, load
-from ragserve.engine import local
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.eval.metrics import contains_answer, exact_match
 from ragserve.prompt import PromptBuilder, PromptDocument
@@ -105,28 +103,16 @@ def child(name: str, out: Path, sets: list[Path], rows: int) -> None:
     path = out / f"quality-{name.replace(' ', '-')}.json"
     report: dict[str, Any] = {"pages": name, "rows": []}
 
-    def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
-        from fastapi import FastAPI
-
-        @contextlib.asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            async with sglang_app.router.lifespan_context(sglang_app):
-                report["engine"] = str(await engine.start())
-                try:
-                    await measure(engine, name, sets, rows, report, path)
-                    await engine.control("check")
-                    report["statistics checked"] = True
-                finally:
-                    engine.stop()
-                yield
-                await engine.close()
-
-        return FastAPI(lifespan=lifespan)
+    async def work(engine: Any) -> None:
+        report["engine"] = str(engine.info)
+        await measure(engine, name, sets, rows, report, path)
+        await engine.control("check")
+        report["statistics checked"] = True
 
     number = list(PAGES).index(name)
     options = {"sparse_attention": "on", "decode_mode": "dense", "decode_budget": 128, "decode_max_budget": 2048} | PAGES[name]
     folder = out / f"data-{number}"
-    local.serve(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), make_app)
+    run_with_engine(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), work)
     save(report, path)
 
 

@@ -7,16 +7,15 @@ decoding. Quality is another matter: the weights are random.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench.context import LLAMA_8B, dummy_model
+from ragserve.bench import in_process
 from ragserve.config import load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
@@ -62,8 +61,6 @@ def run(
 
     ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. Raises EngineError where the engine's own check fails.
     """
-    from ragserve.engine import local
-
     sparse, attention = BACKENDS[backend]
     lengths = sorted({length for length, _ in points})
     batches = sorted({batch for _, batch in points})
@@ -82,7 +79,7 @@ def run(
         if shape == "embedded":
             flags["max_total_tokens"] = most + 4096
         else:
-            flags |= {"model": dummy_model(Path(folder)), "max_total_tokens": most + 16_384}
+            flags |= {"model": in_process.dummy_model(shape, Path(folder)), "max_total_tokens": most + 16_384}
             flags["engine_args"] |= {
                 "load_format": "dummy", "attention_backend": attention, "mem_fraction_static": 0.85, "disable_prefill_cuda_graph": True,
                 "cuda_graph_bs_decode": batches,
@@ -90,32 +87,18 @@ def run(
         flags["engine_args"] |= engine_args or {}
         started = time.perf_counter()
 
-        def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
-            from fastapi import FastAPI
+        async def work(engine: Any) -> None:
+            info = engine.info
+            report["start s"] = round(time.perf_counter() - started, 1)
+            report["engine"] = {"device": info.device, "attention": info.attention_backend, "version": info.version}
+            print(f"{backend}: engine up after {report['start s']} s", flush=True)
+            for length in lengths:
+                await _measure(engine, length, [b for n, b in points if n == length], sparse, shape, report, write)
+            await engine.control("check")
+            report["statistics checked"] = True
+            write(report)
 
-            @contextlib.asynccontextmanager
-            async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-                async with sglang_app.router.lifespan_context(sglang_app):
-                    info = await engine.start()
-                    report["start s"] = round(time.perf_counter() - started, 1)
-                    report["engine"] = {"device": info.device, "attention": info.attention_backend, "version": info.version}
-                    print(f"{backend}: engine up after {report['start s']} s", flush=True)
-                    try:
-                        for length in lengths:
-                            await _measure(engine, length, [b for n, b in points if n == length], sparse, shape, report, write)
-                        await engine.control("check")
-                        report["statistics checked"] = True
-                        write(report)
-                    finally:
-                        engine.stop()
-                    yield
-                    await engine.close()
-
-            return FastAPI(lifespan=lifespan)
-
-        local.serve(load(**flags), make_app)
-    if not report.get("statistics checked"):
-        raise EngineError("The run ended before its last check.", hint="See the log above.")
+        in_process.run_with_engine(load(**flags), work)
     return report
 
 
@@ -141,7 +124,7 @@ async def _measure(
             if last is not None:
                 row |= {"pages": round(last.pages, 1), "share read": round(last.share, 4), "weight": last.weight}
             if shape != "embedded":
-                bound = _bound_seconds(length, batch, mode, None if last is None else last.share)
+                bound = _bound_seconds(shape, length, batch, mode, None if last is None else last.share)
                 row |= {"bound ms": round(bound * 1e3, 3), "of bound": round(bound / seconds, 3)}
             report["rows"].append(row)
             print(row, flush=True)
@@ -189,14 +172,14 @@ async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
     return {"characters in common": same, "of": max(map(len, texts))}
 
 
-def _bound_seconds(length: int, batch: int, mode: Mode, share: float | None) -> float:
+def _bound_seconds(shape: str, length: int, batch: int, mode: Mode, share: float | None) -> float:
     """Least time of a step: weights, the KV read, and the page statistics as often as they are, each byte once at copy bandwidth."""
-    c = {name: value for name, value in LLAMA_8B.items() if isinstance(value, int)}
+    c = in_process.SHAPES[shape]
     kv_width = c["num_key_value_heads"] * c["head_dim"]
     layer = 2 * c["hidden_size"] ** 2 + 2 * c["hidden_size"] * kv_width + 3 * c["hidden_size"] * c["intermediate_size"]
     weights = 2 * (c["num_hidden_layers"] * layer + c["hidden_size"] * c["vocab_size"])
-    token = 2 * 2 * c["num_hidden_layers"] * kv_width  # bytes of one token's K and V
+    token = in_process.kv_bytes_per_token(shape)
     kv = batch * (length + TOKENS / 2) * token * (1.0 if share is None else share)
     sparse = mode.options.get("mode") in ("hierarchical", "progressive")
     statistics = batch * length / _LOGICAL * token / mode.options.get("reuse", 1) if sparse else 0.0
-    return (weights + kv + statistics) / COPY_BANDWIDTH
+    return float((weights + kv + statistics) / COPY_BANDWIDTH)
