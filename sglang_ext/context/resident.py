@@ -102,6 +102,14 @@ class DeviceDocuments:
         if self._doomed:
             self._doomed -= {key for key in self._doomed if self._tree.remove_key(key)}
 
+    def check(self) -> None:
+        """Raises IntegrityError when the tree's count of document tokens is not their sum."""
+        from sglang_ext.documents.types import IntegrityError
+
+        tokens = sum(self.document_tokens().values())
+        if tokens != self._tree.document_tokens:
+            raise IntegrityError(f"{tokens} document tokens on the device, {self._tree.document_tokens} counted")
+
     def document_tokens(self) -> dict[str, int]:
         """Tokens on the device by document key."""
         return {key: n for key, n in self._tree.tokens_by_key().items() if is_document_key(key)}

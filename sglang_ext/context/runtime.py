@@ -385,6 +385,7 @@ class ContextRuntime:
     def check_integrity(self) -> None:
         """Raise where slots or pages are lost or counted twice. The device's sum is SGLang's own idle check; ours are the tiers below."""
         self.sweep()
+        self.documents.check()
         self.tiers.check_integrity()
 
 

@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from ragserve.bench.server import RunningServer, running_server
+from tests.integration.models import random_llama
+from tests.integration.small_engine import Engine
 
 
 @dataclass
@@ -38,3 +40,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def start_server():  # type: ignore[no-untyped-def]
     """The context manager itself, for a server with other settings. Each start costs about 15 seconds."""
     return running_server
+
+
+@pytest.fixture(scope="session")
+def _small_engine(start_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:  # type: ignore[no-untyped-def]
+    folder = tmp_path_factory.mktemp("small-engine")
+    engine = Engine(start_server, random_llama(folder / "model", kv_heads=2), folder / "data")
+    yield engine
+    engine.down()
+
+
+@pytest.fixture
+def small_engine(_small_engine: Engine) -> Engine:
+    """Shared by the tests of the document cache, which may stop and kill it."""
+    if not _small_engine.is_up:
+        _small_engine.down()
+        _small_engine.up()
+    return _small_engine
