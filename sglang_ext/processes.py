@@ -2,6 +2,8 @@
 
 A spawned child imports its target's module first. SGLang's own targets live in modules that import torchvision at once, which on a
 CPU-only machine must be prepared before (see `compat`); these live here, so the preparation comes first.
+
+A terminal sends Ctrl-C to the whole process group. The children ignore it: the main process ends them when it has finished its requests.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ prepare()
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, with the plugin's presence checked: SGLang itself would only log its absence."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
@@ -30,6 +33,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's detokenizer, ended with its parent also where that dies while the engine is still starting."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run

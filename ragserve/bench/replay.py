@@ -225,7 +225,7 @@ class _Replay:
             if case.warmed:
                 await self._warm(namespace)
             rows.append(await self._case(case, namespace))
-            print(f"replay {self._trace.name} {self._share:.0%} {rows[-1]['strategy']}: {rows[-1]['ttft ms mean']} ms", file=sys.stderr)
+            print(f"replay {self._trace.name} {self._share:.0%} {rows[-1]['strategy']}: {rows[-1]['ttft ms mean']} ms", flush=True)
             if not case.warmed:
                 await self._engine.control("remove_namespace", namespace=namespace)
         return rows

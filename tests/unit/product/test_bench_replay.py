@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragserve.bench import replay
 from ragserve.config import DEFAULT_MODEL
-from ragserve.errors import InvalidRequest
+from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.caching import Whereabouts
+from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.prompt import PromptBuilder
+from sglang_ext.protocol import ContextReport
 
 
 def write(folder: Path, queries: list[object], documents: list[object], *, packed: bool = True) -> Path:
@@ -62,3 +68,56 @@ def test_bad_traces_are_refused(tmp_path: Path) -> None:
         replay.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
     with pytest.raises(InvalidRequest, match="needs a trace"):
         replay.run(None)
+
+
+class Engine:
+    """Two documents fit on the device, all on disk; ``over`` names a tier that breaks its budget."""
+
+    def __init__(self) -> None:
+        self.device: list[tuple[int, ...]] = []
+        self.disk: set[tuple[int, ...]] = set()
+        self.over = ""
+        self.asked: list[GenerateRequest] = []
+
+    async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        on_device = tuple(tuple(ids) in self.device for ids in documents)
+        below: Any = tuple("disk" if tuple(ids) in self.disk else "absent" for ids in documents)
+        return Whereabouts(on_device, (False,) * len(below), below, "disk", None, 0, 0, 16, 1, {})
+
+    async def warm(self, request: GenerateRequest) -> None:
+        self.disk |= {tuple(request.input_ids[span.start : span.end]) for span in request.spans}
+
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        if operation == "evict":
+            self.device = []
+        elif operation == "remove_namespace":
+            self.device, self.disk = [], set()
+        tier = {"bytes": 5, "budget_bytes": 10, "documents": 1, "metadata_share": 0.01}
+        tiers = {name: tier | {"bytes": 11 if name == self.over else 5} for name in replay.TIERS}
+        return tiers | {"evictions": {"device": 0, "host": 0, "disk": 0}}
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self.asked.append(request)
+        for span in request.spans[1:]:
+            ids = tuple(request.input_ids[span.start : span.end])
+            self.disk.add(ids)
+            self.device = [*[each for each in self.device if each != ids], ids][-2:]
+        context = None if request.strategy == "prefix" else ContextReport(request.strategy, 1, 1, 0, {}, 0.0, 0.0, 0.0)
+        yield GenerateChunk("x", EngineUsage(100, 25, 1), EngineTimings(), "stop", context)
+
+
+def test_documents_are_counted_where_they_are_on_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [{"id": i, "text": f"Fact {i} is true."} for i in range(4)]
+    path = write(tmp_path, [{"doc_ids": [0, 1]}, {"doc_ids": [1, 2]}, {"doc_ids": [0, 3]}], documents)
+    trace, engine = replay.read_trace(path, 3, DEFAULT_MODEL), Engine()
+    monkeypatch.setattr(replay, "CASES", replay.CASES[:3])
+    prefix, cold, warmed = asyncio.run(replay._Replay(engine, trace, 0.2).run())  # type: ignore[arg-type]
+    assert prefix["prefix %"] == 25.0
+    found = [(row["device %"], row["host %"], row["disk %"], row["miss %"]) for row in (cold, warmed)]
+    assert found[0] == (16.7, 0.0, 16.7, 66.7), "1 comes back on the device, 0 from disk, the others are new"
+    assert found[1] == (16.7, 0.0, 83.3, 0.0)
+    assert {request.strategy for request in engine.asked} == {"prefix", "concat"}
+    assert all(request.input_ids[request.spans[-1].end :] for request in engine.asked), "a question follows the documents"
+    engine.over = "host"
+    with pytest.raises(RagserveError, match="host tier holds 11 bytes, 10 allowed"):
+        asyncio.run(replay._Replay(engine, trace, 0.2).run())  # type: ignore[arg-type]
