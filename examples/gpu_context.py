@@ -157,8 +157,8 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
 
 
 def answers(out: Path, attention: str, questions: int) -> bool:
-    from ragserve.bench.in_process import run_with_engine
     from ragserve.config import DEFAULT_MODEL, load
+    from ragserve.engine.once import run_once
 
     found: dict[str, Any] = {}
     path = out / "context-answers.json"
@@ -171,7 +171,7 @@ def answers(out: Path, attention: str, questions: int) -> bool:
             path.write_text(json.dumps(found, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="ragserve-answers-") as folder:
-        run_with_engine(load(model=DEFAULT_MODEL, data_dir=Path(folder), engine_args=engine_args(attention)), work)
+        run_once(load(model=DEFAULT_MODEL, data_dir=Path(folder), engine_args=engine_args(attention)), work)
     print(json.dumps(found, indent=1), flush=True)
     return all(value for name, value in found.items() if name.startswith("right"))
 

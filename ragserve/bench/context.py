@@ -19,6 +19,7 @@ from typing import Any
 from ragserve.bench import in_process, report
 from ragserve.config import load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.once import run_once
 from ragserve.errors import EngineError
 from sglang_ext.protocol import Span
 
@@ -87,7 +88,7 @@ def run(
                     await engine.control("clear")
                 measured.save()
 
-        in_process.run_with_engine(load(**flags), work)
+        run_once(load(**flags), work)
     return measured.show()
 
 

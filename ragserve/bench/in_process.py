@@ -1,15 +1,13 @@
-"""The engine in this process group, without a web server, and models that are only a shape: to measure the engine alone."""
+"""Models that are only a shape: to measure the engine alone."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from ragserve.config import DEFAULT_MODEL, Settings
+from ragserve.config import DEFAULT_MODEL
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,32 +57,3 @@ def dummy_model(shape: str, folder: Path) -> str:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEFAULT_MODEL) / name, model)
     return str(model)
-
-
-def run_with_engine(settings: Settings, work: Callable[[Any], Awaitable[None]]) -> None:
-    """Start an engine, ``await work(engine)``, and stop it; once in a process. Raises what ``work`` raised."""
-    from ragserve.engine import local
-
-    failure: list[BaseException] = []
-
-    def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
-        from fastapi import FastAPI
-
-        @contextlib.asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            async with sglang_app.router.lifespan_context(sglang_app):
-                try:
-                    await engine.start()
-                    await work(engine)
-                except Exception as error:  # noqa: BLE001 - raised again below, once the engine's processes have ended
-                    failure.append(error)
-                finally:
-                    engine.stop()
-                yield
-                await engine.close()
-
-        return FastAPI(lifespan=lifespan)
-
-    local.serve(settings, make_app)
-    if failure:
-        raise failure[0]
