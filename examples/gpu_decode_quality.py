@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench.fan_out import fan_out
-from ragserve.bench.in_process import run_with_engine
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.once import run_once
 from ragserve.eval.metrics import contains_answer, exact_match
 from ragserve.prompt import PromptBuilder, PromptDocument
 
@@ -112,7 +112,7 @@ def child(name: str, out: Path, sets: list[Path], rows: int) -> None:
     number = list(PAGES).index(name)
     options = {"sparse_attention": "on", "decode_mode": "dense", "decode_budget": 128, "decode_max_budget": 2048} | PAGES[name]
     folder = out / f"data-{number}"
-    run_with_engine(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), work)
+    run_once(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), work)
     save(report, path)
 
 

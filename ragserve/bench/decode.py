@@ -18,6 +18,7 @@ from typing import Any
 from ragserve.bench import in_process
 from ragserve.config import load
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.once import run_once
 from ragserve.errors import EngineError
 
 COPY_BANDWIDTH = 4.29e12  # bytes a second, of a device copy on an H200: what the bound is computed with
@@ -98,7 +99,7 @@ def run(
             report["statistics checked"] = True
             write(report)
 
-        in_process.run_with_engine(load(**flags), work)
+        run_once(load(**flags), work)
     return report
 
 

@@ -439,25 +439,3 @@ def test_each_rank_has_its_own_files(tmp_path: Path) -> None:
     assert document.load_and_check(stores[1])
     for store in stores:
         store.close()
-
-
-def test_where_a_document_is_without_using_it(tmp_path: Path) -> None:
-    first, second = Sample(1, 40), Sample(2, 40)
-    with opened(tmp_path, host_pages=12) as store:
-        assert store.where(first.key, first.namespace) == (False, "absent")
-        first.put(store)
-        flushed(store)
-        assert store.where(first.key, first.namespace) == (True, "disk")
-        assert store.where(first.key, "another") == (False, "absent")
-        hits = store.stat()["hits"]
-        second.put(store)  # twelve pages on host hold one of the two, ten each
-        flushed(store)
-        assert store.where(first.key, first.namespace) == (False, "disk")
-        assert store.where(second.key, second.namespace) == (True, "disk")
-        assert store.stat()["hits"] == hits
-        room = store.room()
-        assert (room["lasting"], room["queued_bytes"], room["faults"]) == ("disk", 0, {})
-    with opened(None) as store:
-        first.put(store)
-        assert store.where(first.key, first.namespace) == (True, "host")
-        assert store.room()["lasting"] == "host"
