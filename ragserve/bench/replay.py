@@ -128,7 +128,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         raise InvalidRequest(f"{path} cannot be read as JSON lines: {error}", hint="See `ragserve bench --help` for the format.") from None
 
 
-def run(out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (), n_queries: int = 200) -> dict[str, Any]:
+def run(out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (), n_queries: int = 120) -> dict[str, Any]:
     """A row per trace, share and case. Raises InvalidRequest without a trace."""
     from ragserve.config import DEFAULT_MODEL
 
@@ -150,7 +150,8 @@ def run(out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (
                     report.write("replay", workload, rows, out=out)
     note = (
         "Per cent of the documents asked for, by the fastest tier that had all of it on arrival; for prefix, of the prompts' tokens. "
-        "device: KV slots, as a share of the documents' tokens. Every tier is empty at first; warmed: all documents are on disk. "
+        "KV slots: as a share of the documents' tokens. Every tier is empty at first; warmed: all documents are on disk, from where they "
+        "come to host and stay there; on the device are those that were computed on it. "
         "metadata: of the bytes of KV alone. Every tier was within its budget after every query."
     )
     return report.write("replay", workload, rows, out=out, note=note)
@@ -276,7 +277,7 @@ class _Replay:
         await asyncio.gather(*(one(number, query) for number, query in enumerate(self._trace.queries)))
         seconds = time.perf_counter() - started
         stat = await self._within_budget()
-        row: dict[str, Any] = {"trace": self._trace.name, "device": f"{self._share:.0%}", "strategy": case.name}
+        row: dict[str, Any] = {"trace": self._trace.name, "KV slots": f"{self._share:.0%}", "strategy": case.name}
         if case.strategy == "prefix":
             row["prefix %"] = round(100 * statistics.mean(cached), 1)
         else:

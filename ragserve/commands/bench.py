@@ -50,7 +50,7 @@ def bench(
         list[str] | None, typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept.")
     ] = None,
     model: Annotated[str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")] = DEFAULT_MODEL,
-    queries: Annotated[int, typer.Option(min=1, help="replay: queries drawn from the trace.")] = 200,
+    queries: Annotated[int, typer.Option(min=1, help="replay: queries drawn from the trace.")] = 120,
     index_types: Annotated[str, typer.Option(help="retrieval: index types to compare, separated by commas.")] = "flat",
 ) -> None:
     """Measure, each figure beside its rival in the same run."""

@@ -395,6 +395,7 @@ def test_metadata_stays_within_three_percent_of_the_kv(tmp_path: Path, shape: Kv
         assert 0 < figures["host"]["metadata_bytes"] <= 0.03 * kv
         assert figures["disk"]["bytes"] == bytes_under(tmp_path) == kv + figures["disk"]["metadata_bytes"]
         assert 0 < figures["disk"]["metadata_bytes"] <= 0.03 * kv
+        assert figures["disk"]["metadata_share"] == pytest.approx(figures["disk"]["metadata_bytes"] / kv, abs=1e-5)
 
 
 def test_figures_and_metrics_count_what_happened(tmp_path: Path) -> None:
