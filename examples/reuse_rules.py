@@ -196,10 +196,30 @@ class Reader:
             ids += self.document(*d)
         return torch.tensor(ids[:tokens]).to(self.device)
 
+    def texts(self, file: Path, tokens: int) -> dict[str, torch.Tensor]:
+        """The first ``tokens`` tokens of each text of a file, as they are and as documents behind the system text.
+
+        Lines of ==== stand between texts; a text's passages have a blank line between them and begin with their title.
+        """
+        parts = [text.strip() for text in file.read_text(encoding="utf-8").split("\n====\n")]
+        if len(parts) != 2:
+            raise SystemExit(f"{file} holds {len(parts)} texts, not two with a line of ==== between them")
+        found = {f"text {i}": self.ids(part) for i, part in enumerate(parts)}
+        for i, part in enumerate(parts):
+            passages = [passage.partition("\n") for passage in part.split("\n\n")]
+            documents = [self.document(title, text) for title, _, text in passages]
+            found[f"documents {i}"] = [*self.ids(SYSTEM), *(token for document in documents for token in document)]
+        return {name: torch.tensor(ids[:tokens]).to(self.device) for name, ids in found.items()}
+
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     with gzip.open(folder / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether a token that reads ``text`` is the last one of a sentence."""
+    return "\n" in text or text.rstrip().rstrip("\"'”’)]").endswith((".", "!", "?", "。", "！", "？"))
 
 
 class Documents:
@@ -314,14 +334,26 @@ class Seen:
 
     @property
     def sentences(self) -> torch.Tensor:
-        """[N] number of a token's sentence; sentences end with a full stop or a line break and never cross documents."""
+        """[N] number of a token's sentence; sentences end with a full stop or a line break and never cross documents.
+
+        One longer than LONGEST tokens is cut into pieces of that length.
+        """
         ids = self.prompt.ids[: self.prompt.question]
         ends = torch.isin(ids, STOPS.to(ids.device))
         starts = torch.cat((ends.new_zeros(1), ends[:-1])) | (self.offset == 0)
+        steps = torch.arange(len(ids), device=ids.device)
+        starts |= (steps - torch.where(starts, steps, 0).cummax(0).values) % LONGEST == 0
         return starts.long().cumsum(0)
+
+    @property
+    def openings(self) -> torch.Tensor:
+        """[N] whether a token is in its document's first sentence: a title line where there is one."""
+        sentences = self.sentences
+        return torch.isin(sentences, sentences[self.offset == 0])
 
 
 STOPS = torch.zeros(0, dtype=torch.long)  # ids of tokens that end a sentence; set from the tokenizer
+LONGEST = 64  # tokens of a sentence
 Rule = Callable[[Seen], torch.Tensor]
 
 
@@ -366,7 +398,56 @@ def titled(score: torch.Tensor, s: Seen) -> torch.Tensor:
     return torch.maximum(score, 0.999 * over(score, s.groups, "max") * (s.offset < 8))
 
 
+SIGNALS: dict[str, Rule] = {  # how much a token depends on what stands before its document
+    "v": lambda s: s.static,
+    "framed": lambda s: s.sv[2:4].mean(0).sum(0),  # with --foreign: the same texts as the documents of a prompt
+    "likely": lambda s: s.sv[4:6].mean(0).sum(0),  # with --foreign: other documents of the same kind
+    "other": lambda s: s.sv[6:8].mean(0).sum(0),  # with --foreign: documents of other kinds
+    "k": lambda s: s.sk[:2].mean(0).sum(0),
+    "framed-k": lambda s: s.sk[2:4].mean(0).sum(0),
+    "none": lambda s: torch.ones_like(s.last),
+}
+
+
+def linked(s: Seen, sentences: torch.Tensor, openings: torch.Tensor, kind: str) -> torch.Tensor:
+    """What the question looks at: each sentence's largest attention, and for a document's opening also the document's.
+
+    "Continued", "Part 2" or "It ..." say that a document goes on where another one ended: what it holds needs them. ``kind``: `full`
+    gives the opening all of the document's, `quarter` a quarter, `sharp` less the further the document is from the best one.
+    """
+    own, document = over(late(s), sentences, "max"), over(late(s), s.groups, "max")
+    factor = {"plain": 0.0, "quarter": 0.25, "full": 1.0, "sharp": document / document.max()}[kind]
+    return torch.where(openings, torch.maximum(own, factor * document), own)
+
+
+def sentences(signal: str, kind: str, power: float) -> Rule:
+    """Sentences that depend on what stands before their document and that the question looks at."""
+    return lambda s: in_order(over(SIGNALS[signal](s), s.sentences, "mean") * linked(s, s.sentences, s.openings, kind).pow(power))
+
+
+def spans(s: Seen, width: int) -> torch.Tensor:
+    """Spans of ``width`` tokens instead of sentences: what is left without punctuation."""
+    number = (s.offset % width == 0).long().cumsum(0)
+    return in_order(over(s.static, number, "mean") * linked(s, number, s.offset < width, "sharp"))
+
+
+def in_order(score: torch.Tensor) -> torch.Tensor:
+    """Negative rank, equal scores in the order of the text."""
+    order = score.argsort(descending=True, stable=True)
+    return -torch.empty_like(score).scatter_(0, order, torch.arange(len(score), device=score.device).to(score.dtype))
+
+
 RULES: dict[str, Rule] = {
+    **{
+        f"{signal}_{kind}_{name}": sentences(signal, kind, power)
+        for signal in SIGNALS
+        for kind in ("plain", "quarter", "sharp", "full")
+        for name, power in (("root", 0.5), ("linear", 1.0))
+    },
+    "framed_spans16": lambda s: spans(replace(s, sv=s.sv[2:]), 16),
+    "framed_spans32": lambda s: spans(replace(s, sv=s.sv[2:]), 32),
+    "spans16": lambda s: spans(s, 16),
+    "spans32": lambda s: spans(s, 32),
     "random": lambda s: torch.rand(len(s.norm[0]), generator=torch.Generator().manual_seed(len(s.norm[0]))).to(s.norm.device),
     "epic": lambda s: -s.offset.float(),
     "cacheblend": lambda s: s.oracle["v"][1],  # exact: layer 0 of every token runs with the true context (2 of the layers' cost)
@@ -472,8 +553,8 @@ def gradient(model: Llama, prompt: Prompt, cache: Cache, full: Cache) -> torch.T
 
 
 @torch.no_grad()
-def look(model: Llama, prompt: Prompt, contexts: Sequence[Foreign]) -> tuple[Cache, Seen, torch.Tensor, Outcome]:
-    """Everything the rules see of one question, the reused cache, and what the full prefill answers."""
+def look(model: Llama, prompt: Prompt, contexts: Sequence[Foreign], *, slope: bool = True) -> tuple[Cache, Seen, torch.Tensor, Outcome]:
+    """Everything the rules see of one question, the reused cache, and what the full prefill answers. ``slope``: the gradient too."""
     cache, stored = ingest(model, prompt, contexts)
     total, n = len(prompt.ids), prompt.question
     steps = torch.arange(total, device=model.device)
@@ -486,8 +567,9 @@ def look(model: Llama, prompt: Prompt, contexts: Sequence[Foreign]) -> tuple[Cac
         "k": (full.k - cache.k).square().sum((1, 2, 4))[:, :n],
         "knorm": cache.k.square().sum((1, 2, 4))[:, :n].mean(1, True),
         "last": question_attention(model, prompt, full)[:, :, -1].mean(1).sum(0),
-        "gradient": gradient(model, prompt, cache, full),
     }
+    if slope:
+        oracle["gradient"] = gradient(model, prompt, cache, full)
     offset = steps[:n] - torch.where(starts, steps[:n], 0).cummax(0).values
     seen = Seen(
         prompt, stored["sv"], stored["sk"], stored["mass"], stored["norm"], question_attention(model, prompt, cache), offset, oracle
@@ -525,7 +607,7 @@ def measure(
     tokens = questions = 0
     for i, row in enumerate(rows):
         prompt = reader.prompt(row)
-        cache, seen, reference, full = look(model, prompt, contexts)
+        cache, seen, reference, full = look(model, prompt, contexts, slope=i < dump or any("gradient" in name for name in rules))
         documents = seen.groups > 0
         available = int(documents.sum())
         tokens, questions = tokens + available, questions + prompt.answer + 1 - prompt.question
@@ -617,23 +699,28 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sets", nargs="+", default=["crossdoc"], help="NAME or NAME:n")
+    parser.add_argument("--sets", nargs="+", default=["crossdoc"], help="NAME, NAME:n or NAME:n:shares, as crossdoc:200:2,5,10")
     parser.add_argument("--n", type=int, default=200)
-    parser.add_argument("--rules", nargs="+", default=[*RULES, *STAGED])
+    parser.add_argument("--rules", nargs="+", default=["static", "v_quarter_linear"], help=f"of {', '.join([*RULES, *STAGED])}")
     parser.add_argument("--shares", nargs="+", type=float, default=[2, 5, 10, 15, 20, 30], help="percent of the documents' tokens")
     parser.add_argument("--dump", type=int, default=0, help="write what the rules saw of this many questions of every set to OUT.SET.pt")
+    parser.add_argument("--foreign", type=Path, help="texts with lines of ==== between them: contexts that come first, as the server's do")
     arguments = parser.parse_args()
     for name in arguments.rules:
         if name not in RULES and name not in STAGED:
             parser.error(f"no rule {name!r}: choose from {', '.join([*RULES, *STAGED])}")
+        if name.startswith(("framed", "likely", "other")) and arguments.foreign is None:
+            parser.error(f"rule {name!r} needs --foreign")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, reader = Llama(arguments.model, device), Reader(arguments.model, device)
     vocabulary = reader.tokenizer.get_vocab()
     global STOPS
-    STOPS = torch.tensor(sorted(i for token, i in vocabulary.items() if token.endswith((".", "Ċ", '."'))))
+    STOPS = torch.tensor(sorted(i for i in vocabulary.values() if ends_sentence(reader.tokenizer.decode([i]))))
+    texts = {f"{name} {row}": reader.foreign(rows_of(arguments.data, name)[row], tokens) for name, row, tokens in CONTEXTS}
+    if arguments.foreign is not None:
+        texts = reader.texts(arguments.foreign, 512) | texts
     contexts = []
-    for name, row, tokens in CONTEXTS:
-        ids = reader.foreign(rows_of(arguments.data, name)[row], tokens)
+    for ids in texts.values():
         positions = torch.arange(len(ids), device=device)[None]
         with torch.no_grad():
             contexts.append(Foreign(model.prefill(ids[None], positions), positions))
@@ -641,7 +728,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "model": arguments.model.name,
-        "contexts": [list(c) for c in CONTEXTS],
+        "contexts": {name: len(ids) for name, ids in texts.items()},
         "check": check(model, arguments.model, reader.prompt(rows_of(arguments.data, "crossdoc")[0]), contexts),
         "sets": {},
     }
@@ -649,9 +736,10 @@ def main() -> None:
     if max(report["check"].values()) > 0.01:
         raise SystemExit(f"differs from transformers: {report['check']}")
     for spec in arguments.sets:
-        name, _, n = spec.partition(":")
+        name, n, some = [*spec.split(":"), "", ""][:3]
         rows = rows_of(arguments.data, name)[: int(n or arguments.n)]
-        report["sets"][name], dumped = measure(model, reader, rows, contexts, arguments.rules, arguments.shares, arguments.dump)
+        shares = [float(share) for share in some.split(",")] if some else arguments.shares
+        report["sets"][name], dumped = measure(model, reader, rows, contexts, arguments.rules, shares, arguments.dump)
         arguments.out.write_text(json.dumps(report, indent=1))
         if dumped:
             torch.save(dumped, arguments.out.with_suffix(f".{name}.pt"))
