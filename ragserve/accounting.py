@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ragserve.auto import Choice
 from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
 from ragserve.prompt import Prompt
 from ragserve.results import Answer, ContextUse, DecodeUse, RetrievalTimings, Timings
 
 
-def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int) -> ContextUse:
-    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the prefix that it had cached."""
+def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int, choice: Choice | None = None) -> ContextUse:
+    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the prefix that it had cached.
+
+    ``choice`` is what strategy ``auto`` chose.
+    """
     report, cached = last.context, last.usage.cached
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
@@ -31,6 +35,7 @@ def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: i
         tokens_kept=report.kept if report else prompt.tokens_kept,
         tokens_recomputed=report.recomputed if report else prompt.tokens_kept - reused,
         tokens_by_tier=dict(report.by_tier) if report else {"device": reused},
+        choice=f"{choice.spec.label}: {choice.reason}" if choice else None,
         notes=notes,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve.accounting import Clock, context_use, decode_use, observe
+from ragserve.auto import AUTO, Chooser
 from ragserve.citations import Marker, MarkerFilter, cite
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
@@ -116,11 +117,18 @@ class Answerer:
     """Retrieval, prompt, generation, citations."""
 
     def __init__(
-        self, engine: Engine, retriever: Retriever, prompts: PromptBuilder, limiter: QueryLimiter, gate: Gate | None = None
+        self,
+        engine: Engine,
+        retriever: Retriever,
+        prompts: PromptBuilder,
+        limiter: QueryLimiter,
+        gate: Gate | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
-        """Without a ``gate`` every strategy of the engine may answer."""
+        """Without a ``gate`` every strategy of the engine may answer; without a ``chooser`` there is no strategy ``auto``."""
         self._engine = engine
         self._gate = gate
+        self._chooser = chooser
         self._retriever = retriever
         self._prompts = prompts
         self._limiter = limiter
@@ -146,6 +154,10 @@ class Answerer:
         context = await self._context(query)
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, context)
+        choice = None
+        if query.strategy == AUTO and self._chooser is not None:
+            choice = await self._chooser.choose(prompt, query.namespace)
+            query = replace(query, strategy=choice.spec.name, strategy_options=choice.spec.options)
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
             namespace=query.namespace,
@@ -184,7 +196,7 @@ class Answerer:
             answer=answer,
             citations=citations,
             usage=Usage(prompt=last.usage.prompt, cached=last.usage.cached, completion=last.usage.completion),
-            context=context_use(query.strategy, prompt, last, len(context.passages)),
+            context=context_use(query.strategy, prompt, last, len(context.passages), choice),
             timings=timings,
             decode=decode_use(last),
             index_version=context.version,
@@ -203,6 +215,10 @@ class Answerer:
                 hint="Start the server with --sparse-attention on, or leave decode out.",
                 param="decode",
             )
+        if query.strategy == AUTO and self._chooser is not None:
+            if _own_options(query):
+                raise InvalidRequest("Strategy auto takes no options: it chooses them.", param="strategy_options")
+            return
         if query.strategy not in info.strategies:
             why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 _REPO = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
-StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random"]
+StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "auto"]
 DecodeMode = Literal["dense", "hierarchical", "progressive"]
 
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["default"])]
@@ -84,7 +84,8 @@ class Settings(BaseSettings):
 
     # answering
     strategy: StrategyName = Field(
-        "prefix", description="full, prefix: exact. concat, epic, cacheblend, random: composed from cached documents."
+        "prefix",
+        description="full, prefix: exact. auto: the fastest verified. concat, epic, cacheblend, random: composed from cached documents.",
     )
     force_strategies: bool = Field(
         False, description="Let composed strategies answer that `ragserve eval --write-gate` has not verified for the model."

@@ -57,6 +57,7 @@ class ContextUse(Result):
     strategy: str = Field(
         description="What answered: `full` (all prefilled anew) and `prefix` (SGLang's cache) are exact, others are composed."
     )
+    choice: str | None = Field(default=None, description="Strategy `auto`: what it chose, with its options, and why.")
     documents_retrieved: int = Field(description="Passages found or given.")
     documents_kept: int = Field(description="Passages in the prompt; the others did not fit, see `notes`.")
     tokens_retrieved: int = Field(description="Document tokens found or given.")

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.protocol import prefix_key
+
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
@@ -50,6 +52,13 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
         "strategies": [] if runtime.unsupported else list(names()),
         "unsupported": runtime.unsupported,
     }
+
+
+def _prefix(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Tokens of a prompt in a namespace's exact prefix cache; asking is no use of them."""
+    from array import array
+
+    return {"tokens": runtime.tree.peek(array("q", body["ids"]), prefix_key(str(body["namespace"])))}
 
 
 def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
@@ -132,6 +141,7 @@ def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
 
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
+    "prefix": _prefix,
     "stat": _stat,
     "verify": _verify,
     "where": _where,

@@ -102,6 +102,11 @@ class ContextPlan:
             raise PlanError(f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one token")
 
 
+def prefix_key(namespace: str) -> str:
+    """SGLang's extra key of a namespace's exact prefix cache. The colon keeps it apart from documents' keys."""
+    return f"namespace:{namespace}"
+
+
 def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
     """Under what a document's KV is cached: 32 hex digits over namespace, model (fingerprint) and token ids.
 

@@ -52,7 +52,8 @@ class QueryRequest(RetrieveRequest):
 
     strategy: StrategyName | None = Field(
         None,
-        description="Exact: `full`, `prefix`. Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`. "
+        description="Exact: `full`, `prefix`. `auto`: the verified one expected to be fastest. "
+        "Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`. "
         "Default: the server's.",
     )
     strategy_options: dict[str, bool | int | float | str] = Field(

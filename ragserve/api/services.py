@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import Depends, Request
 
 from ragserve.answer import Answerer, QueryLimiter
+from ragserve.auto import Chooser
 from ragserve.config import Settings
+from ragserve.costs import FILE_NAME as COSTS_FILE
 from ragserve.engine.base import Engine, EngineInfo
 from ragserve.engine.caching import CachingEngine
 from ragserve.errors import InvalidRequest, Unavailable
@@ -114,8 +116,9 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         limiter = QueryLimiter(settings.max_concurrent_queries)
-        gate = None if settings.force_strategies else Gate.of(settings, info)
-        answerer = Answerer(engine, retriever, prompts, limiter, gate)
+        gate = Gate.of(settings, info)
+        chooser = Chooser(engine, gate, settings.data_dir / COSTS_FILE)
+        answerer = Answerer(engine, retriever, prompts, limiter, None if settings.force_strategies else gate, chooser)
         yield Services(
             settings,
             engine,

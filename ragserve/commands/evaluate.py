@@ -75,10 +75,12 @@ def evaluate(
     Without --url, `given` starts engines of its own and compares the strategies' next-token distributions with that of full prefill;
     `retrieved` starts a server.
     """
+    from ragserve.auto import AUTO
     from ragserve.eval.data import find
     from ragserve.strategies import parse
 
-    specs = parse(strategies, get_args(StrategyName))
+    known = [name for name in get_args(StrategyName) if name != AUTO or url]
+    specs = parse(strategies, known)
     if url and model:
         raise InvalidRequest("--model starts a server and --url names a running one.", hint="Give one of them.")
     if model:

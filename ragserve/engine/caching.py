@@ -59,6 +59,10 @@ class CachingEngine(Protocol):
         """Compute every span of the request, alone, into all tiers. Those that are on the device already cost next to nothing."""
         ...
 
+    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+        """How many of a prompt's first tokens are in the namespace's exact prefix cache. Asking is no use of them."""
+        ...
+
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         """Where the documents with these token ids are. Asking is no use of them: their order of eviction stays."""
         ...

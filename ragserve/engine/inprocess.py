@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ def run(settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T]]) -
 
     Needs the main thread of a process that does nothing else: SGLang installs signal handlers and ends its child processes by their parent.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several processes share the cores
     done: dict[str, T] = {}
     failure: list[BaseException] = []
 

@@ -117,6 +117,10 @@ class LocalEngine:
         keys = [document_key(namespace, self._fingerprint, ids) for ids in documents]
         return Whereabouts.of(await self.control("where", keys=keys, tokens=list(map(len, documents)), namespace=namespace))
 
+    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+        """How many of a prompt's first tokens strategy ``prefix`` would find, see `ragserve.engine.caching`."""
+        return int((await self.control("prefix", ids=list(input_ids), namespace=namespace))["tokens"])
+
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
         """See the protocol. The namespace's exact prefixes go, too: they hold its documents among others."""
         if documents is None:

@@ -20,6 +20,7 @@ from sglang_ext.protocol import (
     ContextReport,
     DecodeReport,
     Span,
+    prefix_key,
 )
 
 
@@ -60,7 +61,7 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         return fields
     if custom:
         sampling["custom_params"] = custom
-    return fields | {"extra_key": f"full:{rid}" if request.strategy == "full" else f"namespace:{request.namespace}"}
+    return fields | {"extra_key": f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)}
 
 
 def document_payload(request: GenerateRequest, span: Span, rid: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ragserve.auto import AUTO
 from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import Passage, Question, distinct_passages
@@ -47,7 +48,7 @@ class Options:
     @property
     def sent(self) -> dict[str, Any] | None:
         """The options as a server takes them: what is being evaluated is not verified yet."""
-        composed = self.strategy is not None and self.strategy not in EXACT_STRATEGIES
+        composed = self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
         return {**self.strategy_options, FORCE: True} if composed else dict(self.strategy_options) or None
 
 

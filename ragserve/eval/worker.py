@@ -6,7 +6,6 @@ Takes every ``of``-th question from the ``index``-th on, and leaves rows and wha
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +77,4 @@ def _served(engine: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several processes share the cores
     run(Job.load(Path(sys.argv[1])))

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_ext.documents.radix import is_document_key
+from sglang_ext.protocol import prefix_key
 
 _SWEEP_AT = 10_000  # documents remembered as on the device before those that the tree has evicted are forgotten
 
@@ -52,7 +53,7 @@ class DeviceDocuments:
 
         What a running request still reads is freed when that ends.
         """
-        prefixes = f"namespace:{namespace}"
+        prefixes = prefix_key(namespace)
         on_device = self._tree.tokens_by_key()
         removed = 0
         for key in keys:

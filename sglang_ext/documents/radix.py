@@ -7,11 +7,12 @@ document request's KV enters the tree under the document's key, and is handed to
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 _DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -90,6 +91,20 @@ class DocumentRadixCache(RadixCache):
         """Slots of everything cached, int64."""
         nodes = _subtree(self.root_node)[1:]
         return torch.cat([node.value for node in nodes]) if nodes else torch.empty(0, dtype=torch.int64)
+
+    def peek(self, ids: array[int], extra_key: str) -> int:
+        """How many of the first ``ids`` are cached under this key. SGLang's own look-up would split nodes and make them young."""
+        key, node, found = RadixKey(ids, extra_key=extra_key), self.root_node, 0
+        while len(key):
+            child = node.children.get(key.child_key(self.page_size))
+            if child is None:
+                break
+            length = child.key.match(key, page_size=self.page_size)
+            found += length
+            if length < len(child.key):
+                break
+            key, node = key[length:], child
+        return found
 
     def tokens_by_key(self) -> dict[str, int]:
         """Cached tokens under each extra key."""

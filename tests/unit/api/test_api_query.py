@@ -10,6 +10,8 @@ import httpx
 import pytest
 from scripted_server import DOCUMENTS, Live
 
+from ragserve.costs import FILE_NAME as COSTS_FILE
+from ragserve.costs import Costs
 from ragserve.errors import EngineError, TooManyRequests
 from ragserve.gate import FILE_NAME, Entry, Figures, record
 from ragserve.prompt import Message, PromptBuilder, PromptDocument
@@ -119,6 +121,22 @@ def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, li
     record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=16": Entry({"s": good}, "m", "d", "h")})
     assert answer(first=16).status_code == 200
     assert answer(first=8).status_code == 400
+
+
+def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs: str) -> None:
+    def chosen(**options: Any) -> httpx.Response:
+        return client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "strategy": "auto", "strategy_options": options})
+
+    exact = chosen().json()["context"]
+    assert exact["strategy"] == "prefix"
+    assert "ragserve calibrate" in exact["choice"]
+    assert chosen(first=16).status_code == 400
+    good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
+    record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=4": Entry({"s": good}, "m", "d", "h")})
+    costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "h", "d")
+    costs.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint)
+    assert "does not say what it has cached" in chosen().json()["context"]["choice"]  # this one has no document cache
+    assert live.engine.requests[-1].strategy == "prefix"
 
 
 def test_a_short_follow_up_is_searched_for_with_the_turn_before(client: httpx.Client, live: Live, docs: str) -> None:

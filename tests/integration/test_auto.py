@@ -1,0 +1,68 @@
+"""`ragserve calibrate` on the real engine, and strategy auto on the real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ragserve.costs import FILE_NAME as COSTS_FILE
+from ragserve.costs import Costs
+from ragserve.gate import FILE_NAME as GATE_FILE
+from ragserve.gate import Entry, Figures, record
+from sglang_ext.documents.factory import model_fingerprint
+from tests.conftest import MODEL
+
+GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
+
+
+def test_calibrate_measures_every_tier_and_leaves_a_profile(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ragserve.cli", "calibrate", "--data-dir", str(tmp_path), "--strategies", "epic:first=8"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "1000", "--repeats", "1", "--context-length", "2048"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "not all of them fit" not in done.stderr
+    costs = Costs.load(tmp_path / COSTS_FILE, model_fingerprint(str(MODEL), ""))
+    assert costs is not None
+    assert set(costs.composed) == {"epic:first=8"}
+    assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk"}
+    assert costs.exact_ms(1000) > costs.exact_ms(1000, 900) > 0
+    assert costs.exact_ms(4000) > costs.exact_ms(1000)
+
+
+def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
+    """The profile is made up, so that what is cached alone decides: composing is cheap, a document that is nowhere is not."""
+    fingerprint = model_fingerprint(str(MODEL), "")
+    files = (server.data_dir / GATE_FILE, server.data_dir / COSTS_FILE)
+    texts = [f"The lighthouse of Corran {number} was built by Ida Marsh in 18{number}. It is made of granite." * 3 for number in (10, 20)]
+    body = {"query": "Who built the lighthouse?", "namespace": "auto", "documents": [{"title": "Corran", "text": text} for text in texts]}
+
+    def ask(strategy: str, **options: Any) -> dict[str, Any]:
+        response = server.client.post("/rag/query", json={**body, "strategy": strategy, "strategy_options": options, "max_new_tokens": 4})
+        assert response.status_code == 200, response.text
+        return dict(response.json()["context"])
+
+    try:
+        record(files[0], fingerprint, {"concat": Entry({"s": GOOD}, "ragserve-tiny", "d", "h")})
+        Costs((10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d").save(files[1], fingerprint)
+        cold = ask("auto")
+        assert (cold["strategy"], "3 of 3 documents cached nowhere" in cold["choice"]) == ("prefix", True)
+        again = ask("auto")
+        assert again["strategy"] == "prefix"
+        assert sum(again["tokens_by_tier"].values()) == again["tokens_kept"], "the prefix cache has all of it"
+        ask("concat")
+        body["query"] = "Where?"
+        body["documents"].reverse()
+        warm = ask("auto")
+        assert (warm["strategy"], warm["tokens_by_tier"]) == ("concat", {"device": warm["tokens_kept"]})
+        assert warm["choice"].startswith("concat: expected concat ")
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)

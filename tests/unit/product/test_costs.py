@@ -1,0 +1,163 @@
+"""The cost model: fitted to made-up machines, and what strategy auto makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.auto import Chooser
+from ragserve.costs import Costs, Sample, fit
+from ragserve.engine.base import EngineInfo, GenerateRequest
+from ragserve.engine.caching import Whereabouts
+from ragserve.errors import InvalidRequest
+from ragserve.gate import Entry, Figures, Gate, record
+from ragserve.prompt import Prompt, Segment
+
+LENGTHS = (512, 1024, 2048, 4096)
+
+
+def machine(slow_disk: float = 1.0) -> list[Sample]:
+    """10 ms and 0.1 ms a token and 1e-5 ms a pair of tokens; composing 5 ms and 0.01 ms a token, twice that from host."""
+    samples = [Sample(n, 10 + 0.1 * n + 1e-5 * n * n) for n in LENGTHS]
+    samples += [Sample(n, 10 + 0.1 * n / 2 + 1e-5 * (n * n - n * n / 4), cached=n // 2) for n in LENGTHS]
+    for tier, factor in (("device", 1.0), ("host", 2.0), ("disk", 3.0 * slow_disk)):
+        samples += [Sample(n, 5 + 0.01 * n * factor, strategy="epic:first=16", tier=tier) for n in LENGTHS]
+    return samples
+
+
+def costs(samples: Sequence[Sample] | None = None) -> Costs:
+    return fit(machine() if samples is None else samples, model="tiny", hardware="a CPU", date="2026-01-01")
+
+
+def test_a_fit_recovers_the_machine() -> None:
+    found = costs()
+    assert found.exact == pytest.approx((10, 0.1, 1e-5), rel=1e-3)
+    assert found.error < 1e-4
+    assert found.exact_ms(3000) == pytest.approx(10 + 300 + 90, rel=1e-3)
+    assert found.exact_ms(3000, 2990) == pytest.approx(10 + 1 + 1e-5 * (3000**2 - 2990**2), rel=1e-3)
+    label = "epic:first=16"
+    assert found.composed_ms(label, [(1000, "device")]) == pytest.approx(15, rel=1e-3)
+    assert found.composed_ms(label, [(500, "device"), (500, "host")]) == pytest.approx(20, rel=1e-3)
+    missing = found.composed_ms(label, [(500, "device"), (500, "absent")])
+    assert missing == pytest.approx(15 + 10 + 50 + 2.5, rel=1e-3), "prefilled alone first, on the device then"
+    assert math.isinf(found.composed_ms("concat", [(1000, "device")]))
+    assert math.isinf(costs([s for s in machine() if s.tier != "disk"]).composed_ms(label, [(1000, "disk")]))
+
+
+def test_noise_never_makes_a_prompt_cheaper_by_being_longer() -> None:
+    noisy = [Sample(n, (10 + 0.1 * n) * (1.1 if i % 2 else 0.9)) for i, n in enumerate((256, *LENGTHS))]
+    found = costs(noisy)
+    assert all(coefficient >= 0 for coefficient in found.exact)
+    assert 0 < found.error < 0.15
+
+
+def test_a_profile_is_kept_by_model(tmp_path: Path) -> None:
+    place = tmp_path / "data" / "costs.json"
+    assert Costs.load(place, "abc") is None
+    found = costs()
+    found.save(place, "abc")
+    costs(machine(2.0)).save(place, "other")
+    assert Costs.load(place, "abc") == found
+    assert Costs.load(place, "unknown") is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 7, "models": {}}', '{"version": 1, "models": {"abc": {"exact": [1]}}}'])
+def test_a_foreign_file_is_named(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "costs.json"
+    place.write_text(text)
+    with pytest.raises(InvalidRequest, match="not a cost profile"):
+        Costs.load(place, "abc")
+
+
+def test_too_few_measurements() -> None:
+    with pytest.raises(InvalidRequest, match="too few"):
+        costs([Sample(100, 1.0), Sample(200, 2.0)])
+
+
+class Cache:
+    """An engine of which only what it has cached matters."""
+
+    def __init__(self, prefix: int, *tiers: str) -> None:
+        self._prefix, self._tiers = prefix, tiers
+        self.info = EngineInfo("local", "tiny", "tiny", "0", "cpu", "", 8192, 8192, ("full", "prefix", "epic"), "abc")
+
+    async def warm(self, request: GenerateRequest) -> None: ...
+
+    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+        return self._prefix
+
+    async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        below: Any = tuple("absent" if tier == "device" else tier for tier in self._tiers)
+        held = [tuple(tier == name for tier in self._tiers) for name in ("device", "host")]
+        return Whereabouts(held[0], held[1], below, "disk", None, 0, 0, 16, 0, {})
+
+
+class Exact:
+    """An engine without a document cache."""
+
+    info = Cache(0).info
+
+
+DEVICE = ("device",) * 3
+
+PROMPT = Prompt(
+    [0] * 2048,
+    (Segment("system", 0, 16), Segment("document", 16, 1000), Segment("document", 1000, 2000), Segment("question", 2000, 2048)),
+    2,
+    1984,
+    1984,
+)
+GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
+
+
+def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> tuple[str, str]:
+    record(tmp_path / "gate.json", "abc", {verified: Entry({"s": GOOD}, "tiny", "d", "h")})
+    made = asyncio.run(Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny"), tmp_path / "costs.json").choose(PROMPT, "n"))
+    return made.spec.label, made.reason
+
+
+def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
+    costs().save(tmp_path / "costs.json", "abc")
+    label, reason = choice(tmp_path, Cache(16, *DEVICE))
+    assert label == "epic:first=16"
+    assert "epic:first=16 25 ms, prefix 255 ms" in reason
+    assert choice(tmp_path, Cache(2000, *DEVICE))[0] == "prefix", "the prompt is nearly all in the prefix cache"
+    label, reason = choice(tmp_path, Cache(0, "device", "absent", "absent"))
+    assert label == "prefix"
+    assert "2 of 3 documents cached nowhere" in reason
+
+
+@pytest.mark.parametrize(
+    ("engine", "verified", "says"),
+    [
+        (Cache(0, *DEVICE), "concat", "verified"),  # calibrated is epic only
+        (Cache(0, *DEVICE), "samkv:update=fusion", "verified"),
+        (Exact(), "epic:first=16", "does not say"),
+    ],
+    ids=["not-calibrated", "unknown", "no-cache"],
+)
+def test_auto_is_exact_where_it_cannot_know_better(tmp_path: Path, engine: Any, verified: str, says: str) -> None:
+    costs().save(tmp_path / "costs.json", "abc")
+    label, reason = choice(tmp_path, engine, verified=verified)
+    assert label == "prefix"
+    assert says in reason
+
+
+def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
+    record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h")})
+    engine: Any = Cache(0, *DEVICE)
+    chooser = Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny"), tmp_path / "costs.json")
+    first = asyncio.run(chooser.choose(PROMPT, "n"))
+    assert (first.spec.label, "ragserve calibrate" in first.reason) == ("prefix", True)
+    costs().save(tmp_path / "costs.json", "abc")
+    assert asyncio.run(chooser.choose(PROMPT, "n")).spec.label == "epic:first=16"
+    (tmp_path / "costs.json").write_text("{")
+    os.utime(tmp_path / "costs.json", ns=(1, 1))
+    with pytest.raises(InvalidRequest, match="ragserve calibrate"):
+        asyncio.run(chooser.choose(PROMPT, "n"))
