@@ -4,7 +4,8 @@
 
 What `ragserve eval` does, for machines that have SGLang and this checkout on the path but not the rest of the product. Rows are in
 OUT_DIR/rows-*.jsonl as soon as they are known; after ``--seconds``, or on any failure, the report covers the rows that there are, and the
-same command goes on where it stopped. The attention backend is SGLang's default unless RAGSERVE_ATTENTION names another.
+same command goes on where it stopped. OUT_DIR/ragserve-gate.json says which strategies it verified, for a data or model folder. The
+attention backend is SGLang's default unless RAGSERVE_ATTENTION names another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from ragserve import gate
 from ragserve.config import load
 from ragserve.errors import RagserveError
 from ragserve.eval.data import find
@@ -64,6 +66,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     report = write(plan, rows, served, given.out / "eval.json")
+    entries = gate.measured(report["rows"], report["environment"], model=report["workload"]["model"])
+    gate.record(given.out / gate.FILE_NAME, served["engine"]["fingerprint"], entries)
+    print("verified: " + (", ".join(label for label, entry in entries.items() if entry.verified) or "none"))
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])
     print(f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s")
