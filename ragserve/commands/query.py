@@ -142,6 +142,8 @@ def _print_account(answer: Answer, console: Console) -> None:
         markup=False,
         style="dim",
     )
+    if use.choice:
+        console.print(f"auto chose {use.choice}", markup=False, style="dim")
     for note in use.notes:
         console.print(note, markup=False, style="yellow")
     stages = answer.timings.model_dump(exclude_none=True)
