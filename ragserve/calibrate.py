@@ -20,14 +20,17 @@ from ragserve.strategies import StrategySpec
 from sglang_ext.protocol import ContextReport, Span
 
 NAMESPACE = "calibration"
-QUESTION_TOKENS = 32
+SYSTEM_TOKENS, QUESTION_TOKENS = 16, 32
 _RESERVED_TOKENS = 16
 _MIN_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to measure: prompts of ``_MIN_TOKENS`` tokens, doubled up to ``max_tokens`` (None: what the engine takes), ``repeats`` times."""
+    """What to measure.
+
+    Contexts (system text and documents) of ``_MIN_TOKENS`` tokens, doubled up to ``max_tokens`` (None: what the engine takes).
+    """
 
     max_tokens: int | None = None
     document_tokens: int = 256
@@ -35,7 +38,7 @@ class Schedule:
     vocabulary: int = 8000  # random tokens are below it
 
     def lengths(self, engine: LocalEngine) -> list[int]:
-        """Tokens of documents in a prompt. Raises InvalidRequest where the engine takes too few to see a curve."""
+        """Tokens of contexts. Raises InvalidRequest where the engine takes too few to see a curve."""
         most = engine.info.max_prompt_tokens - QUESTION_TOKENS - _RESERVED_TOKENS
         most = min(most, self.max_tokens) if self.max_tokens else most
         lengths = []
@@ -94,7 +97,7 @@ class _Probe:
         """All documents in ``tier``; None where they were not."""
         documents = self._documents.setdefault(length, self._ids(length))
         size = self._schedule.document_tokens
-        spans = tuple(Span(a, min(a + size, length)) for a in range(0, length, size))
+        spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, length)) for a in range(SYSTEM_TOKENS, length, size)))
         request = self._request(spec.name, documents, spans, spec)
         await self._engine.warm(request)
         taken = []
