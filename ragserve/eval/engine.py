@@ -104,7 +104,8 @@ class _Asking:
         sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
         spans = tuple(Span(s.start, s.end) for s in self._prompt.segments if s.kind != "question")
         rid = f"{self._name}-{self._question.id}"
-        return GenerateRequest(rid, self._prompt.input_ids, NAMESPACE, spec.name, sampling, spans, spec.options, self._ask.compare)
+        ids = self._prompt.input_ids
+        return GenerateRequest(rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=self._ask.compare)
 
     async def _row(self, spec: StrategySpec) -> Row:
         text, first, last = "", None, None

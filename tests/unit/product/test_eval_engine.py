@@ -53,7 +53,7 @@ class Table:
         for text, reason in ((self.answers[request.strategy], None), ("", "stop")):
             usage = EngineUsage(len(request.input_ids), 0, 2)
             fallback = "no room" if request.strategy == "random" else None
-            yield GenerateChunk(text, usage, EngineTimings(), reason, report, fallback, distribution)
+            yield GenerateChunk(text, usage, EngineTimings(), reason, report, fallback=fallback, distribution=distribution)
 
 
 QUESTION = Question("q1", "What colour is a?", ("red",), (Passage("a", "a is red."), Passage("b", "b is blue.")), (), "k")
