@@ -20,7 +20,7 @@ from ragserve import gate
 from ragserve.config import load
 from ragserve.errors import RagserveError
 from ragserve.eval.data import find
-from ragserve.eval.parallel import Plan, run
+from ragserve.eval.parallel import Plan, known, run
 from ragserve.eval.summary import write
 from ragserve.strategies import parse
 
@@ -60,11 +60,13 @@ def main() -> int:
             shown[0] = time.monotonic()
             print(f"{shown[0] - started:5.0f} s  {done} of {total} answers", flush=True)
 
+    broken = False
     try:
         rows, served = run(plan, given.out, progress)
     except RagserveError as error:
         print(error, file=sys.stderr)
-        return 1
+        broken = True
+        rows, served = known(plan, given.out)
     report = write(plan, rows, served, given.out / "eval.json")
     entries = gate.measured(report["rows"], report["environment"], model=report["workload"]["model"])
     gate.record(given.out / gate.FILE_NAME, served["engine"]["fingerprint"], entries)
@@ -72,7 +74,7 @@ def main() -> int:
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])
     print(f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s")
-    return 1 if failed else 0
+    return 1 if failed or broken else 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from ragserve.eval.worker import Job
 from ragserve.strategies import StrategySpec
 
 _POLL_S = 0.2
+_RESTARTS = 1  # of an engine that ends: several that start at once may pick the same port
 Progress = Callable[[int, int], None]
 
 
@@ -46,11 +47,11 @@ class Plan:
 def run(plan: Plan, folder: Path, progress: Progress = lambda done, total: None) -> tuple[list[rows.Row], dict[str, Any]]:
     """The rows of a plan in the order of sets, questions and strategies, and what served them (``engine``, ``environment``).
 
-    Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. Raises EngineError with the end
-    of its log where a worker dies, or where nothing was answered in time: run again with the same folder to go on.
+    Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. An engine that ends is started
+    once more. Raises EngineError with the end of its log where it ends again, or where nothing was answered in time: run again with the
+    same folder to go on, or take :func:`known`.
     """
-    questions = [(set_name(path), question) for path in plan.sets for question in load(path, plan.limit)]
-    keys = [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
+    keys = _keys(plan)
     rows.claim(folder, _identity(plan))
     held = rows.read(folder)
     if any(key not in held or held[key].get("error") for key in keys):
@@ -58,11 +59,22 @@ def run(plan: Plan, folder: Path, progress: Progress = lambda done, total: None)
         done_before = sum(1 for key in wanted if key in held and not held[key].get("error"))
         written = rows.count(folder)
         _work(plan, folder, lambda: progress(min(len(keys), done_before + rows.count(folder) - written), len(keys)))
-        held = rows.read(folder)
-    if not any(key in held for key in keys):
-        raise EngineError(f"No question was answered within {plan.seconds} s.", hint="Give it more time; see worker-*.log in the folder.")
+    return known(plan, folder)
+
+
+def known(plan: Plan, folder: Path) -> tuple[list[rows.Row], dict[str, Any]]:
+    """What :func:`run` gives, of the rows that there are now. Raises EngineError where there is none."""
+    held = rows.read(folder)
+    found = [held[key] for key in _keys(plan) if key in held]
+    if not found:
+        raise EngineError(f"No question has been answered in {folder}.", hint="Give it more time; see worker-*.log there.")
     served = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("engine-*.json"))]
-    return [held[key] for key in keys if key in held], served[0]
+    return found, served[0]
+
+
+def _keys(plan: Plan) -> list[rows.Key]:
+    questions = [(set_name(path), question) for path in plan.sets for question in load(path, plan.limit)]
+    return [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
@@ -74,22 +86,26 @@ def _identity(plan: Plan) -> dict[str, Any]:
 
 def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(_worker(plan, folder, index)) for index in range(plan.workers)]
-        running = list(workers)
+        running = {index: stack.enter_context(_worker(plan, folder, index)) for index in range(plan.workers)}
+        restarts = dict.fromkeys(running, _RESTARTS)
         deadline = time.monotonic() + (plan.seconds or math.inf)
         while running and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             tick()
-            for process, log in list(running):
+            for index, (process, log) in list(running.items()):
                 if process.poll() is None:
                     continue
-                running.remove((process, log))
-                if process.returncode:
+                del running[index]
+                if process.returncode == 0:
+                    continue
+                if not restarts[index]:
                     end = log.read_bytes()[-4000:].decode("utf-8", "replace")
                     raise EngineError(
                         f"An engine of the evaluation ended with {process.returncode}:\n{end}",
                         hint="What was measured is kept: run again with the same folder to go on.",
                     )
+                restarts[index] -= 1
+                running[index] = stack.enter_context(_worker(plan, folder, index))
 
 
 @contextlib.contextmanager
@@ -110,7 +126,7 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
         settings=settings.model_dump(mode="json", exclude={"api_key", "engine_api_key"}),
     )
     log = folder / f"worker-{index}.log"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ragserve.eval.worker", str(job.save())],
             stdout=output,

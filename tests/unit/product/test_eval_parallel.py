@@ -1,0 +1,69 @@
+"""Workers that die, with a worker that needs no engine: what is kept, what is started again, what is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.config import Settings
+from ragserve.errors import EngineError
+from ragserve.eval import parallel
+from ragserve.eval.parallel import Plan, known, run
+from ragserve.strategies import parse
+
+WORKER = """
+import json, os, sys
+job = json.load(open(sys.argv[1]))
+folder = job["folder"]
+json.dump({"engine": {}, "environment": {}}, open(f"{folder}/engine-{job['index']}.json", "w"))
+place = f"{folder}/rows-{job['index']}.jsonl"
+done = len(open(place).readlines()) if os.path.exists(place) else 0
+rows = [line for line in open(job["sets"][0])][job["index"] :: job["of"]]
+for number, line in enumerate(rows[done:], done):
+    print("worker", job["index"], "asks", number)
+    with open(place, "a") as out:
+        out.write(json.dumps({"set": "s", "id": json.loads(line)["id"], "strategy": "full", "error": None}) + "\\n")
+    if number == DIES_AFTER and job["index"] == 1:
+        sys.exit("the GPU fell off the bus")
+"""
+
+
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_after: str) -> Plan:
+    data = tmp_path / "s.jsonl"
+    data.write_text("".join(json.dumps({"id": str(i), "question": "q", "answers": ["a"], "docs": [["t", "a"]]}) + "\n" for i in range(6)))
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.replace("DIES_AFTER", dies_after))
+    original = parallel.subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        return original([sys.executable, str(script), command[-1]], **options)
+
+    monkeypatch.setattr(parallel.subprocess, "Popen", popen)
+    return Plan([data], parse("full"), Settings(), workers=2)
+
+
+def test_an_engine_that_ends_is_started_once_more_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    rows, _ = run(plan(tmp_path, monkeypatch, "1"), tmp_path / "work", lambda *place: seen.append(place))
+    assert [row["id"] for row in rows] == list("012345")
+    assert seen[-1] == (6, 6)
+    assert (tmp_path / "work" / "worker-1.log").read_text().count("asks 1") == 1, "nothing is asked twice"
+
+
+def test_one_that_ends_again_is_named_and_what_is_known_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = plan(tmp_path, monkeypatch, "number")  # after each question
+    with pytest.raises(EngineError, match="fell off the bus"):
+        run(dying, tmp_path / "work")
+    rows, _ = known(dying, tmp_path / "work")
+    assert [row["id"] for row in rows if int(row["id"]) % 2] == ["1", "3"]
+    rows, _ = run(plan(tmp_path, monkeypatch, "-1"), tmp_path / "work")
+    assert len(rows) == 6
+
+
+def test_nothing_known_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="No question has been answered"):
+        known(plan(tmp_path, monkeypatch, "-1"), tmp_path)
