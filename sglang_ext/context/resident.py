@@ -72,8 +72,11 @@ class DeviceDocuments:
         return max(below, self.remove(on_device, namespace))
 
     def clear(self) -> None:
-        """Evict all documents from every tier."""
-        self.evict(("device",))
+        """Evict all documents from every tier, and those that are being prefilled when they are done."""
+        for req in self._caching:
+            if is_document_key(req.extra_key):
+                req.ragserve_private = True
+        self._doomed |= {key for key in self.document_tokens() if not self._tree.remove_key(key)}
         self._tiers.clear()
 
     def evict(self, tiers: Sequence[str]) -> None:
