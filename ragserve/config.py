@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 _REPO = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
-StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "auto"]
+StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
 DecodeMode = Literal["dense", "hierarchical", "progressive"]
 
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["default"])]
@@ -75,6 +75,15 @@ class Settings(BaseSettings):
         "file", description="Where the disk tier keeps pages: file (our own format), or one of SGLang's storage backends by its name."
     )
     kv_storage_args: dict[str, Any] = Field(default_factory=dict, description="Options of that storage backend.")
+    kv_analysis: Literal["ingest", "lazy"] = Field(
+        "ingest",
+        description="When documents are analysed for samkv: with their prefill (it takes about 3 more) or at their first use.",
+    )
+    kv_analysis_bytes: int = Field(256 * 2**20, ge=2**20, description="Memory for documents' analyses; others are read from the tiers.")
+    kv_block_tokens: Literal[0, 8, 16, 32, 64] = Field(
+        0,
+        description="samkv: tokens of a block; 0: about 1/32 of a document, 8 to 64. A request with another size analyses anew.",
+    )
 
     # the server
     host: str = Field("127.0.0.1", description="Address to bind. Other than loopback only with an API key.")
@@ -85,7 +94,7 @@ class Settings(BaseSettings):
     # answering
     strategy: StrategyName = Field(
         "prefix",
-        description="full, prefix: exact. auto: the fastest verified. concat, epic, cacheblend, random: composed from cached documents.",
+        description="full, prefix: exact. auto: the fastest verified. concat, epic, cacheblend, random, samkv: composed from documents.",
     )
     force_strategies: bool = Field(
         False, description="Let composed strategies answer that `ragserve eval --write-gate` has not verified for the model."

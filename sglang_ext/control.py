@@ -73,6 +73,7 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
             "budget_bytes": runtime.documents.pool_bytes,
             "locked_tokens": runtime.tree.protected_size(),
         },
+        "analyses": runtime.analyses,
         **below,
         "evictions": {"device": runtime.tree.documents_evicted, **below["evictions"]},
     }

@@ -125,7 +125,7 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
     finally:
         _batch = None
     if extend:
-        _runtime.after_forward()
+        _runtime.after_forward(batch)
     if _attention is not None:
         _attention.after_forward()
     return result

@@ -132,6 +132,10 @@ class ContextReport:
     load_ms: float
     recompute_ms: float
     extend_ms: float = 0.0  # the forward pass of the question, or of its first chunk, and of the requests beside it
+    analysis_ms: float = 0.0  # of documents that had none yet
+    query_ms: float = 0.0  # SamKV's query pass, of all requests in it
+    select_ms: float = 0.0
+    ask_ms: float = 0.0  # the question over its composed context, where the rule for recomputing asks for that
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

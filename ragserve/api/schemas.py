@@ -53,13 +53,14 @@ class QueryRequest(RetrieveRequest):
     strategy: StrategyName | None = Field(
         None,
         description="Exact: `full`, `prefix`. `auto`: the verified one expected to be fastest. "
-        "Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`. "
+        "Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`, `samkv`. "
         "Default: the server's.",
     )
     strategy_options: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
         max_length=16,
-        description="Of a composed strategy: `keep` (share), `first`, `share`, `seed`, `rotate`; and `force`: answer though not verified.",
+        description="Of a composed strategy: `keep` (share), `recompute` (rule), `share`, `first`, `seed`, `update`, `rotate`, and samkv's "
+        "own; and `force`: answer though not verified.",
     )
     decode: dict[str, bool | int | float | str] = Field(
         default_factory=dict,

@@ -29,7 +29,7 @@ VOCABULARY = (10, 8000)
 TIERS = ("device", "host", "disk")
 LONG = 16_384  # tokens from which on one run of `full` after the warm-up is enough
 FLUSH_S = 120.0
-STAGES = ("load", "compose", "recompute", "extend")
+STAGES = ("load", "query", "select", "compose", "ask", "recompute", "extend")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ CASES = (
     Case("concat, all kept", "concat", {}, ("device", "host")),
     Case("epic 16", "epic", {"first": 16}, ("device", "host")),
     Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, ("device",)),
+    Case("samkv, 15 % kept", "samkv", {"keep": 0.15}, ("device", "host", "disk")),
+    Case("samkv, 15 % kept, 10 % of them recomputed", "samkv", {"keep": 0.15, "recompute": "sentences", "share": 0.1}, ("device", "host")),
+    Case("samkv, 15 % kept, same in every layer", "samkv", {"keep": 0.15, "selection": "shared"}, ("host",)),
 )
 
 
@@ -122,8 +125,9 @@ class _Measured:
 
 
 _NOTE = (
-    "Milliseconds. queue: in SGLang's queue, without waiting for the disk, which is load; compose, recompute and extend: the work on the "
-    "device; other: messages between processes, admission, launching, sampling and the way back. Medians."
+    "Milliseconds. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's query pass) and select; compose, ask (what"
+    " the question attends to), recompute and extend: the work on the device; other: messages between processes, admission, launching, "
+    "sampling and the way back. Medians."
 )
 
 
@@ -187,7 +191,8 @@ def _breakdown(runs: Sequence[_Run]) -> dict[str, Any]:
         return {}
     columns: dict[str, list[float]] = {f"{stage} ms": [getattr(each, f"{stage}_ms") for each in reports] for stage in STAGES}
     queued = [run.first.timings.queue_ms or 0.0 for run in runs]
-    columns["queue ms"] = [max(0.0, queue - each.load_ms) for queue, each in zip(queued, reports, strict=True)]
+    waited = [each.load_ms + each.query_ms + each.select_ms for each in reports]
+    columns["queue ms"] = [max(0.0, queue - each) for queue, each in zip(queued, waited, strict=True)]
     columns["other ms"] = [run.ttft_ms - sum(times[i] for times in columns.values()) for i, run in enumerate(runs)]
     row = {name: round(statistics.median(times), 2) for name, times in columns.items()}
     return {"kept": reports[-1].kept, "recomputed": reports[-1].recomputed, **row}

@@ -272,6 +272,7 @@ def server_args(settings: Settings) -> Any:
 def _kv_config(settings: Settings) -> dict[str, Any]:
     """What the document cache of the scheduler processes reads from its environment."""
     config: dict[str, Any] = {"host_bytes": settings.kv_host_bytes, "disk_bytes": settings.kv_disk_bytes}
+    config |= {"analysis": settings.kv_analysis, "analysis_bytes": settings.kv_analysis_bytes, "block_tokens": settings.kv_block_tokens}
     if settings.kv_disk_bytes:
         config |= {"disk_dir": str(settings.data_dir.resolve() / "kv"), "backend": settings.kv_storage, "extra": settings.kv_storage_args}
     return config

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_ext.analysis.summary import Analysis
+from sglang_ext.context.ask import Question, attention
 from sglang_ext.context.clock import StageClock
-from sglang_ext.context.gather import Filling, Gather, Ints, needed_blocks
+from sglang_ext.context.gather import Filling, Gather, Ints, needed_blocks, upload
 from sglang_ext.context.recompute import RecomputeJob, recompute
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.strategies import Selection
+from sglang_ext.context.strategies import Draft, Selection
 from sglang_ext.protocol import ContextPlan, ContextReport
 
 
@@ -42,11 +44,12 @@ class ComposedContext:
     plan: ContextPlan
     ids: array[int]  # of the whole prompt
     keys: tuple[str, ...]
-    selection: Selection
+    draft: Draft
+    decided: Selection | None = None
     sources: list[DeviceSource | HostSource] = field(default_factory=list)
     tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
     reloads: int = 0  # how often loaded blocks were evicted again before the request came to them
-    _blocks: list[Ints] | None = None
+    _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # of these positions
     filled: bool = False
     clock: StageClock | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by the tier that they came from
@@ -54,17 +57,44 @@ class ComposedContext:
     waiting_since: float | None = None
     below_device: bool = False  # take documents from host or disk even where the device has them
     load_ms: float = 0.0
+    missing: list[int] = field(default_factory=list)  # spans found to be nowhere before the selection
+    analyses: dict[int, Analysis] = field(default_factory=dict)  # by span, those that the draft needs
+    analysis_ms: float = 0.0
+    query_ms: float = 0.0
+    select_ms: float = 0.0
+
+    @property
+    def selection(self) -> Selection:
+        """What is kept and recomputed; RuntimeError before it is settled."""
+        if self.decided is None:
+            raise RuntimeError("the context's selection is not settled yet")
+        return self.decided
+
+    @property
+    def needed(self) -> torch.Tensor:
+        """Positions whose KV is needed now: those selected or, for the query pass, the draft's."""
+        return self.draft.kept if self.decided is None else self.decided.kept
+
+    @property
+    def in_order(self) -> list[Analysis]:
+        """The documents' analyses."""
+        return [self.analyses[number] for number in sorted(self.analyses)]
+
+    @property
+    def question_tokens(self) -> int:
+        return len(self.ids) - self.plan.question_start
 
     @property
     def slots(self) -> int:
-        return self.selection.slots
+        """S; before the selection the most it may be."""
+        return self.draft.slots if self.decided is None else self.decided.slots
 
     def blocks(self, number: int, block: int) -> Ints:
-        """Blocks of ``block`` tokens of document ``number`` that any layer keeps a token of, ascending."""
-        if self._blocks is None:
+        """Blocks of ``block`` tokens of document ``number`` that hold a token needed now in any layer, ascending."""
+        if self._blocks is None or self._blocks[0] is not self.needed:
             starts, ends = (np.array(values, dtype=np.int64) for values in zip(*((s.start, s.end) for s in self.plan.spans), strict=True))
-            self._blocks = needed_blocks(self.selection.kept.numpy(), starts, ends, block)
-        return self._blocks[number]
+            self._blocks = self.needed, needed_blocks(self.needed.numpy(), starts, ends, block)
+        return self._blocks[1][number]
 
     @property
     def delta(self) -> int:
@@ -78,14 +108,16 @@ class Composer:
     def __init__(self, model_runner: Any, rotation: Rotation, tiers: Any, block: int) -> None:
         self._runner = model_runner
         self._device = torch.device(model_runner.device)
-        self._gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
-        self._gather.warm()
+        self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
+        self.gather.warm()
 
     def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> StageClock:
         """Write the kept KV of each context into its slots int64 [S], recompute, and note in the contexts what was done and when."""
         clock = StageClock(self._device)
-        self._gather([_filling(context, target) for context, target in zip(contexts, slots, strict=True)])
+        self.gather([filling_of(context, target) for context, target in zip(contexts, slots, strict=True)])
         clock.mark("compose")
+        self._ask(contexts, slots)
+        clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
         recompute(self._runner, [job for job in jobs if job is not None])
         clock.mark("recompute")
@@ -96,10 +128,26 @@ class Composer:
             context.clock = clock
         return clock
 
+    def _ask(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> None:
+        """For rules that choose by what the question attends to: one pass of all questions over their composed contexts."""
+        asking = [(context, target) for context, target in zip(contexts, slots, strict=True) if context.selection.asks]
+        if not asking:
+            return
+        found = attention(self._runner, [self._question(context, target) for context, target in asking])
+        for (context, _), looked_at in zip(asking, found, strict=True):
+            chosen = context.draft.recomputed(context.selection.kept, context.in_order, looked_at)
+            context.decided = replace(context.selection, recomputed=chosen, asks=False)
+
+    def _question(self, context: ComposedContext, target: torch.Tensor) -> Question:
+        start = context.plan.question_start
+        ids = upload(np.array(context.ids[start:], dtype=np.int64), self._device)
+        kept = upload(context.selection.kept.numpy(), self._device)
+        return Question(ids, start, context.plan.spans[0].end, kept, target)
+
     def _job(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
         selection = context.selection
         choosing = selection.deviation_share is not None
-        positions = (selection.kept if choosing else selection.recomputed).numpy()
+        positions = (selection.kept.unique() if choosing else selection.recomputed).numpy()
         if not len(positions):
             return None
         job = RecomputeJob.plan(
@@ -109,17 +157,19 @@ class Composer:
             target,
             first_document=context.plan.spans[0].end,
             deviation_share=selection.deviation_share,
+            fuse=selection.fuse,
         )
         return job if job.recomputed or not choosing else None
 
 
-def _filling(context: ComposedContext, slots: torch.Tensor) -> Filling:
+def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
+    """What is needed of the context now, into ``slots``."""
     starts = np.array([span.start for span in context.plan.spans], dtype=np.int64)
     return Filling(
-        kept=context.selection.kept.numpy(),
+        kept=context.needed.numpy(),
         slots=slots,
         starts=starts,
-        shifts=starts if context.selection.rotate else np.zeros_like(starts),
+        shifts=starts if context.draft.rotate else np.zeros_like(starts),
         sources=[source.slots if isinstance(source, DeviceSource) else source.pages for source in context.sources],
     )
 
@@ -137,6 +187,10 @@ def report_of(context: ComposedContext) -> ContextReport:
         load_ms=context.load_ms,
         recompute_ms=stages.get("recompute", 0.0),
         extend_ms=stages.get("extend", 0.0),
+        analysis_ms=context.analysis_ms,
+        query_ms=context.query_ms,
+        select_ms=context.select_ms,
+        ask_ms=stages.get("ask", 0.0),
     )
 
 

@@ -41,8 +41,16 @@ class Filling:
     sources: Sequence[torch.Tensor | Ints]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffers:
+    """K and V of every layer, [rows, kv_heads, head_dim] each, as SGLang's pool has them."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+
 class Gather:
-    """Copies into the KV pool of one rank, on the current stream."""
+    """Copies into the KV pool of one rank, or into buffers like it, on the current stream."""
 
     def __init__(self, pool: Any, rotation: Rotation, host: torch.Tensor, block: int) -> None:
         """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim], pinned if the pool is on CUDA."""
@@ -67,34 +75,39 @@ class Gather:
         for source in (slot, first) if len(self._host) else (slot,):
             self([Filling(first, slot, first, first, [source])])
 
-    def __call__(self, fillings: Sequence[Filling]) -> None:
-        """Fill the slots of these requests, S of each."""
+    def __call__(self, fillings: Sequence[Filling], into: Buffers | None = None) -> None:
+        """Fill the slots of these requests, S of each; ``into`` other buffers than the pool's, whose rows the slots then are."""
+        target = Buffers(self._pool.k_buffer, self._pool.v_buffer) if into is None else into
         shifts = np.concatenate([filling.shifts for filling in fillings])
         sources = [source for filling in fillings for source in filling.sources]
         here = np.array([isinstance(source, torch.Tensor) for source in sources])
         rows = _runs_of_layers(fillings, self._block)
         slots = _joined([filling.slots for filling in fillings])
         if here.any():
-            self._from_device(sources, shifts, [row[here[row[:, 0]]] for row in rows], slots)
+            self._from_device(sources, shifts, [row[here[row[:, 0]]] for row in rows], slots, target)
         if not here.all():
-            self._from_host(sources, shifts, [row[~here[row[:, 0]]] for row in rows], slots)
+            self._from_host(sources, shifts, [row[~here[row[:, 0]]] for row in rows], slots, target)
 
-    def _from_device(self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor) -> None:
+    def _from_device(
+        self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor, target: Buffers
+    ) -> None:
         there = [source for source in sources if isinstance(source, torch.Tensor)]
         lengths = [len(source) if isinstance(source, torch.Tensor) else 0 for source in sources]
         starts = upload(np.cumsum([0, *lengths[:-1]], dtype=np.int64), self._device)
         taken = _joined(there)
         if self._kv is not None:
-            self._launch(op.DeviceSource(self._kv, taken, starts), rows, shifts, slots)
+            self._launch(op.DeviceSource(self._kv, taken, starts), rows, shifts, slots, target)
             return
 
         def read(layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             slot = taken[starts[document] + token]
             return self._pool.get_key_buffer(layer)[slot], self._pool.get_value_buffer(layer)[slot]
 
-        self._by_torch(read, rows, shifts, slots)
+        self._by_torch(read, rows, shifts, slots, target)
 
-    def _from_host(self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor) -> None:
+    def _from_host(
+        self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor, target: Buffers
+    ) -> None:
         """To the kernel every run is a document of one page, numbered over all layers."""
         pages = [source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources]
         first_page = np.cumsum([0, *(len(own) for own in pages[:-1])], dtype=np.int64)
@@ -110,7 +123,7 @@ class Gather:
             base = upload(of_run * (2 * half), self._device)
             capacity = torch.full_like(base, self._block)
             source = op.HostSource(arena, arena[half:], base, capacity, self._layers, self._kv.kv_heads, self._kv.head_dim)
-            self._launch(source, numbered, own_shifts, slots)
+            self._launch(source, numbered, own_shifts, slots, target)
             return
         page_of = torch.from_numpy(of_run)
 
@@ -119,9 +132,11 @@ class Gather:
             k, v = (self._host[:, half, layer][page, :, token] for half in (0, 1))
             return k.to(self._device), v.to(self._device)
 
-        self._by_torch(read, numbered, own_shifts, slots)
+        self._by_torch(read, numbered, own_shifts, slots, target)
 
-    def _launch(self, source: op.DeviceSource | op.HostSource, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor) -> None:
+    def _launch(
+        self, source: op.DeviceSource | op.HostSource, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor, target: Buffers
+    ) -> None:
         if self._kv is None:
             raise RuntimeError("the kernel does not fit this pool")
         n = max(len(row) for row in rows)
@@ -129,17 +144,25 @@ class Gather:
         for layer, row in enumerate(rows):
             moves[layer, : len(row)] = row
         on_device = upload(moves, self._device).expand(self._layers, -1, -1).contiguous()
-        op.rotate_gather(source, self._kv, on_device, slots, upload(shifts, self._device), self._frequencies, block_tokens=self._block)
+        op.rotate_gather(
+            source,
+            kernels.KVLayers(target.k, target.v),
+            on_device,
+            slots,
+            upload(shifts, self._device),
+            self._frequencies,
+            block_tokens=self._block,
+        )
 
-    def _by_torch(self, read: _Read, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor) -> None:
+    def _by_torch(self, read: _Read, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor, target: Buffers) -> None:
         cos, sin = self._rotation.angles(torch.from_numpy(shifts).to(self._device))
         for layer in range(self._layers):
             if layer < len(rows):
                 document, token, place = (torch.from_numpy(column).to(self._device) for column in _tokens(rows[layer]))
-                target, turn = slots[place], (cos[document], sin[document])
+                places, turn = slots[place], (cos[document], sin[document])
             k, v = read(layer, document, token)
-            self._pool.get_key_buffer(layer)[target] = self._rotation.turn(k, *turn)
-            self._pool.get_value_buffer(layer)[target] = v
+            target.k[layer][places] = self._rotation.turn(k, *turn)
+            target.v[layer][places] = v
 
 
 def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints]:

@@ -27,7 +27,7 @@ class RecomputeJob:
     positions up to its own. ``targets`` [layers or 1, R]: the slots that the rows' new K and V go to. ``alone`` bool [layers or 1, R]: rows
     that a layer does not keep, which see themselves besides; None where every layer keeps every row.
     ``choose``: from layer 1 on only so many of the rows ``candidates`` [C] go on, those whose values differ most from the cached ones.
-    ``recomputed``: document tokens that are computed again.
+    ``recomputed``: document tokens that are computed again. ``fuse``: new KV is blended with the cached.
     """
 
     ids: torch.Tensor
@@ -39,6 +39,7 @@ class RecomputeJob:
     recomputed: int
     choose: int | None = None
     candidates: torch.Tensor | None = None
+    fuse: bool = False
 
     @classmethod
     def plan(
@@ -50,6 +51,7 @@ class RecomputeJob:
         *,
         first_document: int,
         deviation_share: float | None = None,
+        fuse: bool = False,
     ) -> RecomputeJob:
         """``ids``, ``positions`` [R] and ``kept`` [S] or [layers, S] on the host; documents begin at position ``first_document``.
 
@@ -77,6 +79,7 @@ class RecomputeJob:
             recomputed=int(documents.sum()) if choose is None else choose,
             choose=choose,
             candidates=None if choose is None else upload(candidates, device),
+            fuse=fuse,
         )
 
     def narrow(self, rows: torch.Tensor) -> None:
@@ -141,7 +144,7 @@ def recompute(model_runner: Any, jobs: Sequence[RecomputeJob]) -> None:
     model = model_runner.model
     backend: Any = _Pass(model_runner, jobs)
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
-    batch = _forward_batch(ids, positions)
+    batch = forward_batch(ids, positions)
     hidden, residual = model.model.embed_tokens(ids), None
     with forward_context(ForwardContext(attn_backend=backend)):
         for number, layer in enumerate(decoder_layers(model)):
@@ -150,10 +153,10 @@ def recompute(model_runner: Any, jobs: Sequence[RecomputeJob]) -> None:
                 rows = backend.going_on
                 ids, positions, hidden = ids[rows], positions[rows], hidden[rows]
                 residual = residual[rows] if residual is not None else None
-                batch = _forward_batch(ids, positions)
+                batch = forward_batch(ids, positions)
 
 
-def _forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
+def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
     """What decoder layers and communicators read of a batch; slots and rows belong to the pass, not to SGLang's pools."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +24,7 @@ class DeviceDocuments:
         self._doomed: set[str] = set()  # removed while a running request held them: gone for everyone else, freed when it ends
         self._caching: WeakSet[Any] = WeakSet()  # running requests whose KV will be cached for others
         self._evictions_told = 0
+        self.on_removed: Callable[[Sequence[str] | None], None] = lambda keys: None  # documents by key; None: perhaps any
 
     def document_request(self, req: Any, namespace: str) -> None:
         """A document is going to be prefilled; its key is the request's."""
@@ -58,6 +59,7 @@ class DeviceDocuments:
         removed = 0
         for key in keys:
             removed += bool(self._tiers.remove(key)) or key in on_device
+        self.on_removed(keys)
         gone = {prefixes, *keys}
         for req in self._caching:
             if req.extra_key in gone:
@@ -69,15 +71,14 @@ class DeviceDocuments:
         """Evict all documents of a namespace."""
         on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
         below = self._tiers.remove_namespace(namespace)
+        self.on_removed(None)
         return max(below, self.remove(on_device, namespace))
 
     def clear(self) -> None:
-        """Evict all documents from every tier, and those that are being prefilled when they are done."""
-        for req in self._caching:
-            if is_document_key(req.extra_key):
-                req.ragserve_private = True
-        self._doomed |= {key for key in self.document_tokens() if not self._tree.remove_key(key)}
+        """Evict all documents from every tier."""
+        self.evict(("device",))
         self._tiers.clear()
+        self.on_removed(None)
 
     def evict(self, tiers: Sequence[str]) -> None:
         """Drop documents from the device (all that no request reads) or from host memory; the tiers below keep them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
@@ -31,6 +31,7 @@ class Rows:
     alone: torch.Tensor | None  # bool [layers or 1, rows]
     slot_counts: tuple[int, ...]
     row_counts: tuple[int, ...]
+    fuse: torch.Tensor | None  # bool [rows]: those whose new K and V are blended with the cached
 
     @classmethod
     def of(cls, jobs: Sequence[RecomputeJob]) -> Rows:
@@ -54,6 +55,9 @@ class Rows:
             alone=alone,
             slot_counts=slot_counts,
             row_counts=row_counts,
+            fuse=torch.cat([torch.full_like(job.positions, job.fuse, dtype=torch.bool) for job in jobs])
+            if any(job.fuse for job in jobs)
+            else None,
         )
 
     def step(
@@ -69,7 +73,11 @@ class Rows:
         """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], keys and values [pool slots, kv_heads, head_dim]; q's shape."""
         row = layer if len(self.seen) > 1 else 0
         target = self.targets[row]
-        keys[target], values[target] = k.to(keys.dtype), v.to(values.dtype)
+        new_k, new_v = k, v
+        if self.fuse is not None:
+            fuse = self.fuse[:, None, None]
+            new_k, new_v = torch.where(fuse, fused(k, keys[target]), k), torch.where(fuse, fused(v, values[target]), v)
+        keys[target], values[target] = new_k.to(keys.dtype), new_v.to(values.dtype)
         alone = None if self.alone is None else self.alone[row]
         if kernels.use_triton(q) and q.shape[-1] in kernels.HEAD_DIMS and q.dtype == keys.dtype:
             return self.by_kernel(self.seen[row], alone, q, k, v, keys, values, scaling)
@@ -128,6 +136,13 @@ class Rows:
             )
             parts.append(attended[0].transpose(0, 1))
         return torch.cat(parts)
+
+
+def fused(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) * old with theta = cos(new, old)."""
+    a, b = new.float(), old.float()
+    theta = cosine_similarity(a, b, dim=-1)[..., None]
+    return (theta * a + (1 - theta) * b).to(new.dtype)
 
 
 def _starts(counts: Sequence[int], device: torch.device) -> torch.Tensor:

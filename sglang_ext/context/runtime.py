@@ -8,52 +8,75 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-import numpy as np
 import torch
 
+from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.summary import Analysis, Cut
+from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.clock import StageClock
 from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource, HostSource, report_of, tier_of
+from sglang_ext.context.locate import Locator
 from sglang_ext.context.metrics import context_metrics
 from sglang_ext.context.resident import DeviceDocuments
 from sglang_ext.context.rope import UnsupportedRope, rotation_of
-from sglang_ext.context.strategies import select
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, Span, document_key
+from sglang_ext.context.staging import Stager
+from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key
 
 log = logging.getLogger(__name__)
 _LOST = (
     "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: ask again, or give the cache more memory"
 )
-_MAX_RELOADS = 8  # requests that take each other's host pages in turns would load for ever; a miss ends that
 
 
 @dataclass(frozen=True, slots=True)
+class AnalysisConfig:
+    """``at_ingestion``: analyse documents when they are prefilled, not at their first use. ``memory_bytes``: of analyses kept decoded."""
+
+    at_ingestion: bool = True
+    memory_bytes: int = 256 * 2**20
+    cut: Cut = field(default_factory=Cut)
+
+
+@dataclass(slots=True)
 class DocumentRequest:
     """State of a request whose KV is a document's."""
 
     key: str
     namespace: str
     ids: array[int]
+    analysis: Analysis | None = None
 
 
 class ContextRuntime:
     """Admission, composition and release of composed requests; the document tiers of one rank."""
 
-    def __init__(self, *, model_runner: Any, tree: Any, tiers: Any, fingerprint: str, block: int, tp_group: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        model_runner: Any,
+        tree: Any,
+        tiers: Any,
+        fingerprint: str,
+        block: int,
+        analysis: AnalysisConfig,
+        texts: Callable[[], Texts],
+        tp_group: Any = None,
+    ) -> None:
         self.tree = tree
         self.tiers = tiers
         self.fingerprint = fingerprint
         self._runner = model_runner
         self._allocator = tree.token_to_kv_pool_allocator
         self._page = tree.page_size
-        self._block = block
         self._tp_group = tp_group
+        self._analysis = analysis
         self._device = torch.device(model_runner.device)
         self._layers = model_runner.token_to_kv_pool.layer_num
         # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests, written each time a row is taken.
@@ -61,10 +84,16 @@ class ContextRuntime:
         self._held: list[tuple[Any, list[ComposedContext]]] = []  # (event, contexts) whose host pages a running copy still reads
         self._clock: StageClock | None = None  # of the batch whose forward pass is being run
         self.documents = DeviceDocuments(model_runner, tree, tiers)
+        self._locator = Locator(tree, tiers, self.documents.is_removed, block, tp_group)
         self._composer: Composer | None = None
+        self._stager: Stager | None = None
         self.unsupported: str | None = None
         try:
-            self._composer = Composer(model_runner, rotation_of(model_runner.model), tiers, block)
+            rotation = rotation_of(model_runner.model)
+            self._composer = Composer(model_runner, rotation, tiers, block)
+            analyser = Analyser(model_runner, texts, analysis.cut)
+            self._stager = Stager(model_runner, rotation, self._locator, tiers, analyser, self._composer.gather, analysis.memory_bytes)
+            self.documents.on_removed = self._stager.forget
         except UnsupportedRope as error:
             self.unsupported = str(error)
             log.warning("composed contexts are off: %s", error)
@@ -101,12 +130,30 @@ class ContextRuntime:
     def _attach(self, req: Any, plan: ContextPlan) -> None:
         ids = array("q", req.origin_input_ids)
         keys = tuple(document_key(plan.namespace, self.fingerprint, ids[s.start : s.end]) for s in plan.spans)
-        context = ComposedContext(plan, ids, keys, select(plan, self._layers))
-        # From here on SGLang sees a prompt of S placeholders and the question: all its bookkeeping runs in that compact space.
-        compact = array("q", [0]) * context.slots + ids[plan.question_start :]
-        req.origin_input_ids = req.origin_input_ids_unpadded = compact
+        shape = Shape(self._layers, self._runner.token_to_kv_pool.dtype.itemsize, self._analysis.cut)
+        context = ComposedContext(plan, ids, keys, draft(plan, shape))
+        if context.draft.needs_analysis and self._stager is not None:
+            self._stager.add(context)
+        else:
+            context.decided = context.draft.settle()
+        self._compact(req, context)
         req.extra_key = f"composed:{req.rid}"
         req.ragserve = context
+
+    def _compact(self, req: Any, context: ComposedContext) -> None:
+        """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that compact space."""
+        compact = array("q", [0]) * context.slots + context.ids[context.plan.question_start :]
+        req.origin_input_ids = req.origin_input_ids_unpadded = compact
+
+    def _settled(self, req: Any, context: ComposedContext) -> None:
+        """The selection is there: S is no more the most it may be."""
+        surplus = len(req.origin_input_ids) - context.slots - context.question_tokens
+        if surplus:
+            self._compact(req, context)
+            if req.logprob_start_len > 0:
+                req.logprob_start_len -= surplus
+            req.full_untruncated_fill_ids = array("q")
+            req.init_next_round_input(self.tree)
 
     def _end(self, req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         """Finish the request with an error, by SGLang's own way for bad requests, without its log line (a miss is no error)."""
@@ -130,13 +177,20 @@ class ContextRuntime:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         context: ComposedContext = req.ragserve
-        missing = self._resolve(context)
-        if not self._all_agree(missing is not None):
-            self._unlock(context)
-            return AddReqResult.CONTINUE  # a load from disk is under way: others go first
-        missing = self._missing_anywhere(context, missing or [])
+        if context.decided is None and self._stager is not None:
+            self._stager.advance(adder)
+            if context.decided is None and not context.missing:
+                return AddReqResult.CONTINUE
+        missing: list[int] | None = context.missing
+        if context.decided is not None:
+            self._settled(req, context)
+            missing = self._locator.resolve(context)
+            if not self._locator.all_agree(missing is not None):
+                self._locator.unlock(context)
+                return AddReqResult.CONTINUE  # a load from disk is under way: others go first
+            missing = self._locator.missing_anywhere(context, missing or [])
         if missing:
-            self._unlock(context)
+            self._locator.unlock(context)
             for _ in missing:
                 self.tiers.count(None)
             if req.output_ids:  # taken back by the scheduler in the middle of its answer
@@ -148,7 +202,7 @@ class ContextRuntime:
         slots = self._reserve(adder, context.slots)
         if slots is None:
             locks_device = any(isinstance(source, DeviceSource) for source in context.sources)
-            self._unlock(context)
+            self._locator.unlock(context)
             if adder.can_run_list or not adder.running_batch.is_empty():
                 return AddReqResult.NO_TOKEN
             if locks_device:
@@ -195,96 +249,7 @@ class ContextRuntime:
 
     def _release(self, context: ComposedContext, slots: torch.Tensor) -> None:
         self._allocator.free(slots)
-        self._unlock(context)
-
-    def _resolve(self, context: ComposedContext) -> list[int] | None:
-        """Find and lock every document. Numbers of the spans that are nowhere; None while one is being loaded from disk."""
-        self._unlock(context)
-        missing: list[int] = []
-        loading = False
-        for i, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True)):
-            found = self._find(context, i, span, key)
-            if found == "loading":
-                loading = True
-            elif found is None:
-                missing.append(i)
-            else:
-                context.sources.append(found)
-        if loading:  # some may turn out to be missing: all that are get told at once
-            context.waiting_since = context.waiting_since or time.perf_counter()
-            return None
-        if missing:
-            return missing
-        if context.waiting_since is not None:
-            context.load_ms = (time.perf_counter() - context.waiting_since) * 1e3
-            context.waiting_since = None
-        return []
-
-    def _find(self, context: ComposedContext, number: int, span: Span, key: str) -> Any:
-        if self.documents.is_removed(key):
-            return None
-        ids = context.ids[span.start : span.end]
-        source = None if context.below_device else self._on_device(key, ids)
-        if source is not None:
-            return source
-        resident = self.tiers.lookup(key, ids, context.plan.namespace, count=False)  # counted once it is admitted
-        if resident is None:
-            return None
-        blocks = context.blocks(number, self._block)
-        absent = blocks[~resident.blocks_on_host.numpy()[blocks]].tolist()
-        if absent:
-            ticket = context.tickets.get(key)
-            if ticket is None:
-                context.tickets[key] = self.tiers.load(key, absent)
-                return "loading"
-            if not ticket.done():
-                return "loading"
-            if not ticket.ok or context.reloads >= _MAX_RELOADS:
-                return None
-            context.reloads += 1
-            context.tickets[key] = self.tiers.load(key, absent)  # loaded, and evicted again before we came to it: once more
-            return "loading"
-        from_disk = key in context.tickets
-        self.tiers.pin(key)
-        pages = np.full(-(-len(ids) // self._block), -1, dtype=np.int64)
-        pages[blocks] = self.tiers.pages(key, blocks.tolist()).numpy()
-        return HostSource(key, pages, from_disk)
-
-    def _on_device(self, key: str, ids: array[int]) -> DeviceSource | None:
-        """The document in the tree, locked; None unless all of it is there (with pages, its last partial page never is)."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids, extra_key=key)))
-        if len(match.device_indices) != len(ids):
-            return None
-        self.tree.inc_lock_ref(match.last_device_node)
-        return DeviceSource(match.device_indices, match.last_device_node)
-
-    def _unlock(self, context: ComposedContext) -> None:
-        for source in context.sources:
-            if isinstance(source, DeviceSource):
-                self.tree.dec_lock_ref(source.node)
-            else:
-                self.tiers.unpin(source.key)
-        context.sources = []
-
-    def _all_agree(self, flag: bool) -> bool:
-        """Whether every rank says so: what one rank's host memory lacks, no rank composes from."""
-        if self._tp_group is None or self._tp_group.world_size == 1:
-            return flag
-        vote = torch.tensor([int(flag)])
-        torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=self._tp_group.cpu_group)
-        return bool(vote.item())
-
-    def _missing_anywhere(self, context: ComposedContext, missing: Sequence[int]) -> list[int]:
-        """Numbers of the spans that any rank lacks."""
-        if self._tp_group is None or self._tp_group.world_size == 1:
-            return list(missing)
-        lacks = torch.zeros(len(context.keys), dtype=torch.int64)
-        lacks[list(missing)] = 1
-        torch.distributed.all_reduce(lacks, op=torch.distributed.ReduceOp.MAX, group=self._tp_group.cpu_group)
-        return [int(i) for i in lacks.nonzero().flatten()]
+        self._locator.unlock(context)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank; all must call it."""
@@ -311,11 +276,19 @@ class ContextRuntime:
         self._clock = self._composer.fill(contexts, slots)
         self._hold(contexts)
 
-    def after_forward(self) -> None:
-        """The extend batch's forward pass has run, or, on CUDA, has been launched."""
+    def after_forward(self, batch: Any) -> None:
+        """The extend batch's forward pass has run, or, on CUDA, has been launched: analyse the documents that are complete in it."""
         if self._clock is not None:
             self._clock.mark("extend")
             self._clock = None
+        if self._stager is None or not self._analysis.at_ingestion:
+            return
+        for req in batch.reqs:
+            document = getattr(req, "ragserve", None)
+            if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
+                continue  # an ordinary request, or a document that was removed meanwhile
+            if req.extend_range.end >= len(document.ids):
+                document.analysis = self._stager.analyse(document.key, document.ids)
 
     def before_result(self, batch: Any) -> None:
         """SGLang is about to wait for an extend batch's tokens: what was composed for it has run by then, and goes out with them."""
@@ -333,12 +306,12 @@ class ContextRuntime:
         """
         if self._device.type != "cuda":
             for context in contexts:
-                self._unlock(context)
+                self._locator.unlock(context)
             return
         for context in contexts:
             below: list[DeviceSource | HostSource] = [source for source in context.sources if isinstance(source, HostSource)]
             context.sources = [source for source in context.sources if isinstance(source, DeviceSource)]
-            self._unlock(context)
+            self._locator.unlock(context)
             context.sources = below
         event = torch.cuda.Event()
         event.record()
@@ -347,7 +320,7 @@ class ContextRuntime:
     def _poll_held(self) -> None:
         while self._held and self._held[0][0].query():
             for context in self._held.pop(0)[1]:
-                self._unlock(context)
+                self._locator.unlock(context)
 
     def shift_positions(self, forward_batch: Any) -> None:
         """After `ForwardBatch.init_new`: positions follow the full length of composed contexts."""
@@ -375,7 +348,13 @@ class ContextRuntime:
         k = torch.stack([pool.get_key_buffer(layer)[slots] for layer in range(self._layers)])
         v = torch.stack([pool.get_value_buffer(layer)[slots] for layer in range(self._layers)])
         self.documents.cached(document.key)
-        self.tiers.put(DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint), k, v)
+        meta = DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint)
+        self.tiers.put(meta, k, v, b"" if document.analysis is None else document.analysis.encode())
+
+    @property
+    def analyses(self) -> dict[str, int]:
+        """Figures of the documents' analyses; empty for a model whose contexts cannot be composed."""
+        return {} if self._stager is None else self._stager.stat()
 
     def sweep(self) -> None:
         """Let go of what ended requests held."""

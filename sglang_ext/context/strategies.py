@@ -1,22 +1,32 @@
 """Which tokens of a context are kept and which are computed again: one function per strategy, one registry.
 
-All share selection -> gather -> recompute -> extend; a strategy only decides the two sets. What can be decided from the plan alone is
-decided here, before the request is admitted; what needs the model (`cacheblend`) is left to the recompute pass.
+All share selection -> gather -> recompute -> extend; a strategy only decides the two sets. A strategy gives a :class:`Draft` from the plan
+alone, when the request arrives. What of it needs the documents' analyses or the question's queries is settled before the request is
+admitted (`sglang_ext.context.staging`); what needs the model (`deviation`) is left to the recompute pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.analysis.summary import Analysis, Cut
+from sglang_ext.context import rules
+from sglang_ext.context.blocks import Blocks
+from sglang_ext.context.rules import Kept, Rule
+from sglang_ext.context.samkv import POSITIONS, SCOPES, SCORINGS, SamKv
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
-BLOCK = 16  # tokens; unit of selection
+BLOCK = 16  # tokens; unit of `keep`
+Update = Literal["overwrite", "fusion"]
+_UPDATES: tuple[Update, ...] = ("overwrite", "fusion")
+_COMMON = ("recompute", "share", "first", "seed", "update")
+_T = TypeVar("_T", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +36,16 @@ class Selection:
     ``kept`` is [S], the same in every layer, or [layers, S]. ``recomputed`` is [R]. With ``deviation_share`` the recomputed tokens are
     chosen at run time among the document tokens instead: that share of them, by how much their values differ at layer 1.
     ``rotate`` False leaves keys at their documents' own positions (wrong on purpose: it shows what re-rotation is for).
+    ``asks``: the recomputed tokens are chosen once the context is composed, by what the question attends to.
+    ``fuse``: recomputed KV is blended with the cached (the paper's equation 4) instead of replacing it.
     """
 
     kept: torch.Tensor
     recomputed: torch.Tensor
     deviation_share: float | None = None
     rotate: bool = True
+    fuse: bool = False
+    asks: bool = False
 
     @property
     def slots(self) -> int:
@@ -39,7 +53,61 @@ class Selection:
         return int(self.kept.shape[-1])
 
 
-Strategy = Callable[[ContextPlan], Selection]
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What a plan says by itself. ``kept`` as in Selection; with ``samkv`` only the initial and local tokens and the system text, and
+    ``slots`` is then the most that the selection may take."""
+
+    plan: ContextPlan
+    kept: torch.Tensor
+    rule: Rule
+    slots: int
+    update: Update = "overwrite"
+    rotate: bool = True
+    cut: Cut = field(default_factory=Cut)
+    """How the documents have to be cut in their analyses."""
+    samkv: SamKv | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def needs_query(self) -> bool:
+        """Whether something is left to select with the question's queries."""
+        return self.samkv is not None and self.blocks is not None and self.samkv.budget(self.blocks) > 0
+
+    @property
+    def needs_analysis(self) -> bool:
+        return self.needs_query or (self.rule.needs_analysis and len(self.plan.spans) > 1)
+
+    def settle(self, analyses: Sequence[Analysis] = (), chosen: torch.Tensor | None = None) -> Selection:
+        """The selection. ``analyses``: of every document, where needed; ``chosen``: the kept document tokens that a selector found."""
+        kept = self.kept
+        if chosen is not None:
+            system = torch.arange(self.plan.spans[0].end)
+            kept = torch.cat((system.expand(*chosen.shape[:-1], -1), chosen), dim=-1)
+        fuse = self.update == "fusion"
+        if self.rule.asks and len(self.plan.spans) > 1:
+            return Selection(kept, torch.empty(0, dtype=torch.int64), None, self.rotate, fuse, asks=True)
+        deviation = self.rule.share if self.rule.name == "deviation" else None
+        return Selection(kept, self.recomputed(kept, analyses), deviation, self.rotate, fuse)
+
+    def recomputed(self, kept: torch.Tensor, analyses: Sequence[Analysis], attention: torch.Tensor | None = None) -> torch.Tensor:
+        """What the rule chooses among the kept tokens. ``attention``: see `rules.Kept`."""
+        if len(self.plan.spans) == 1 and self.rule.needs_analysis:
+            return torch.empty(0, dtype=torch.int64)  # no documents
+        initial = 1 if self.samkv is None else self.samkv.initial_blocks
+        return rules.choose(Kept(self.plan, kept, analyses, initial, attention), self.rule)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What strategies need to know of the engine."""
+
+    layers: int
+    kv_itemsize: int = 2
+    cut: Cut = field(default_factory=Cut)
+
+
+Strategy = Callable[[ContextPlan, Shape], Draft]
 _registry: dict[str, Strategy] = {}
 
 
@@ -58,52 +126,97 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
-def select(plan: ContextPlan, layers: int) -> Selection:
-    """The selection for a plan. Raises PlanError for an unknown strategy or bad options."""
+def draft(plan: ContextPlan, shape: Shape) -> Draft:
+    """The draft for a plan. Raises PlanError for an unknown strategy or bad options."""
     if plan.strategy not in _registry:
         raise PlanError(f"no strategy {plan.strategy!r}: one of {', '.join(names())}")
-    chosen = _registry[plan.strategy](plan)
-    if chosen.kept.dim() == 2 and chosen.kept.shape[0] != layers:
-        raise PlanError(f"kept has {chosen.kept.shape[0]} rows, the model {layers} layers")
-    return chosen
+    made = _registry[plan.strategy](plan, shape)
+    if made.kept.dim() == 2 and made.kept.shape[0] != shape.layers:
+        raise PlanError(f"kept has {made.kept.shape[0]} rows, the model {shape.layers} layers")
+    return made
+
+
+def select(plan: ContextPlan, layers: int) -> Selection:
+    """The selection for a plan that needs nothing else. Raises PlanError as :func:`draft` does, and for one that does."""
+    made = draft(plan, Shape(layers))
+    if made.needs_analysis:
+        raise PlanError(f"strategy {plan.strategy!r} with these options needs the documents' analyses")
+    return made.settle()
 
 
 @strategy("concat")
-def _concat(plan: ContextPlan) -> Selection:
+def _concat(plan: ContextPlan, shape: Shape) -> Draft:
     """Documents' KV as it is, moved to its place; nothing recomputed unless ``recompute`` says so."""
-    options = _options(plan, "keep", "kept", "recompute", "rotate")
-    rotate = options.get("rotate", True)
-    if not isinstance(rotate, bool):
-        raise PlanError("rotate must be true or false")
-    return Selection(_kept(plan, options), _explicit(plan, options), rotate=rotate)
+    options = _options(plan, "keep", "kept", "rotate", *_COMMON)
+    return _reuse(plan, shape, options, "none", rotate=_boolean(options, "rotate", True))
 
 
 @strategy("epic")
-def _epic(plan: ContextPlan) -> Selection:
+def _epic(plan: ContextPlan, shape: Shape) -> Draft:
     """EPIC: the first ``first`` tokens of every document are computed again."""
-    options = _options(plan, "keep", "first")
-    first = _integer(options, "first", 16, low=0)
-    kept = _kept(plan, options)
-    wanted = [torch.arange(s.start, min(s.end, s.start + first)) for s in _documents(plan)]
-    return Selection(kept, _among(torch.cat([torch.empty(0, dtype=torch.int64), *wanted]), kept))
+    return _reuse(plan, shape, _options(plan, "keep", *_COMMON), "first")
 
 
 @strategy("random")
-def _random(plan: ContextPlan) -> Selection:
+def _random(plan: ContextPlan, shape: Shape) -> Draft:
     """A share of the documents' tokens, drawn with ``seed``: what any rule for choosing must beat."""
-    options = _options(plan, "keep", "share", "seed")
-    kept = _kept(plan, options)
-    candidates = _among(_document_positions(plan), kept)
-    generator = torch.Generator().manual_seed(_integer(options, "seed", 0, low=0))
-    order = torch.randperm(len(candidates), generator=generator)
-    return Selection(kept, candidates[order[: _count(_share(options, 0.15), len(candidates))]].sort().values)
+    return _reuse(plan, shape, _options(plan, "keep", *_COMMON), "random")
 
 
 @strategy("cacheblend")
-def _cacheblend(plan: ContextPlan) -> Selection:
+def _cacheblend(plan: ContextPlan, shape: Shape) -> Draft:
     """CacheBlend: the ``share`` of the documents' tokens whose values at layer 1 differ most from the cached ones."""
-    options = _options(plan, "share")
-    return Selection(_kept(plan, {}), torch.empty(0, dtype=torch.int64), deviation_share=_share(options, 0.15))
+    return _reuse(plan, shape, _options(plan, *_COMMON), "deviation")
+
+
+@strategy("samkv")
+def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
+    """SamKV: initial and local blocks, and those that the question and the other documents ask for (METHODS, section 1)."""
+    known = ("block_size", "initial_blocks", "local_blocks", "selection", "personalised", "scoring", "positions", "keep")
+    options = _options(plan, *known, *_COMMON)
+    block = _integer(options, "block_size", shape.cut.block, low=0)
+    if block and (block & (block - 1) or block > 64):
+        raise PlanError("block_size must be 0 (about 1/32 of the document) or a power of two up to 64")
+    cut = Cut(block, _integer(options, "local_blocks", shape.cut.local_blocks, low=1))
+    samkv = SamKv(
+        _integer(options, "initial_blocks", 1, low=0),
+        _among(options, "selection", SCOPES),
+        _boolean(options, "personalised", True),
+        _among(options, "scoring", SCORINGS),
+        _among(options, "positions", POSITIONS),
+        _share(options, 1.0, name="keep") if "keep" in options else None,
+    )
+    rule, update = _rule(plan, options, "outliers"), _among(options, "update", _UPDATES)
+    documents = _documents(plan)
+    whole = torch.arange(plan.question_start)
+    if not documents:
+        return Draft(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv)
+    sizes = [cut.size(span.end - span.start, shape.kv_itemsize) for span in documents]
+    blocks = Blocks.build(documents, sizes, initial=samkv.initial_blocks, local=cut.local_blocks)
+    kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
+    return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks)
+
+
+def _reuse(plan: ContextPlan, shape: Shape, options: Mapping[str, Any], rule: str, *, rotate: bool = True) -> Draft:
+    kept = _kept(plan, options)
+    return Draft(plan, kept, _rule(plan, options, rule), int(kept.shape[-1]), _among(options, "update", _UPDATES), rotate, shape.cut)
+
+
+def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str) -> Rule:
+    """``recompute``: a rule's name, or positions."""
+    wanted = options.get("recompute", default)
+    share, first, seed = _share(options, 0.15), _integer(options, "first", 16, low=0), _integer(options, "seed", 0, low=0)
+    if isinstance(wanted, str):
+        if wanted not in rules.names():
+            raise PlanError(f"recompute must be a list of positions or one of {', '.join(rules.names())}")
+        return Rule(wanted, share, first, seed)
+    try:
+        positions = torch.tensor(sorted(set(wanted)), dtype=torch.int64)
+    except (TypeError, ValueError):
+        raise PlanError(f"recompute must be a list of positions or one of {', '.join(rules.names())}") from None
+    if len(positions) and (int(positions[0]) < 0 or int(positions[-1]) >= plan.question_start):
+        raise PlanError(f"recompute must hold positions below {plan.question_start}")
+    return Rule("positions", share, first, seed, positions)
 
 
 def _options(plan: ContextPlan, *known: str) -> Mapping[str, Any]:
@@ -116,10 +229,6 @@ def _options(plan: ContextPlan, *known: str) -> Mapping[str, Any]:
 def _documents(plan: ContextPlan) -> tuple[Span, ...]:
     """All spans but the first: the system text is exact as it is, nothing stands before it."""
     return plan.spans[1:]
-
-
-def _document_positions(plan: ContextPlan) -> torch.Tensor:
-    return torch.arange(plan.spans[0].end, plan.question_start)
 
 
 def _kept(plan: ContextPlan, options: Mapping[str, Any]) -> torch.Tensor:
@@ -158,23 +267,6 @@ def _explicit_kept(plan: ContextPlan, value: Any) -> torch.Tensor:
     return kept
 
 
-def _explicit(plan: ContextPlan, options: Mapping[str, Any]) -> torch.Tensor:
-    value = options.get("recompute", [])
-    if value == "all":
-        return torch.arange(plan.question_start)
-    try:
-        positions = torch.tensor(sorted(set(value)), dtype=torch.int64)
-    except (TypeError, ValueError, RuntimeError):
-        raise PlanError("recompute must be 'all' or a list of positions") from None
-    if len(positions) and (int(positions[0]) < 0 or int(positions[-1]) >= plan.question_start):
-        raise PlanError(f"recompute must hold positions below {plan.question_start}")
-    return positions
-
-
-def _among(positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return positions[torch.from_numpy(np.isin(positions.numpy(), kept.numpy(), assume_unique=True))]
-
-
 def _share(options: Mapping[str, Any], default: float, name: str = "share") -> float:
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
@@ -182,12 +274,24 @@ def _share(options: Mapping[str, Any], default: float, name: str = "share") -> f
     return float(value)
 
 
-def _count(share: float, n: int) -> int:
-    return min(n, max(1, round(share * n))) if n else 0
-
-
 def _integer(options: Mapping[str, Any], name: str, default: int, *, low: int) -> int:
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
         raise PlanError(f"{name} must be a whole number of at least {low}, of 63 bits at most")
     return value
+
+
+def _boolean(options: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise PlanError(f"{name} must be true or false")
+    return value
+
+
+def _among(options: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
+    """One of the choices; the first one by default."""
+    value = options.get(name, choices[0])
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise PlanError(f"{name} must be one of {', '.join(choices)}")

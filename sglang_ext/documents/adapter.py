@@ -1,16 +1,18 @@
 """SGLang's own storage backends, by their names: sglang-file (its `file`), nixl, mooncake, hf3fs, aibrix, eic, simm, mori and dynamic.
 
 They store values of one size, know no documents and mostly cannot delete, so here a document is: its pages, then as many values of page
-size as its record needs. The record comes last and carries every page's CRC: what was not finished is not found, what is damaged is a
-miss. Keys are ``<document key>@<part>``; the namespace is in the key's digest and in the record.
+size as its summary and its record need. The record comes last and carries every page's CRC: what was not finished is not found, what is
+damaged is a miss. Keys are ``<document key>@<part>``; the namespace is in the key's digest and in the record.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 _BY_POOL_INDEX = frozenset({"hf3fs", "mooncake", "eic", "nixl", "simm", "mori"})
 _FOLDER_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 _RECORD = "r"
+_SUMMARY = "s"
 
 
 def by_pool_index(config: DiskConfig) -> bool:
@@ -92,6 +95,7 @@ class BackendTier(DiskTier):
         super().__init__(layout, faults)
         self._host = host
         self._by_index = by_pool_index(config)
+        self._reading = threading.Lock()
         self._storage = _create(config, layout, HostPoolView(host), model_name)
         self._delete = _deleter(self._storage)
         if self._delete is None:
@@ -112,7 +116,7 @@ class BackendTier(DiskTier):
         total = page_format.record_length(first[: page_format.FIXED_BYTES])
         data = first
         if total > len(first):
-            more = self._get_values([f"{key}@{_RECORD}{i}" for i in range(1, self._record_values(total))])
+            more = self._get_values([f"{key}@{_RECORD}{i}" for i in range(1, self._values(total))])
             if more is None:
                 raise PageError("truncated", f"document {key}: a part of its record is gone")
             data += more
@@ -121,27 +125,26 @@ class BackendTier(DiskTier):
             raise PageError("namespace", f"document {key} belongs to namespace {record.namespace!r}, not {namespace!r}")
         return record
 
-    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None) -> bool:
-        size = self.layout.page_bytes
+    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None, summary: bytes) -> bool:
         keys = [f"{record.key}@{block}" for block in range(record.n_pages)]
         if self._by_index and numbers is None:
             self.faults("refused", f"document {record.key} does not fit on host, from where this backend takes its pages")
             return False
         stored = self._set_pool(keys, numbers) if self._by_index and numbers is not None else self._set_tensors(keys, pages)
-        for i in range(self._record_values(len(data))):
-            if not stored:
-                break
-            value = torch.frombuffer(bytearray(data[i * size : (i + 1) * size].ljust(size, b"\0")), dtype=torch.uint8)
-            key = f"{record.key}@{_RECORD}{i}"
-            if self._by_index:
-                scratch = self._host.scratch[1]  # the writer's; the first one is the reader's
-                self._host.page_view(scratch).copy_(value)
-                stored = self._set_pool([key], [scratch])
-            else:
-                stored = self._set_tensors([key], [value])
+        stored = stored and self._set_values(record.key, _SUMMARY, summary) and self._set_values(record.key, _RECORD, data)
         if not stored:
             self.faults("backend", f"the storage backend did not take document {record.key}")
         return stored
+
+    def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
+        if self._delete is not None:  # some backends keep what a key holds already
+            for i in range(self._values(old.record_bytes)):
+                self._guarded(partial(self._delete, f"{old.key}@{_RECORD}{i}"))
+        return self._set_values(record.key, _SUMMARY, summary) and self._set_values(record.key, _RECORD, data)
+
+    def read_summary(self, record: Record) -> bytes | None:
+        data = self._get_values([f"{record.key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))])
+        return None if data is None else data[: record.summary_bytes]
 
     def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[bool]:
         keys = [f"{record.key}@{block}" for block in blocks]
@@ -157,12 +160,13 @@ class BackendTier(DiskTier):
                 target.copy_(answer.view(torch.uint8))
         return [answer is not None for answer in answers]
 
-    def remove(self, key: str, namespace: str, n_pages: int | None) -> bool:
-        if self._delete is None or n_pages is None:
+    def remove(self, key: str, namespace: str, record: Record | None) -> bool:
+        if self._delete is None or record is None:
             return False
-        values = self._record_values(page_format.record_bytes(namespace, key, n_pages * self.layout.block, n_pages))
         # The record first: without it nothing of the document is found.
-        keys = [f"{key}@{_RECORD}{i}" for i in range(values)] + [f"{key}@{block}" for block in range(n_pages)]
+        keys = [f"{key}@{_RECORD}{i}" for i in range(self._values(record.record_bytes))]
+        keys += [f"{key}@{block}" for block in range(record.n_pages)]
+        keys += [f"{key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))]
         try:
             answers = [self._delete(part) for part in keys]
         except Exception as error:  # noqa: BLE001 - as above
@@ -174,12 +178,14 @@ class BackendTier(DiskTier):
         record = self.find(found.key, found.namespace)
         if record is None:
             raise FileNotFoundError(found.key)
-        number = self._host.scratch[0] if self._by_index else -1
+        number = self._host.scratch[2] if self._by_index else -1
         target = self._host.page_view(number) if self._by_index else torch.empty(self.layout.page_bytes, dtype=torch.uint8)
         for block in range(record.n_pages):
             reason = self.load(record, [block], [target], [number])
             if reason:
                 raise PageError(reason, f"page {block} is not what was stored")
+        if record.summary_bytes and self.load_summary(record) is None:
+            raise PageError("crc", "the summary is not what was stored")
         return record
 
     def clear(self) -> None:
@@ -190,7 +196,7 @@ class BackendTier(DiskTier):
         if close is not None:
             close()
 
-    def _record_values(self, total: int) -> int:
+    def _values(self, total: int) -> int:
         return -(-total // self.layout.page_bytes)
 
     def _indices(self, numbers: Sequence[int]) -> torch.Tensor:
@@ -199,7 +205,11 @@ class BackendTier(DiskTier):
         return (torch.tensor(numbers, dtype=torch.int64)[:, None] * block + torch.arange(block)).flatten()
 
     def _get_values(self, keys: list[str]) -> bytes | None:
-        """Values of page size, joined; None unless all are there."""
+        """Values of page size, joined; None unless all are there. One caller at a time: they share a spare page of the pool."""
+        with self._reading:
+            return self._read_values(keys)
+
+    def _read_values(self, keys: list[str]) -> bytes | None:
         data = b""
         try:
             for key in keys:
@@ -216,9 +226,24 @@ class BackendTier(DiskTier):
                         return None
                 data += value.numpy().tobytes()
         except Exception as error:  # noqa: BLE001 - as above
-            self.faults("backend", f"reading a document's record: {error!r}")
+            self.faults("backend", f"reading a document's record or summary: {error!r}")
             return None
         return data
+
+    def _set_values(self, key: str, part: str, data: bytes) -> bool:
+        """Store bytes as values of page size, the last one padded."""
+        size = self.layout.page_bytes
+        for i in range(self._values(len(data))):
+            value = torch.frombuffer(bytearray(data[i * size : (i + 1) * size].ljust(size, b"\0")), dtype=torch.uint8)
+            name = f"{key}@{part}{i}"
+            if self._by_index:
+                scratch = self._host.scratch[1]  # the writer's; the first one is the reader's
+                self._host.page_view(scratch).copy_(value)
+                if not self._set_pool([name], [scratch]):
+                    return False
+            elif not self._set_tensors([name], [value]):
+                return False
+        return True
 
     def _set_pool(self, keys: list[str], numbers: Sequence[int]) -> bool:
         return self._guarded(lambda: all(self._storage.batch_set_v1(keys, self._indices(numbers))))

@@ -87,7 +87,7 @@ class Tiers:
         if entry is None or self.disk is None:
             return entry is not None
         try:
-            self.disk.remove(key, entry.namespace, None if record is None else record.n_pages)
+            self.disk.remove(key, entry.namespace, record)
         except OSError as error:
             self.faults("io", f"removing document {key}: {error}")
         return True

@@ -62,8 +62,17 @@ class DiskTier(ABC):
         """A ``write`` follows; called under the store's lock, which orders it against removals."""
 
     @abstractmethod
-    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None) -> bool:
-        """Record bytes and all pages (uint8 [page_bytes]); ``numbers`` are their places in the host pool, None outside it."""
+    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None, summary: bytes) -> bool:
+        """Record bytes, all pages (uint8 [page_bytes]) and the summary (empty: none); ``numbers``: the pages' places in the host pool,
+        None outside it."""
+
+    @abstractmethod
+    def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
+        """Give a document another record and summary, its pages left as they are. Raises OSError or PageError."""
+
+    @abstractmethod
+    def read_summary(self, record: Record) -> bytes | None:
+        """The summary's bytes, unchecked; None for a miss. Raises OSError or PageError."""
 
     @abstractmethod
     def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[bool]:
@@ -74,8 +83,8 @@ class DiskTier(ABC):
         """Read everything of a document. Raises PageError or OSError."""
 
     @abstractmethod
-    def remove(self, key: str, namespace: str, n_pages: int | None) -> bool:
-        """Whether something was removed."""
+    def remove(self, key: str, namespace: str, record: Record | None) -> bool:
+        """Whether something was removed. Backends that delete value by value need the record."""
 
     def remove_namespace(self, namespace: str) -> list[str]:
         """Keys removed beyond those the caller knows of."""
@@ -96,6 +105,18 @@ class DiskTier(ABC):
     def why_absent(self, record: Record) -> str:
         """After a read that found nothing: `missing`, or `unreadable` where the cause has been counted."""
         return "missing"
+
+    def load_summary(self, record: Record) -> bytes | None:
+        """The document's summary, checked; None, and counted, where it cannot be used."""
+        try:
+            data = self.read_summary(record)
+        except (PageError, OSError) as error:
+            self.faults(error.reason if isinstance(error, PageError) else "io", f"reading the summary of document {record.key}: {error}")
+            return None
+        if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
+            self.faults("crc", f"the summary of document {record.key} fails its CRC")
+            return None
+        return data
 
     def load(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> str:
         """Fill the targets and check every page; the reason of failure, or an empty string."""
@@ -119,6 +140,7 @@ class FileTier(DiskTier):
         from sglang_ext.documents.file_storage import DocumentFileStorage
 
         self.files = files
+        self._fsync = fsync
         self.storage = DocumentFileStorage(files, layout, fsync=fsync, on_fault=faults)
 
     def find(self, key: str, namespace: str) -> Record | None:
@@ -138,11 +160,19 @@ class FileTier(DiskTier):
     def begin(self, key: str, namespace: str) -> None:
         self.files.begin(namespace, key)
 
-    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None) -> bool:
-        from sglang_ext.documents.file_storage import RECORD, storage_key
+    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None, summary: bytes) -> bool:
+        from sglang_ext.documents.file_storage import RECORD, SUMMARY, storage_key
 
-        keys = [storage_key(record.namespace, record.key, part) for part in (RECORD, *range(record.n_pages))]
-        return self.storage.batch_set(keys, [torch.frombuffer(bytearray(data), dtype=torch.uint8), *pages])
+        parts: list[int | str] = [RECORD, *range(record.n_pages), *([SUMMARY] if summary else [])]
+        ends = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (data, summary) if part]
+        keys = [storage_key(record.namespace, record.key, part) for part in parts]
+        return self.storage.batch_set(keys, [ends[0], *pages, *ends[1:]])
+
+    def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
+        return self.files.replace_summary(old, data, summary, fsync=self._fsync)
+
+    def read_summary(self, record: Record) -> bytes | None:
+        return self.files.read_summary(record)
 
     def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[bool]:
         from sglang_ext.documents.file_storage import storage_key
@@ -150,7 +180,7 @@ class FileTier(DiskTier):
         keys = [storage_key(record.namespace, record.key, block) for block in blocks]
         return [value is not None for value in self.storage.batch_get(keys, targets)]
 
-    def remove(self, key: str, namespace: str, n_pages: int | None) -> bool:
+    def remove(self, key: str, namespace: str, record: Record | None) -> bool:
         return self.files.remove(namespace, key)
 
     def remove_namespace(self, namespace: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 from sglang_ext.protocol import KV_CONFIG_VARIABLE
 
+log = logging.getLogger(__name__)
 BLOCK = 16  # tokens of a host or disk page
 _DEFAULT_HOST_BYTES = 256 * 2**20
+_DEFAULT_ANALYSIS_BYTES = 256 * 2**20
 
 
 def create_cache(context: Any) -> Any:
@@ -65,9 +68,42 @@ def create_cache(context: Any) -> Any:
     if attention is not None:
         tree.before_release = attention.on_finished
     hooks.set_runtime(
-        ContextRuntime(model_runner=runner, tree=tree, tiers=tiers, fingerprint=fingerprint, block=BLOCK, tp_group=context.tp_group)
+        ContextRuntime(
+            model_runner=runner,
+            tree=tree,
+            tiers=tiers,
+            fingerprint=fingerprint,
+            block=BLOCK,
+            analysis=_analysis_config(config),
+            texts=lambda: _texts(args, runner.model_config.vocab_size),
+            tp_group=context.tp_group,
+        )
     )
     return tree
+
+
+def _analysis_config(config: dict[str, Any]) -> Any:
+    from sglang_ext.analysis.summary import Cut
+    from sglang_ext.context.runtime import AnalysisConfig
+
+    return AnalysisConfig(
+        at_ingestion=config.get("analysis", "ingest") == "ingest",
+        memory_bytes=int(config.get("analysis_bytes", _DEFAULT_ANALYSIS_BYTES)),
+        cut=Cut(int(config.get("block_tokens", 0))),
+    )
+
+
+def _texts(args: Any, vocabulary: int) -> Any:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    from sglang_ext.analysis.texts import Texts
+
+    try:
+        tokenizer = get_tokenizer(args.tokenizer_path, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        log.warning("no tokenizer at %s (%s): documents are analysed behind drawn tokens, without sentences", args.tokenizer_path, error)
+        return Texts.drawn(vocabulary)
+    return Texts.of(tokenizer, vocabulary)
 
 
 def model_fingerprint(path: str, details: str) -> str:

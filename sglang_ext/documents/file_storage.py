@@ -1,8 +1,8 @@
 """The default disk backend: document files behind SGLang 0.5.16's ``HiCacheStorage``.
 
-Keys are ``<namespace>@<document key>@<part>``, where a part is a block's number or ``record``. What is stored under a key is what any
-other backend would store: a page's bytes, or the document's record. A document is the unit of writing: ``batch_set`` takes its record
-and all its pages and makes one file of them, in one rename. Imports SGLang: call ``sglang_ext.compat.prepare()`` first.
+Keys are ``<namespace>@<document key>@<part>``, where a part is a block's number, ``record`` or ``summary``. What is stored under a key
+is what any other backend would store: a page's bytes, or the document's record. A document is the unit of writing: ``batch_set`` takes
+its record and all its pages and makes one file of them, in one rename. Imports SGLang: call ``sglang_ext.compat.prepare()`` first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+from sglang_ext.documents import page_format
 from sglang_ext.documents.files import DocumentFiles
-from sglang_ext.documents.page_format import Layout, PageError, pages_of_file
+from sglang_ext.documents.page_format import Layout, PageError
 
 logger = logging.getLogger(__name__)
 RECORD = "record"
+SUMMARY = "summary"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -33,7 +35,6 @@ class DocumentFileStorage(HiCacheStorage):
     def __init__(self, files: DocumentFiles, layout: Layout, *, fsync: bool, on_fault: Callable[[str, str], None]) -> None:
         self.files = files
         self._page_bytes = layout.page_bytes
-        self._block = layout.block
         self._fsync = fsync
         self._on_fault = on_fault
         self.bytes_read = 0
@@ -50,11 +51,15 @@ class DocumentFileStorage(HiCacheStorage):
             return []
         names = [_split(key) for key in keys]
         namespace, document, part = names[0]
-        if len(keys) > 1 and any(name[:2] != (namespace, document) or name[2] == RECORD for name in names):
+        if len(keys) > 1 and any(name[:2] != (namespace, document) or name[2] in (RECORD, SUMMARY) for name in names):
             return [self.batch_get([key], None if target_locations is None else [target_locations[i]])[0] for i, key in enumerate(keys)]
         try:
             if part == RECORD:
                 return [torch.frombuffer(bytearray(self.files.read_raw_record(namespace, document)[0]), dtype=torch.uint8)]
+            if part == SUMMARY:
+                data, _ = self.files.read_raw_record(namespace, document)
+                found = self.files.read_summary(page_format.decode(data, layout=None, key=document))
+                return [torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else None]
             if target_locations is None:
                 target_locations = [torch.empty(self._page_bytes, dtype=torch.uint8) for _ in keys]
             blocks = [int(name[2]) for name in names]
@@ -75,10 +80,15 @@ class DocumentFileStorage(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Sequence[torch.Tensor] | None = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write one document: its record, then its pages 0, 1, ... False when it is refused, removed meanwhile, or the disk fails."""
+        """Write one document: its record, its pages 0, 1, ... and its summary, if any.
+
+        False when it is refused, removed meanwhile, or the disk fails.
+        """
         names = [_split(key) for key in keys]
         namespace, document, _ = names[0]
-        expected = [(namespace, document, RECORD), *((namespace, document, str(block)) for block in range(len(keys) - 1))]
+        summary = [(namespace, document, SUMMARY)] if names[-1][2] == SUMMARY else []
+        pages = len(keys) - 1 - len(summary)
+        expected = [(namespace, document, RECORD), *((namespace, document, str(block)) for block in range(pages)), *summary]
         if names != expected or len(keys) < 2 or values is None:
             known = all(self.exists(key) for key in keys)
             if not known:
@@ -92,10 +102,14 @@ class DocumentFileStorage(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         namespace, document, part = _split(key)
-        found = self.files.find(namespace, document)
-        if found is None or part == RECORD:
-            return found is not None
-        return 0 <= int(part) < pages_of_file(found.size, namespace, document, block=self._block, page_bytes=self._page_bytes)
+        if part == RECORD:
+            return self.files.find(namespace, document) is not None
+        try:
+            data, _ = self.files.read_raw_record(namespace, document)
+            record = page_format.decode(data, layout=None, key=document)
+        except (PageError, OSError):
+            return False
+        return record.summary_bytes > 0 if part == SUMMARY else 0 <= int(part) < record.n_pages
 
     def delete(self, key: str) -> bool:
         """Remove the whole document that the key belongs to. Not part of SGLang's interface: deleting must mean deleting here."""

@@ -1,6 +1,6 @@
 """Document files in a folder: where they lie, how they are written and removed. No torch, no SGLang.
 
-    <root>/rank-0-of-1/<namespace>/<key>.pages      a document: record, then pages
+    <root>/rank-0-of-1/<namespace>/<key>.pages      a document: record, pages, summary
     <root>/rank-0-of-1/.tmp/                        files being written; emptied at start
     <root>/rank-0-of-1/.trash/                      removed namespaces; emptied in the background
     <root>/rank-0-of-1/.owner                       locked by the process that owns this rank's folder
@@ -12,6 +12,7 @@ a document is whole or absent, and one that was removed stays removed.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -148,6 +149,27 @@ class DocumentFiles:
                 done += _read_into(file.fileno(), targets[first : first + count], offset, page_bytes)
         return done
 
+    def read_summary(self, record: Record) -> bytes:
+        """The bytes after the pages, unchecked. Raises PageError when the file ends too early, OSError as the others."""
+        with open(self.path(record.namespace, record.key), "rb", buffering=0) as file:
+            file.seek(record.summary_start)
+            data = _read_exactly(file, record.summary_bytes)
+        if len(data) < record.summary_bytes:
+            raise PageError("truncated", f"the file ends {record.summary_bytes - len(data)} bytes too early")
+        return data
+
+    def replace_summary(self, old: Record, record: bytes, summary: bytes, *, fsync: bool) -> bool:
+        """Write the document anew with another record and summary and the same pages. As ``write``."""
+        with (
+            open(self.path(old.namespace, old.key), "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+            view[old.record_bytes : old.summary_start] as pages,
+        ):
+            if len(pages) < old.summary_start - old.record_bytes:
+                raise PageError("truncated", "the file ends before its last page")
+            return self.write(old.namespace, old.key, [record, pages, summary], fsync=fsync)
+
     # writing and removing
 
     def begin(self, namespace: str, key: str) -> None:
@@ -241,6 +263,8 @@ def verify_document(files: DocumentFiles, found: Found, layout: Layout | None) -
         files.read_pages(record.namespace, record.key, record.page_bytes, [block], [buffer])
         if page_format.page_crc(record.key, block, buffer) != record.crcs[block]:
             raise PageError("crc", f"page {block} fails its CRC")
+    if record.summary_bytes and page_format.summary_crc(record.key, files.read_summary(record)) != record.summary_crc:
+        raise PageError("crc", "the summary fails its CRC")
     return record
 
 

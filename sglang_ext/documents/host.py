@@ -31,12 +31,13 @@ class HostEntry:
     holds: int = 0  # reads and writes in progress of our own
     doomed: bool = False  # removed, but still pinned or held
     loading: dict[int, LoadPart] = field(default_factory=dict)
+    summary: bytes = b""  # the document's analysis, stored with its pages
     copied: Any = None  # torch.cuda.Event after which the pages hold what was put
 
     @property
     def metadata_bytes(self) -> int:
         """Memory of everything but the pages; a page number is an int object of 32 bytes."""
-        own = (self, self.key, self.token_ids, self.pages, self.loading)
+        own = (self, self.key, self.token_ids, self.pages, self.loading, self.summary)
         return sum(sys.getsizeof(part) for part in own) + 32 * len(self.pages)
 
     @property

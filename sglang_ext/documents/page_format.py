@@ -1,6 +1,7 @@
-"""Page format, version 2: a document's record, and the check of each of its pages. No torch, no SGLang: the CLI reads it too.
+"""Page format, version 3: a document's record, and the check of each of its pages. No torch, no SGLang: the CLI reads it too.
 
-A document file is its record, padded to 4,096 bytes, and then its pages, each ``page_bytes``. Other storage backends keep the record as
+A document file is its record, padded to 4,096 bytes, its pages, each ``page_bytes``, and its summary, if it has one: bytes that this
+module does not look into (`sglang_ext.analysis` does), known by their length and CRC. Other storage backends keep the record as
 a value of its own. Integers are little-endian; README.md has the table.
 """
 
@@ -17,9 +18,9 @@ from typing import Any
 from sglang_ext.protocol import NAMESPACE
 
 MAGIC = b"RSKVDOC\0"
-VERSION = 2
+VERSION = 3
 ALIGN = 4096
-_FIXED = struct.Struct("<8sIIII32s32sIIIIIIIIQHHI")
+_FIXED = struct.Struct("<8sIIII32s32sIIIIIIIIQHHII")
 FIXED_BYTES = _FIXED.size
 _CRC_OFFSET = 16
 MAX_RECORD_BYTES = 64 * 2**20  # 14 million tokens: a larger length field is damage, not a document
@@ -64,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Record:
-    """One document: whose it is, its token ids (int32) and the CRC-32 of every page (uint32)."""
+    """One document: whose it is, its token ids (int32), the CRC-32 of every page (uint32), and the length and CRC-32 of its summary."""
 
     key: str
     namespace: str
@@ -72,6 +73,8 @@ class Record:
     crcs: array[int]
     record_bytes: int
     page_bytes: int
+    summary_bytes: int = 0
+    summary_crc: int = 0
 
     @property
     def n_pages(self) -> int:
@@ -79,6 +82,11 @@ class Record:
 
     @property
     def file_bytes(self) -> int:
+        return self.summary_start + self.summary_bytes
+
+    @property
+    def summary_start(self) -> int:
+        """Where in a document file the summary begins."""
         return self.record_bytes + self.n_pages * self.page_bytes
 
 
@@ -99,7 +107,7 @@ def record_bytes(namespace: str, key: str, n_tokens: int, n_pages: int) -> int:
 
 
 def pages_of_file(size: int, namespace: str, key: str, *, block: int, page_bytes: int) -> int:
-    """Pages in a document file of ``size`` bytes, from its size alone; 0 for a size that no document has."""
+    """Most pages that a document file of ``size`` bytes can have, from its size alone; exact where its summary is less than a page."""
     pages = size // page_bytes
     while pages > 0 and record_bytes(namespace, key, (pages - 1) * block + 1, pages) + pages * page_bytes > size:
         pages -= 1
@@ -111,12 +119,17 @@ def page_crc(key: str, block: int, data: Any) -> int:
     return zlib.crc32(data, zlib.crc32(f"{key}/{block}".encode()))
 
 
+def summary_crc(key: str, data: Any) -> int:
+    """CRC-32 of a summary's bytes, seeded with its document."""
+    return zlib.crc32(data, zlib.crc32(f"{key}/summary".encode()))
+
+
 def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def encode(key: str, namespace: str, token_ids: array[int], crcs: array[int], layout: Layout) -> bytes:
-    """The record, padded; its own CRC covers all of it."""
+def encode(key: str, namespace: str, token_ids: array[int], crcs: array[int], layout: Layout, summary: bytes = b"") -> bytes:
+    """The record, padded; its own CRC covers all of it. ``summary``: the bytes that will follow the pages."""
     n_tokens, n_pages = len(token_ids), len(crcs)
     total = record_bytes(namespace, key, n_tokens, n_pages)
     if total > MAX_RECORD_BYTES:
@@ -143,7 +156,8 @@ def encode(key: str, namespace: str, token_ids: array[int], crcs: array[int], la
         layout.page_bytes,
         len(name),
         len(key_text),
-        0,
+        len(summary),
+        summary_crc(key, summary) if summary else 0,
     )
     data = bytearray(b"".join((fixed, _little_endian(crcs), _little_endian(token_ids), name, key_text)).ljust(total, b"\0"))
     struct.pack_into("<I", data, _CRC_OFFSET, zlib.crc32(data))
@@ -174,7 +188,7 @@ def decode(data: bytes, *, layout: Layout | None, key: str | None = None) -> Rec
         raise PageError("truncated", f"the record has {total} bytes, here are {len(data)}")
     body = bytearray(data[:total])
     (_, _, _, crc, dtype_code, fingerprint, key_digest, rank, world, layers, kv_heads, head_dim, block, n_tokens, n_pages, page_bytes,
-     name_bytes, key_bytes, _) = _FIXED.unpack_from(body)  # fmt: skip
+     name_bytes, key_bytes, summary_bytes, summary) = _FIXED.unpack_from(body)  # fmt: skip
     struct.pack_into("<I", body, _CRC_OFFSET, 0)
     if zlib.crc32(body) != crc:
         raise PageError("record", "the record fails its CRC")
@@ -197,6 +211,8 @@ def decode(data: bytes, *, layout: Layout | None, key: str | None = None) -> Rec
         crcs=_from_little_endian("I", bytes(body[FIXED_BYTES : FIXED_BYTES + 4 * n_pages])),
         record_bytes=total,
         page_bytes=page_bytes,
+        summary_bytes=summary_bytes,
+        summary_crc=summary,
     )
 
 

@@ -18,6 +18,7 @@ from sglang_ext.documents.index import DiskIndex
 from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_format import digest, token_array
 from sglang_ext.documents.promote import Promoter
+from sglang_ext.documents.summaries import Summaries, SummaryTicket
 from sglang_ext.documents.types import (
     OWN_BACKEND,
     DiskConfig,
@@ -31,7 +32,7 @@ from sglang_ext.documents.types import (
 from sglang_ext.documents.writeback import WriteBack
 
 logger = logging.getLogger(__name__)
-_SCRATCH_PAGES = 2  # one for the reader of records and one for their writer, where a backend wants them inside the pool
+_SCRATCH_PAGES = 3  # for reading and for writing records and summaries, and for verifying, where a backend wants them inside the pool
 
 
 class TierStore:
@@ -73,6 +74,7 @@ class TierStore:
         self._tiers = Tiers(shape, layout, host, index, tier, faults, metrics)
         self._writes = WriteBack(self._tiers, queue_bytes=disk.queue_bytes if disk is not None else 0)
         self._promoter = Promoter(self._tiers)
+        self._summaries = Summaries(self._tiers)
         self._closed = False
         if self._tiers.io is not None:
             self._tiers.io.write(self._tiers.scan)  # the first write job: what comes after it knows what is there
@@ -173,12 +175,13 @@ class TierStore:
 
     # filling
 
-    def put(self, meta: DocumentMeta, k: torch.Tensor, v: torch.Tensor) -> None:
+    def put(self, meta: DocumentMeta, k: torch.Tensor, v: torch.Tensor, summary: bytes = b"") -> None:
         """Take a document's KV, [layers, n, kv_heads, head_dim] each, K rotated for positions 0..n-1 of the document alone.
 
         Copied into host pages now (from CUDA: enqueued on the current stream, and waited for where the pages are read), then queued to
         disk. Without room on host it goes to disk only; without room in the queue either it is not kept. A document that is there
-        already only gets what it lacks. Raises ValueError for KV of another shape, dtype or model.
+        already only gets what it lacks. ``summary`` is stored with it (see ``put_summary``).
+        Raises ValueError for KV of another shape, dtype or model.
         """
         self._check(meta, k, v)
         token_ids = token_array(meta.token_ids)
@@ -196,8 +199,9 @@ class TierStore:
             if pages is None:
                 host.settle(entry)
                 if tiers.disk is not None:
-                    self._writes.offer_aside(meta, token_ids, k, v)
+                    self._writes.offer_aside(meta, token_ids, k, v, summary)
             else:
+                entry.summary = summary or entry.summary
                 entry.holds += 1
                 try:
                     fill_pages(tiers.host.pool, self.shape, missing, pages, k, v)
@@ -214,8 +218,22 @@ class TierStore:
                 if tiers.disk is not None:
                     tiers.find_on_disk(meta.key, meta.namespace)  # from before a restart: it need not be written again
                     self._writes.offer(entry)
+            if summary:
+                self._summaries.put(meta.key, summary)
             host.shrink()
             tiers.refresh()
+
+    def put_summary(self, key: str, data: bytes) -> bool:
+        """Keep these bytes with a document that is on host or disk, and store them with its pages; False where it is in no tier."""
+        with self._open() as tiers:
+            found = self._summaries.put(key, data)
+            tiers.refresh()
+            return found
+
+    def summary(self, key: str) -> SummaryTicket:
+        """The bytes kept with a document: at once from host, else read from disk by an IO thread; nothing else of the document is."""
+        with self._open():
+            return self._summaries.get(key)
 
     def load(self, key: str, blocks: Sequence[int] | None = None) -> LoadTicket:
         """Start bringing these blocks (None: all) from disk to host; only they are read. Raises IndexError for a block there is not.

@@ -29,6 +29,7 @@ class _Write:
     bytes_: int
     entry: HostEntry | None = None
     staged: torch.Tensor | None = None  # uint8 [pages, page_bytes]
+    summary: bytes = b""  # of a staged document; others have it on host
     cancelled: bool = False
     started: bool = False
 
@@ -71,7 +72,7 @@ class WriteBack:
         entry.holds += 1
         self._submit(write)
 
-    def offer_aside(self, meta: DocumentMeta, token_ids: array[int], k: torch.Tensor, v: torch.Tensor) -> bool:
+    def offer_aside(self, meta: DocumentMeta, token_ids: array[int], k: torch.Tensor, v: torch.Tensor, summary: bytes = b"") -> bool:
         """Write a document that has no room on host; False when the queue has none either."""
         tiers = self._tiers
         if meta.key in self._writes or meta.key in tiers.index:
@@ -85,7 +86,9 @@ class WriteBack:
         fill_pages(staged, tiers.shape, blocks, blocks, k, v)
         if k.is_cuda:
             torch.cuda.current_stream(k.device).synchronize()
-        self._submit(_Write(meta.key, meta.namespace, token_ids, size, staged=staged.view(len(blocks), -1).view(torch.uint8)))
+        self._submit(
+            _Write(meta.key, meta.namespace, token_ids, size, staged=staged.view(len(blocks), -1).view(torch.uint8), summary=summary)
+        )
         return True
 
     def cancel(self, key: str) -> bool:
@@ -140,7 +143,7 @@ class WriteBack:
         try:
             if disk is None or write.cancelled:
                 return
-            record, data, views, numbers = self._prepare(write)
+            record, data, views, numbers, summary = self._prepare(write)
             if tiers.trash:
                 tiers.sweep()
             with tiers.lock:
@@ -154,10 +157,10 @@ class WriteBack:
                 write.started = True
                 tiers.writing.add(write.key)
                 disk.begin(write.key, write.namespace)
-            done = disk.write(record, data, views, numbers)
+            done = disk.write(record, data, views, numbers, summary)
             with tiers.lock:
                 if done and write.cancelled:
-                    disk.remove(write.key, write.namespace, record.n_pages)
+                    disk.remove(write.key, write.namespace, record)
                 elif done:
                     tiers.index.reserved -= reserved
                     reserved = 0
@@ -172,7 +175,7 @@ class WriteBack:
                 self._pump()
                 tiers.refresh()
 
-    def _prepare(self, write: _Write) -> tuple[Record, bytes, list[torch.Tensor], list[int] | None]:
+    def _prepare(self, write: _Write) -> tuple[Record, bytes, list[torch.Tensor], list[int] | None, bytes]:
         tiers = self._tiers
         layout = tiers.layout
         if write.entry is not None:
@@ -183,9 +186,11 @@ class WriteBack:
             numbers = None
             views = list(write.staged) if write.staged is not None else []
         crcs = array("I", (page_format.page_crc(write.key, block, view.numpy()) for block, view in enumerate(views)))
-        data = page_format.encode(write.key, write.namespace, write.token_ids, crcs, layout)
-        record = Record(write.key, write.namespace, write.token_ids, crcs, len(data), layout.page_bytes)
-        return record, data, views, numbers
+        summary = write.summary if write.entry is None else write.entry.summary
+        data = page_format.encode(write.key, write.namespace, write.token_ids, crcs, layout, summary)
+        crc = page_format.summary_crc(write.key, summary) if summary else 0
+        record = Record(write.key, write.namespace, write.token_ids, crcs, len(data), layout.page_bytes, len(summary), crc)
+        return record, data, views, numbers, summary
 
     def _finish(self, write: _Write) -> None:
         self.queued_bytes -= write.bytes_

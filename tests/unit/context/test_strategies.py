@@ -87,13 +87,13 @@ def test_layers_may_keep_different_tokens_but_as_many() -> None:
         ("concat", {"kept": [[0, 1], [2]]}, "equally long"),
         ("concat", {"kept": [3, 2]}, "ascending"),
         ("concat", {"kept": [0, 99]}, "below 8"),
-        ("concat", {"recompute": "some"}, "'all' or a list"),
+        ("concat", {"recompute": "some"}, "recompute must be a list"),
         ("concat", {"recompute": [99]}, "below 8"),
         ("concat", {"rotate": "no"}, "true or false"),
         ("concat", {"depth": 1}, "no option depth"),
         ("epic", {"first": 1.5}, "whole number"),
         ("random", {"seed": -1}, "at least 0"),
-        ("nothing", {}, "one of cacheblend, concat, epic, random"),
+        ("nothing", {}, "one of cacheblend, concat, epic, random, samkv"),
     ],
 )
 def test_bad_options_say_what_is_wrong(strategy: str, options: dict[str, Any], says: str) -> None:
@@ -104,7 +104,7 @@ def test_bad_options_say_what_is_wrong(strategy: str, options: dict[str, Any], s
 def test_every_registered_strategy_has_a_description() -> None:
     from sglang_ext.context import strategies
 
-    assert names() == ("cacheblend", "concat", "epic", "random")
+    assert names() == ("cacheblend", "concat", "epic", "random", "samkv")
     assert all(strategies._registry[name].__doc__ for name in names())
 
 

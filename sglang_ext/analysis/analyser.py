@@ -1,0 +1,106 @@
+"""Computes analyses inside the engine: one pass of a document alone, and behind each foreign context, through the model's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ragserve_kernels.block_summary import BlockPlan, block_summary
+from sglang_ext.analysis.passes import Kv, LayerState, Text, run
+from sglang_ext.analysis.summary import Analysis, Cut, quantize
+from sglang_ext.analysis.texts import Texts
+
+
+class Analyser:
+    """Analyses documents on one rank. Every method launches work on the current stream and takes part in the ranks' collectives."""
+
+    def __init__(self, model_runner: Any, texts: Callable[[], Texts], cut: Cut) -> None:
+        """``texts`` is asked once, before the first document: it loads the tokenizer."""
+        self.cut = cut
+        self._runner = model_runner
+        self._load_texts = texts
+        self._texts: Texts | None = None
+        self._contexts: list[list[Kv]] | None = None  # by text, by layer
+        self._device = torch.device(model_runner.device)
+        self._tp_group = model_runner.tp_group
+        self._itemsize = model_runner.token_to_kv_pool.dtype.itemsize
+
+    def block_of(self, n: int, cut: Cut) -> int:
+        """Tokens of a block of a document of ``n`` tokens."""
+        return cut.size(n, self._itemsize)
+
+    def analyse(self, ids: Sequence[int], cut: Cut | None = None) -> Analysis:
+        """The analysis of one document, prefilled from position 0; as :meth:`Analysis.placed` has it."""
+        cut = cut or self.cut
+        n, block = len(ids), self.block_of(len(ids), cut)
+        plan = BlockPlan.build([n], block_tokens=block, local_blocks=cut.local_blocks, device=self._device)
+        tokens, places = self._tensor(ids), torch.arange(n, device=self._device)
+        texts = [Text(tokens, places)]
+        for context in self._foreign_contexts():
+            texts.append(Text(tokens, places + len(context[0][0]), context.__getitem__))
+        rows: list[dict[str, torch.Tensor]] = []
+        moved = torch.zeros(n, dtype=torch.float32, device=self._device)
+
+        def observe(layer: int, states: Sequence[LayerState]) -> None:
+            alone, *behind = states
+            summary = block_summary(self._all_heads(alone.q), self._all_heads(alone.k), plan, scale=alone.scaling)
+            own = slice(self._rank * alone.k.shape[1], (self._rank + 1) * alone.k.shape[1])
+            heads = slice(self._rank * alone.q.shape[1], (self._rank + 1) * alone.q.shape[1])
+            mean_k, mean_k_scale = quantize(summary.mean_k[:, own])
+            local_q, local_q_scale = quantize(summary.local_q[0, heads])
+            inside = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
+            rows.append(
+                {
+                    "mean_k": mean_k,
+                    "mean_k_scale": mean_k_scale,
+                    "local_q": local_q,
+                    "local_q_scale": local_q_scale,
+                    "token": inside,
+                    "attention": summary.attention,
+                    "exponent": summary.exponent.half(),
+                }
+            )
+            for state in behind:
+                moved.add_((state.v.float() - alone.v.float()).square().sum((1, 2)))
+
+        run(self._runner, texts, observe)
+        sensitivity = self._tp_group.all_reduce(moved) if self._world > 1 else moved
+        stacked = {name: torch.stack([row[name] for row in rows]).cpu() for name in rows[0]}
+        analysis = Analysis(n, block, cut.local_blocks, **stacked, sensitivity=sensitivity.cpu(), begins=self.texts.begins(ids))
+        return analysis.placed(self._device)
+
+    @property
+    def texts(self) -> Texts:
+        if self._texts is None:
+            self._texts = self._load_texts()
+        return self._texts
+
+    @property
+    def _world(self) -> int:
+        return 1 if self._tp_group is None else int(self._tp_group.world_size)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._tp_group is None else int(self._tp_group.rank_in_group)
+
+    def _all_heads(self, part: torch.Tensor) -> torch.Tensor:
+        """[n, heads, head_dim] of all ranks: attention is averaged over all heads, so that every rank finds the same tokens."""
+        return part if self._world == 1 else self._tp_group.all_gather(part.contiguous(), dim=1)
+
+    def _foreign_contexts(self) -> list[list[Kv]]:
+        if self._contexts is None:
+            texts = [Text(self._tensor(ids), torch.arange(len(ids), device=self._device)) for ids in self.texts.foreign]
+            contexts: list[list[Kv]] = [[] for _ in texts]
+
+            def observe(layer: int, states: Sequence[LayerState]) -> None:
+                for context, state in zip(contexts, states, strict=True):
+                    context.append((state.k.clone(), state.v.clone()))
+
+            run(self._runner, texts, observe)
+            self._contexts = contexts
+        return self._contexts
+
+    def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64).to(self._device)

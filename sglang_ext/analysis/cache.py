@@ -1,0 +1,50 @@
+"""Analyses in memory, where selection runs: least recently used ones go when the budget is full; the tiers below keep their bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from sglang_ext.analysis.summary import Analysis
+
+
+class AnalysisCache:
+    """By document key and cut (block size and local blocks). Requests in flight hold their own references."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget = budget_bytes
+        self.used = 0
+        self._entries: OrderedDict[tuple[str, int, int], Analysis] = OrderedDict()
+
+    def stat(self) -> dict[str, int]:
+        return {"documents": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
+
+    def get(self, key: str, block: int, local_blocks: int) -> Analysis | None:
+        found = self._entries.get((key, block, local_blocks))
+        if found is not None:
+            self._entries.move_to_end((key, block, local_blocks))
+        return found
+
+    def put(self, key: str, analysis: Analysis) -> None:
+        """Keep an analysis; one larger than the whole budget is not kept."""
+        name = (key, analysis.block, analysis.local_blocks)
+        self._drop(name)
+        if analysis.nbytes > self.budget:
+            return
+        self._entries[name] = analysis
+        self.used += analysis.nbytes
+        while self.used > self.budget:
+            self._drop(next(iter(self._entries)))
+
+    def remove(self, key: str) -> None:
+        """Forget a document."""
+        for name in [name for name in self._entries if name[0] == key]:
+            self._drop(name)
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.used = 0
+
+    def _drop(self, name: tuple[str, int, int]) -> None:
+        gone = self._entries.pop(name, None)
+        if gone is not None:
+            self.used -= gone.nbytes

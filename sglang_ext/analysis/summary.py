@@ -1,0 +1,144 @@
+"""A document's analysis: block summaries, importance, outliers and context sensitivity, as selection uses it and as it is stored."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+_SIGMAS = 3.0  # PauTa criterion
+_BOUND = 0.03  # of a document's KV: what its summaries may take
+_LARGEST_BLOCK = 64
+_CODES = {torch.int8: "i1", torch.uint8: "u1", torch.float16: "f2", torch.float32: "f4"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+class SummaryError(ValueError):
+    """Stored bytes that are no analysis of this document; it is computed anew."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How documents are cut into blocks for their analysis: ``block`` 0 is about 1/32 of the document, a power of two from 8 to 64."""
+
+    block: int = 0
+    local_blocks: int = 2
+
+    def size(self, n: int, kv_itemsize: int) -> int:
+        """Block size for a document of ``n`` tokens: never so small that its mean keys alone, one byte a value, are over 3 % of the KV."""
+        from ragserve_kernels.block_summary import default_block_tokens
+
+        if self.block:
+            return self.block
+        size = default_block_tokens(n)
+        while size < _LARGEST_BLOCK and 1 / (2 * size * kv_itemsize) > _BOUND:
+            size *= 2
+        return size
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """One document; the tensors are of this rank's heads where they have heads. Those that selection multiplies (``mean_k``, ``local_q``
+    and their scales) may be on the model's device, the others are on the CPU. Blocks are ``block`` tokens, the last one what is left.
+
+    ``mean_k`` int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks, kv_heads]: mean key, rotated for
+    the document's own positions. ``local_q`` int8 [layers, heads, head_dim] times ``local_q_scale`` f16 [layers, heads]: mean query of
+    the last ``local_blocks`` blocks. ``token`` u8 [layers, blocks]: the block's most attended token, counted in the block;
+    ``attention`` f32 [layers, blocks]: its mean attention (inf where no token has enough later queries); ``exponent`` f16, its power
+    law's. ``sensitivity`` f32 [tokens]: context sensitivity (METHODS, section 6). ``begins`` u8 [tokens]: 1 where a sentence begins.
+    """
+
+    n_tokens: int
+    block: int
+    local_blocks: int
+    mean_k: torch.Tensor
+    mean_k_scale: torch.Tensor
+    local_q: torch.Tensor
+    local_q_scale: torch.Tensor
+    token: torch.Tensor
+    attention: torch.Tensor
+    exponent: torch.Tensor
+    sensitivity: torch.Tensor
+    begins: torch.Tensor
+
+    @property
+    def layers(self) -> int:
+        return int(self.mean_k.shape[0])
+
+    @property
+    def blocks(self) -> int:
+        return int(self.mean_k.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def placed(self, device: torch.device) -> Analysis:
+        """With what selection multiplies on the device."""
+        names = ("mean_k", "mean_k_scale", "local_q", "local_q_scale")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def keys(self, device: torch.device) -> torch.Tensor:
+        """Mean keys, f32 [layers, blocks, kv_heads, head_dim]."""
+        return self.mean_k.to(device).float() * self.mean_k_scale.to(device).float()[..., None]
+
+    def local_queries(self, device: torch.device) -> torch.Tensor:
+        """Mean local queries, f32 [layers, heads, head_dim]."""
+        return self.local_q.to(device).float() * self.local_q_scale.to(device).float()[..., None]
+
+    def outliers(self) -> torch.Tensor:
+        """Bool [layers, tokens]: the most attended tokens of blocks whose exponent lies three sigma below the layer's mean (PauTa)."""
+        exponent = self.exponent.float()
+        finite = exponent.isfinite()
+        count = finite.sum(1, keepdim=True).clamp(min=1)
+        values = exponent.masked_fill(~finite, 0.0)
+        mean = values.sum(1, keepdim=True) / count
+        deviation = ((values - mean).square().masked_fill(~finite, 0.0).sum(1, keepdim=True) / count).sqrt()
+        chosen = finite & (values < mean - _SIGMAS * deviation)
+        out = torch.zeros(self.layers, self.n_tokens, dtype=torch.bool)
+        layer, block = chosen.nonzero(as_tuple=True)
+        out[layer, block * self.block + self.token[layer, block].long()] = True
+        return out
+
+    def encode(self) -> bytes:
+        """The bytes that are stored: a line of JSON that says what follows, then the tensors, one after the other."""
+        tensors = self._tensors()
+        head = {
+            "tokens": self.n_tokens,
+            "block": self.block,
+            "local_blocks": self.local_blocks,
+            "tensors": {name: [_CODES[tensor.dtype], *tensor.shape] for name, tensor in tensors.items()},
+        }
+        return b"".join((json.dumps(head).encode(), b"\n", *(tensor.cpu().contiguous().numpy().tobytes() for tensor in tensors.values())))
+
+    @classmethod
+    def decode(cls, data: bytes, n_tokens: int) -> Analysis:
+        """The analysis of a document of ``n_tokens``. Raises SummaryError for anything else."""
+        try:
+            line, at = data[: data.index(b"\n")], data.index(b"\n") + 1
+            head = json.loads(line)
+            tensors: dict[str, torch.Tensor] = {}
+            for name, (code, *shape) in head["tensors"].items():
+                dtype, count = _DTYPES[code], math.prod(shape)
+                values = torch.frombuffer(bytearray(data[at : at + count * dtype.itemsize]), dtype=dtype, count=count) if count else None
+                tensors[name] = torch.empty(shape, dtype=dtype) if values is None else values.reshape(shape)
+                at += count * dtype.itemsize
+            found = cls(head["tokens"], head["block"], head["local_blocks"], **tensors)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise SummaryError(f"not an analysis: {error!r}") from error
+        if at != len(data) or found.n_tokens != n_tokens or found.blocks != -(-n_tokens // max(1, found.block)):
+            raise SummaryError("the analysis of another document")
+        return found
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., n] as int8 and one f16 scale a row [...]: value = int8 * scale, the error at most half a scale."""
+    scale = (values.float().abs().amax(-1) / 127).clamp(min=2**-24).half()
+    return (values.float() / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale

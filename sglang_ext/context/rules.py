@@ -1,0 +1,186 @@
+"""Which of the kept tokens are computed again: one function a rule, over the plan, what is kept and the documents' analyses.
+
+A rule that needs the model at query time (`deviation`: CacheBlend's) is left to the recompute pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_ext.analysis.summary import Analysis
+from sglang_ext.protocol import ContextPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """``share`` is of the document tokens kept in a layer. ``positions``: the answer itself, for rule `positions`."""
+
+    name: str
+    share: float = 0.15
+    first: int = 16
+    seed: int = 0
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @property
+    def needs_analysis(self) -> bool:
+        return self.name in _ANALYSED
+
+    @property
+    def asks(self) -> bool:
+        """Whether the rule wants to know what the question attends to, which is known once the context is composed."""
+        return self.name in _ASKING
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a rule chooses from. ``kept`` int64 [S] or [layers, S]; ``analyses`` one a document, only where the rule needs them."""
+
+    plan: ContextPlan
+    kept: torch.Tensor
+    analyses: Sequence[Analysis] = ()
+    initial_blocks: int = 1
+    attention: torch.Tensor | None = None
+    """f32 [document tokens]: what the question attends to (`query.attention`); only where the rule asks."""
+
+    @property
+    def first(self) -> int:
+        return self.plan.spans[0].end
+
+    def weight(self) -> torch.Tensor:
+        """f32 [document tokens]: the share of the layers that keep each."""
+        rows = self.kept if self.kept.dim() == 2 else self.kept[None]
+        inside = rows[rows >= self.first] - self.first
+        return torch.bincount(inside, minlength=self.plan.question_start - self.first).float() / len(rows)
+
+    def best(self, score: torch.Tensor, share: float) -> torch.Tensor:
+        """Positions, ascending, of the share of the kept document tokens with the highest ``score`` [document tokens] times weight."""
+        weight = self.weight()
+        candidates = weight.nonzero()[:, 0]
+        count = share_of(share, round(float(weight.sum())))
+        order = (score * weight)[candidates].argsort(dim=0, descending=True, stable=True)
+        return self.first + candidates[order[:count]].sort().values
+
+    def among(self, positions: torch.Tensor) -> torch.Tensor:
+        """Those of the positions that some layer keeps."""
+        return positions[torch.isin(positions, self.kept)]
+
+
+Chooser = Callable[[Kept, Rule], torch.Tensor]
+_rules: dict[str, Chooser] = {}
+_ANALYSED: set[str] = set()
+_ASKING: set[str] = set()
+_SINKS = 3  # first tokens of a document, where models park attention
+
+
+def rule(name: str, *, analysed: bool = False, asks: bool = False) -> Callable[[Chooser], Chooser]:
+    """Register a rule: positions int64, ascending, of the tokens to compute again."""
+
+    def add(function: Chooser) -> Chooser:
+        _rules[name] = function
+        if analysed:
+            _ANALYSED.add(name)
+        if asks:
+            _ASKING.add(name)
+        return function
+
+    return add
+
+
+def names() -> tuple[str, ...]:
+    """Rules a request may ask for by name, sorted."""
+    return tuple(sorted({*_rules, "deviation"} - {"positions"}))
+
+
+def choose(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """The tokens that the rule chooses. `deviation` has none before the recompute pass."""
+    return torch.empty(0, dtype=torch.int64) if wanted.name == "deviation" else _rules[wanted.name](kept, wanted)
+
+
+def share_of(share: float, n: int) -> int:
+    """How many of n tokens a share is: at least one."""
+    return min(n, max(1, round(share * n))) if n else 0
+
+
+@rule("none")
+def _none(kept: Kept, wanted: Rule) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@rule("all")
+def _all(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """Everything kept, the system text too: exact where everything is kept."""
+    return torch.unique(kept.kept)
+
+
+@rule("positions")
+def _positions(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """Those the request names, kept or not."""
+    return wanted.positions
+
+
+@rule("first")
+def _first(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """EPIC: the first ``first`` tokens of every document."""
+    parts = [torch.arange(s.start, min(s.end, s.start + wanted.first)) for s in kept.plan.spans[1:]]
+    return kept.among(torch.cat([torch.empty(0, dtype=torch.int64), *parts]))
+
+
+@rule("random")
+def _random(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """A share drawn with ``seed``: what any rule must beat."""
+    generator = torch.Generator().manual_seed(wanted.seed)
+    return kept.best(torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, wanted.share)
+
+
+@rule("sensitivity", analysed=True)
+def _sensitivity(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """The share whose values depend most on what stands before their document (METHODS, section 6)."""
+    return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), wanted.share)
+
+
+@rule("sentences", analysed=True, asks=True)
+def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """Whole sentences that depend on what stands before their document, the more the question attends to them.
+
+    Score of sentence S: mean sensitivity of its kept tokens * sqrt(highest attention of the question to one of them). A document's first
+    sentence counts with the attention to any token of the document: "Continued", "Part 2", "It" link it to others. Sentences are taken by
+    score until the share is spent; the last one is cut.
+    """
+    weight = kept.weight()
+    live = weight > 0
+    lengths = torch.tensor([analysis.n_tokens for analysis in kept.analyses])
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    start = lengths.cumsum(0) - lengths
+    sentence = torch.cat([analysis.begins for analysis in kept.analyses]).long().cumsum(0) - 1
+    count = int(sentence[-1]) + 1
+    attention = torch.zeros_like(weight) if kept.attention is None else kept.attention * live
+    attention = attention.masked_fill(torch.arange(len(weight)) - start[document] < _SINKS, 0.0)
+    looked_at = torch.zeros(count).scatter_reduce(0, sentence, attention, "amax")
+    looked_at[sentence[start]] = torch.zeros(len(lengths)).scatter_reduce(0, document, attention, "amax")
+    sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]) * weight
+    mean = torch.zeros(count).index_add(0, sentence, sensitivity) / torch.zeros(count).index_add(0, sentence, live.float()).clamp(min=1)
+    score = mean * (looked_at.sqrt() if bool((looked_at > 0).any()) else 1.0)
+    candidates = live.nonzero()[:, 0]
+    order = score[sentence[candidates]].argsort(dim=0, descending=True, stable=True)
+    taken = order[: share_of(wanted.share, round(float(weight.sum())))]
+    return kept.first + candidates[taken].sort().values
+
+
+@rule("outliers", analysed=True)
+def _outliers(kept: Kept, wanted: Rule) -> torch.Tensor:
+    """SamKV, section 3.3: initial and local blocks, and the outlier tokens of a layer's static analysis that the layer keeps."""
+    n = kept.plan.question_start - kept.first
+    rows = kept.kept if kept.kept.dim() == 2 else kept.kept[None]
+    chosen = torch.zeros(n, dtype=torch.bool)
+    flagged = torch.cat([analysis.outliers() for analysis in kept.analyses], dim=1)
+    mask = torch.zeros(len(rows), n + 1, dtype=torch.bool)  # the last column takes the system text
+    mask.scatter_(1, torch.where(rows >= kept.first, rows - kept.first, n), True)
+    chosen |= (flagged & mask[:, :n]).any(0)
+    for span, analysis in zip(kept.plan.spans[1:], kept.analyses, strict=True):
+        start, blocks = span.start - kept.first, analysis.blocks
+        chosen[start : start + min(kept.initial_blocks * analysis.block, analysis.n_tokens)] = True
+        chosen[start + max(0, blocks - analysis.local_blocks) * analysis.block : start + analysis.n_tokens] = True
+    return kept.among(kept.first + chosen.nonzero()[:, 0])

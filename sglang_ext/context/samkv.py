@@ -1,0 +1,205 @@
+"""SamKV's selection (METHODS, section 1; the paper's sections 3.1 and 3.2): from the question's queries and the documents' summaries to
+the tokens that each layer keeps. No K or V of any document is read. Batched over documents and layers.
+
+Equations, per layer n and document i of D:
+
+    q_i  = q + 1/(D-1) * sum_{j != i} |cos(q, loc_j)| loc_j                      (1) personalised query
+    s_b  = <q_i, mean K of block b>, both at their places in the prompt
+    P_i  = mean over stable layers of (s_max - s_anc) / (s_max - s_min) where s_min < s_anc <= s_max, else 0     (2), (3)
+
+anc is the mean K of initial and local blocks, max the middle block with the smallest exponent, min the one with the least attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sglang_ext.analysis.summary import Analysis
+from sglang_ext.context.blocks import Blocks
+from sglang_ext.context.rope import Rotation
+
+Scope = Literal["layers", "shared", "none"]
+Scoring = Literal["zscore", "softmax", "raw"]
+Positions = Literal["full", "near"]
+SCOPES: tuple[Scope, ...] = ("layers", "shared", "none")
+SCORINGS: tuple[Scoring, ...] = ("zscore", "softmax", "raw")
+POSITIONS: tuple[Positions, ...] = ("full", "near")
+_CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
+
+
+@dataclass(frozen=True)
+class SamKv:
+    """Options of the method; README.md says what each does."""
+
+    initial_blocks: int = 1
+    scope: Scope = "layers"
+    personalised: bool = True
+    scoring: Scoring = "zscore"
+    positions: Positions = "full"
+    keep: float | None = None
+
+    def budget(self, blocks: Blocks) -> int:
+        """Most middle tokens that are kept in a layer: what ``keep`` leaves for them, or the paper's total / D."""
+        if self.scope == "none":
+            return 0
+        if self.keep is None:
+            return min(blocks.middle_tokens, blocks.tokens // blocks.documents)
+        return max(0, min(blocks.middle_tokens, round(self.keep * blocks.tokens) - (blocks.tokens - blocks.middle_tokens)))
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """``kept`` int64 [S] or [layers, S] on the CPU: positions of the kept document tokens, ascending. ``proportion`` f32 [D]: P."""
+
+    kept: torch.Tensor
+    proportion: torch.Tensor
+
+
+def stable_layers(layers: int) -> range:
+    """N* where no calibration says otherwise: the last eighth (the paper's models: layers 29 to 32 of 32, 32 to 36 of 36)."""
+    return range(layers - -(-layers // 8), layers)
+
+
+def choose(
+    options: SamKv,
+    blocks: Blocks,
+    analyses: Sequence[Analysis],
+    query: torch.Tensor,
+    question_start: int,
+    rotation: Rotation,
+    *,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+    stable: Sequence[int] | None = None,
+) -> Chosen:
+    """What each layer keeps.
+
+    ``query`` f32 [layers, heads, head_dim]: the question's mean query, of this rank's heads, rotated for its place; the work runs on its
+    device. ``analyses``: one a document, cut as ``blocks`` are. ``reduce`` sums over ranks.
+    """
+    layers, device = query.shape[0], query.device
+    budget = options.budget(blocks)
+    if budget == 0:
+        return Chosen(blocks.fixed(), torch.zeros(blocks.documents))
+    shifts = blocks.start[:, 0]
+    if options.positions == "near":  # every document as if it stood right before the question
+        shifts = question_start - blocks.length.sum(1)
+    shifts = shifts.to(device)
+    queries = (
+        personalised(query, analyses, shifts, rotation, reduce) if options.personalised else query[:, None].expand(-1, len(shifts), -1, -1)
+    )
+    scores = _scores(_moved(queries, -shifts, rotation), analyses, blocks, reduce)  # [layers, D, M]
+    middle, size = blocks.middle.to(device), blocks.size.to(device)
+    proportion = _proportion(scores, blocks, analyses, stable_layers(layers) if stable is None else stable)
+    count = middle.sum(1)
+    if options.keep is None:
+        count = (proportion * count).round().to(torch.int64)
+    budget = min(budget, int((count * size).sum()))
+    ranked = scores.masked_fill(~middle, -torch.inf)
+    rank = ranked.argsort(-1, descending=True).argsort(-1)
+    among = middle & (rank < count[None, :, None])
+    pooled = _normalised(scores, middle, options.scoring)
+    if options.scope == "shared":
+        among, pooled = among.any(0, keepdim=True), pooled.sum(0, keepdim=True)
+    kept = _take(pooled.masked_fill(~among, -torch.inf), among, blocks, budget)
+    return Chosen(kept.cpu() if options.scope == "layers" else kept[0].cpu(), proportion.cpu())
+
+
+def personalised(
+    query: torch.Tensor,
+    analyses: Sequence[Analysis],
+    shifts: torch.Tensor,
+    rotation: Rotation,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Equation 1: f32 [layers, D, heads, head_dim]. The cosine is that of whole layers, all heads of all ranks as one vector."""
+    documents = len(analyses)
+    if documents == 1:
+        return query[:, None]
+    local = torch.stack([analysis.local_queries(query.device) for analysis in analyses], dim=1)
+    local = _moved(local, shifts, rotation)
+    whole = query[:, None].expand_as(local)
+    parts = reduce(torch.stack([(a * b).sum((-1, -2)) for a, b in ((whole, local), (whole, whole), (local, local))]))
+    weight = (parts[0] / (parts[1] * parts[2]).sqrt().clamp(min=1e-12)).abs()
+    biased = weight[..., None, None] * local
+    return query[:, None] + (biased.sum(1, keepdim=True) - biased) / (documents - 1)
+
+
+def _moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """[layers, D, heads, head_dim] rotated by each document's shift."""
+    flat = queries.flatten(0, 1)
+    return rotation.rotate(flat, shifts.repeat(queries.shape[0])).view_as(queries)
+
+
+def _scores(
+    queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Mean over heads of <q_i, mean K> / sqrt(head_dim), f32 [layers, D, M]; 0 where there is no block."""
+    layers, documents, heads, dim = queries.shape
+    kv_heads = analyses[0].mean_k.shape[2]
+    folded = queries.unflatten(2, (kv_heads, heads // kv_heads)).sum(3)  # a KV head serves its whole query group
+    counts = torch.tensor([analysis.blocks for analysis in analyses])
+    document = torch.repeat_interleave(torch.arange(documents), counts).to(queries.device)
+    step = max(1, _CHUNK_BYTES // (4 * int(counts.sum()) * kv_heads * dim))
+    found = []
+    for at in range(0, layers, step):
+        rows = slice(at, min(at + step, layers))
+        keys = torch.cat([a.mean_k[rows].to(queries.device) for a in analyses], dim=1).float()
+        scale = torch.cat([a.mean_k_scale[rows].to(queries.device) for a in analyses], dim=1).float()
+        found.append(((keys * folded[rows][:, document]).sum(-1) * scale).sum(-1))
+    flat = reduce(torch.stack((torch.cat(found), torch.full_like(torch.cat(found), heads))))
+    flat = flat[0] / flat[1] / dim**0.5
+    padded = torch.zeros(layers, documents, blocks.start.shape[1], device=queries.device)
+    padded[:, (blocks.length > 0).to(queries.device)] = flat
+    return padded
+
+
+def _proportion(scores: torch.Tensor, blocks: Blocks, analyses: Sequence[Analysis], stable: Sequence[int]) -> torch.Tensor:
+    """Equations 2 and 3: P, f32 [D]."""
+    device = scores.device
+    middle, length = blocks.middle.to(device), blocks.length.to(device)
+    layers = list(stable)
+    scores = scores[layers]
+    ends = (length * ~middle).float()
+    anchor = (scores * ends).sum(-1) / ends.sum(-1).clamp(min=1)
+    chosen = []
+    for name in ("exponent", "attention"):
+        padded = torch.full_like(scores, torch.inf)
+        padded[:, length > 0] = torch.cat([getattr(a, name)[layers].float() for a in analyses], dim=1).to(device)
+        chosen.append(padded.masked_fill(~middle, torch.inf).argmin(-1, keepdim=True))
+    largest, least = (scores.gather(-1, block)[..., 0] for block in chosen)
+    inside = (anchor > least) & (anchor <= largest) & middle.any(1)
+    ratio = (largest - anchor) / (largest - least).where(inside, 1.0)
+    return ratio.where(inside, 0.0).mean(0)
+
+
+def _normalised(scores: torch.Tensor, middle: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Scores made comparable between documents, over each document's middle blocks."""
+    if scoring == "raw":
+        return scores
+    if scoring == "softmax":
+        return scores.masked_fill(~middle, -torch.inf).softmax(-1).nan_to_num(0.0)
+    count = middle.sum(-1).clamp(min=1)
+    values = scores * middle
+    mean = values.sum(-1) / count
+    off = (scores - mean[..., None]) * middle
+    deviation = (off.square().sum(-1) / count).sqrt().clamp(min=1e-9)
+    return off / deviation[..., None]
+
+
+def _take(scores: torch.Tensor, among: torch.Tensor, blocks: Blocks, budget: int) -> torch.Tensor:
+    """The best blocks of the pool until ``budget`` tokens, in every layer as many: the last block's first tokens where it does not fit.
+
+    scores and among [L, D, M]; returns positions int64 [L, S] with the fixed tokens.
+    """
+    device = scores.device
+    order = scores.flatten(1).argsort(dim=-1, descending=True, stable=True)
+    tokens = (blocks.length.to(device) * among).flatten(1).gather(1, order)
+    before = tokens.cumsum(1) - tokens
+    taken = torch.zeros_like(tokens).scatter(1, order, (budget - before).clamp(min=0).minimum(tokens))
+    block, offset = blocks.token_block.to(device), blocks.token_offset.to(device)
+    mask = (offset < taken[:, block]) | ~blocks.middle.to(device).flatten()[block]
+    return blocks.first + mask.nonzero()[:, 1].view(len(mask), -1)

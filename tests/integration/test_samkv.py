@@ -1,0 +1,207 @@
+"""SamKV on the real engine: exact where nothing is left out, truthful about what it loads, and at home in every odd plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ragserve.prompt import PromptBuilder, PromptDocument
+from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
+from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.texts import Texts
+from sglang_ext.documents.files import DocumentFiles
+from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from tests.conftest import MODEL
+from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.integration.reference import Reference
+from tests.integration.test_context import prompt, rows
+
+TOLERANCE = 1e-3  # twice as many kernels as a plain prefill stand between the two
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(MODEL)
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(str(MODEL))
+
+
+def report(answer: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
+
+
+def long_prompt(builder: PromptBuilder, texts: list[str], question: str = "Who founded it?") -> tuple[list[int], list[tuple[int, int]]]:
+    built = builder.build(question, [PromptDocument(str(i), f"Part {i}", text) for i, text in enumerate(texts)], max_prompt_tokens=8000)
+    return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
+
+
+def test_everything_kept_and_recomputed_equals_full(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[2], 4)
+    answer = composed(server.client, ids, spans, "samkv", keep=1.0, recompute="all")
+    assert_same(result(answer), reference.plain(ids, NEW), TOLERANCE)
+    said = report(answer)
+    assert said["kept"] == said["recomputed"] == said["document_tokens"]
+    assert said["query_ms"] > 0
+
+
+def moved(client: Any) -> int:
+    """Page bytes read from disk so far."""
+    return int(client.get("/rag/cache").json()["moved_bytes"]["from_disk"])
+
+
+def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: PromptBuilder) -> None:
+    """Pages hold 16 tokens, blocks of these documents 16: what leaves the disk are the pages of fixed and chosen blocks, no others."""
+    texts = [
+        " ".join(f"The {name} of town {i} measured {i * 7 + j} spans in {1900 + j}." for j in range(40)) for i, name in enumerate("abc")
+    ]
+    ids, spans = long_prompt(builder, texts)
+    client, options = server.client, {"block_size": 16, "recompute": "none", "keep": 0.3}
+    first = composed(client, ids, spans, "samkv", "loads", selection="shared", **options)
+    page = 2 * 2 * 10 * 64 * 16 * 4  # K and V, 2 heads, 10 layers, 64 values, 16 tokens, float32
+    assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
+    before = moved(client)
+    again = composed(client, ids, spans, "samkv", "loads", selection="shared", **options)
+    said = report(again)
+    assert result(again).ids == result(first).ids
+    assert set(said["by_tier"]) == {"disk"}
+    pages = (moved(client) - before) // page
+    system = -(-(spans[0][1] - spans[0][0]) // 16)
+    documents = sum(-(-(b - a) // 16) for a, b in spans[1:])
+    # Every document adds at most a partial page at its end; one chosen block may be cut to fit the budget.
+    assert said["kept"] / 16 <= pages - system <= said["kept"] / 16 + len(spans)
+    assert pages - system < 0.4 * documents
+    # In every layer its own blocks: more pages, still not all; and from host nothing is read from disk again.
+    by_layer = composed(client, ids, spans, "samkv", "loads", **options)
+    assert report(by_layer)["kept"] == said["kept"]
+    assert (moved(client) - before) // page < system + documents
+    before = moved(client)
+    composed(client, ids, spans, "samkv", "loads", **options)
+    assert moved(client) == before
+    # Analyses are stored with the documents: what is forgotten in memory is read again, not computed.
+    assert client.delete("/rag/namespaces/nobody").status_code in (200, 404)
+    assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
+    computed = client.get("/rag/cache").json()["analyses"]["computed"]
+    assert report(composed(client, ids, spans, "samkv", "loads", keep=0.3))["kept"] == said["kept"]
+    assert client.get("/rag/cache").json()["analyses"]["computed"] == computed
+
+
+@pytest.mark.parametrize(
+    ("n_documents", "options"),
+    [
+        (1, {}),
+        (2, {"update": "fusion"}),
+        (3, {"block_size": 64}),  # no longer than initial and local blocks: kept whole
+        (8, {"selection": "none"}),
+        (8, {"selection": "shared", "recompute": "deviation", "share": 0.3}),
+        (8, {"recompute": "sensitivity", "share": 0.2, "keep": 0.5}),
+        (8, {"recompute": "sentences", "share": 0.2}),
+        (8, {"recompute": "deviation", "personalised": False, "scoring": "raw", "positions": "near"}),
+    ],
+)
+def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBuilder, n_documents: int, options: dict[str, Any]) -> None:
+    ids, spans = prompt(builder, rows("onehop")[5], n_documents)
+    answer = composed(server.client, ids, spans, "samkv", **options)
+    assert len(result(answer).ids) == NEW
+    said = report(answer)
+    whole = options.get("block_size") == 64
+    if options.get("keep"):
+        assert said["kept"] == round(options["keep"] * said["document_tokens"])
+    else:
+        assert (said["kept"] == said["document_tokens"]) == whole
+    assert 0 < said["recomputed"] <= said["kept"]
+    assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), "the same request, the same answer"
+
+
+def test_odd_documents_and_questions(server: Any, builder: PromptBuilder) -> None:
+    text = "The mill at Orwen was built in 1820 by Tam Reed and burnt down in 1871. " * 4
+    for texts, question in (
+        ([text] * 4, "Who built the mill?"),  # one document several times
+        (["Yes."] * 3, "Why? " * 60),  # documents shorter than three blocks, and than the question
+        (["Short.", text * 8, "Short.", text], "When?"),
+        ([f"Note {i}: the key hangs on hook {i * 3}." for i in range(64)], "Which hook?"),
+    ):
+        ids, spans = long_prompt(builder, texts, question)
+        assert len(result(composed(server.client, ids, spans, "samkv", "odd")).ids) == NEW
+
+
+@pytest.mark.parametrize("strategy", ["concat", "epic", "random", "cacheblend"])
+def test_every_strategy_takes_every_rule(server: Any, builder: PromptBuilder, strategy: str) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[6], 3)
+    shares = {}
+    for rule in ("none", "sensitivity", "sentences", "outliers", "all"):
+        answer = composed(server.client, ids, spans, strategy, recompute=rule, share=0.1)
+        said = report(answer)
+        shares[rule] = said["recomputed"] / said["document_tokens"]
+        assert len(result(answer).ids) == NEW
+    assert shares["none"] == 0
+    assert shares["sensitivity"] == shares["sentences"] == pytest.approx(0.1, abs=0.01)
+    assert shares["outliers"] < 1 == shares["all"]
+
+
+def stored(data_dir: Path, namespace: str, ids: list[int]) -> Analysis:
+    """The analysis on disk of a document, found by its token ids; waits for the write queue."""
+    folder = data_dir / "kv" / "rank-0-of-1" / namespace
+    files = DocumentFiles(data_dir / "kv", rank=0, world=1)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for path in folder.glob("*.pages"):
+            record = files.read_record(namespace, path.stem, None)
+            if list(record.token_ids) == ids:
+                return Analysis.decode(files.read_summary(record), len(ids))
+        time.sleep(0.1)
+    raise AssertionError("the document is not on disk")
+
+
+def test_an_analysis_is_what_transformers_computes(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    ids, spans = prompt(builder, rows("crossdoc")[7], 6)
+    document = ids[spans[1][0] : spans[-1][1]]  # the five together as one: long enough for its fit
+    generate(server.client, document, ContextPlan("document", "analysis"), n_new=1)
+    found = stored(server.data_dir, "analysis", document)
+    n, block = len(document), found.block
+    assert block == default_block_tokens(n)
+    queries, (cos, sin) = [], reference.model.model.rotary_emb(torch.zeros(1), torch.arange(n)[None])
+    heads = (reference.model.config.num_attention_heads, reference.model.config.head_dim)
+    hooks = [
+        layer.self_attn.q_proj.register_forward_hook(lambda _, __, out: queries.append(out[0].unflatten(-1, heads)))
+        for layer in reference.model.model.layers
+    ]
+    alone = reference.alone(document)
+    for hook in hooks:
+        hook.remove()
+    plan = BlockPlan.build([n], block_tokens=block)
+    for layer, (k, _) in enumerate(alone):
+        q = queries[layer]
+        a, b = q.chunk(2, -1)
+        q = q * cos[0, :, None] + torch.cat((-b, a), -1) * sin[0, :, None]
+        want = block_summary_naive(q, k[0].transpose(0, 1), plan, scale=heads[1] ** -0.5)
+        half = found.mean_k_scale[layer].float().amax() * 0.51  # of one step of its eight bits
+        assert torch.allclose(found.keys(torch.device("cpu"))[layer], want.mean_k.float(), atol=float(half))
+        assert torch.allclose(
+            found.local_queries(torch.device("cpu"))[layer], want.local_q[0], atol=float(found.local_q_scale[layer].amax() * 0.51)
+        )
+        assert torch.allclose(found.attention[layer], want.attention, rtol=1e-3, atol=1e-6)
+        same = (found.token[layer] == (want.token - plan.block_start[:-1]).clamp(min=0)) & want.exponent.isfinite()
+        assert same.float().mean() > 0.9, "two tokens of a block may nearly tie"
+        assert torch.allclose(found.exponent[layer].float()[same], want.exponent[same], atol=5e-3)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    moved_by = torch.zeros(n)
+    texts = Texts.of(tokenizer, reference.model.config.vocab_size)
+    assert torch.equal(found.begins, texts.begins(document))
+    for text in texts.foreign:
+        cache: Any = reference.model(torch.tensor([text]), use_cache=True).past_key_values
+        positions = torch.arange(len(text), len(text) + n)[None]
+        after = reference.model(torch.tensor([document]), past_key_values=cache, position_ids=positions, use_cache=True).past_key_values
+        for layer, (_, v) in enumerate(alone):
+            moved_by += (after.layers[layer].values[:, :, len(text) :] - v).square().sum((0, 1, 3)).detach()
+    assert torch.allclose(found.sensitivity, moved_by, rtol=1e-3, atol=1e-4)
+    size = found.nbytes / (n * 10 * 2 * 2 * 64 * 4)
+    assert size <= 0.03

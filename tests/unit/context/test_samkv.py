@@ -1,0 +1,273 @@
+"""SamKV's selection against the paper's equations written out token by token, and the rules for what is recomputed."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.analysis.summary import Analysis, Cut, SummaryError, quantize
+from sglang_ext.analysis.texts import Texts
+from sglang_ext.context import rules
+from sglang_ext.context.blocks import Blocks
+from sglang_ext.context.rope import Rotation
+from sglang_ext.context.rows import fused
+from sglang_ext.context.rules import Kept, Rule
+from sglang_ext.context.samkv import SamKv, choose, personalised
+from sglang_ext.protocol import ContextPlan, Span
+
+LAYERS, HEADS, KV_HEADS, DIM, SYSTEM = 3, 4, 2, 8, 5
+ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, DIM, 2) / DIM), DIM, neox=True)
+
+
+def analysis_of(n: int, block: int, generator: torch.Generator) -> Analysis:
+    blocks = -(-n // block)
+    mean_k, mean_k_scale = quantize(torch.randn(LAYERS, blocks, KV_HEADS, DIM, generator=generator))
+    local_q, local_q_scale = quantize(torch.randn(LAYERS, HEADS, DIM, generator=generator))
+    return Analysis(
+        n, block, 2, mean_k, mean_k_scale, local_q, local_q_scale,
+        token=torch.zeros(LAYERS, blocks, dtype=torch.uint8),
+        attention=torch.rand(LAYERS, blocks, generator=generator),
+        exponent=torch.rand(LAYERS, blocks, generator=generator).half(),
+        sensitivity=torch.rand(n, generator=generator),
+        begins=(torch.arange(n) % 7 == 0).to(torch.uint8),
+    )  # fmt: skip
+
+
+def plan_of(sizes: list[int]) -> ContextPlan:
+    bounds = [0, SYSTEM]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return ContextPlan("compose", "n", "samkv", tuple(Span(a, b) for a, b in pairwise(bounds)))
+
+
+def turned(vector: torch.Tensor, shift: int) -> torch.Tensor:
+    """A [heads, DIM] vector moved by ``shift`` positions, written as complex numbers."""
+    a, b = vector.double().chunk(2, -1)
+    angle = shift * ROTATION.frequencies
+    out = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((out.real, out.imag), -1)
+
+
+def reference(plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, options: SamKv, stable: list[int]) -> list[list[int]]:
+    """Kept document tokens per layer, the paper's way: one layer, one document, one block at a time."""
+    spans = plan.spans[1:]
+    count = len(spans)
+    keys = [a.keys(torch.device("cpu")).double() for a in analyses]
+    local = [
+        [turned(a.local_queries(torch.device("cpu"))[n], s.start) for a, s in zip(analyses, spans, strict=True)] for n in range(LAYERS)
+    ]
+    middle = [range(options.initial_blocks, a.blocks - a.local_blocks) for a in analyses]
+
+    def query_for(n: int, i: int) -> torch.Tensor:
+        q = query[n].double()
+        if not options.personalised or count == 1:
+            return q
+        total = torch.zeros_like(q)
+        for j in range(count):
+            if j != i:
+                cos = (q * local[n][j]).sum() / (q.norm() * local[n][j].norm())
+                total += cos.abs() * local[n][j]
+        return q + total / (count - 1)
+
+    def score(n: int, i: int, b: int) -> float:
+        q, k = query_for(n, i), turned(keys[i][n, b], spans[i].start)
+        return float(sum((q[h] * k[h * KV_HEADS // HEADS]).sum() for h in range(HEADS))) / HEADS / math.sqrt(DIM)
+
+    scores = [[[score(n, i, b) for b in range(analyses[i].blocks)] for i in range(count)] for n in range(LAYERS)]
+
+    def length(i: int, b: int) -> int:
+        return min(analyses[i].block, analyses[i].n_tokens - b * analyses[i].block)
+
+    proportion = []
+    for i in range(count):
+        parts = []
+        for n in stable:
+            ends = [b for b in range(analyses[i].blocks) if b not in middle[i]]
+            if not middle[i]:
+                parts.append(0.0)
+                continue
+            anchor = sum(scores[n][i][b] * length(i, b) for b in ends) / sum(length(i, b) for b in ends)
+            largest = scores[n][i][min(middle[i], key=lambda b: float(analyses[i].exponent[n, b]))]
+            least = scores[n][i][min(middle[i], key=lambda b: float(analyses[i].attention[n, b]))]
+            parts.append((largest - anchor) / (largest - least) if least < anchor <= largest else 0.0)
+        proportion.append(sum(parts) / len(parts))
+    total = sum(a.n_tokens for a in analyses)
+    fixed = [spans[i].start + t for i in range(count) for t in range(analyses[i].n_tokens) if t // analyses[i].block not in middle[i]]
+    kept = []
+    for n in range(LAYERS):
+        pool = []
+        for i in range(count):
+            ranked = sorted(middle[i], key=lambda b: -scores[n][i][b])
+            values = torch.tensor([scores[n][i][b] for b in middle[i]], dtype=torch.float64)
+            mean, deviation = 0.0, 1.0
+            if options.scoring == "zscore" and len(values):
+                mean, deviation = float(values.mean()), float(values.var(correction=0).sqrt())
+            number = len(ranked) if options.keep is not None else round(proportion[i] * len(ranked))
+            pool += [((scores[n][i][b] - mean) / deviation, i, b) for b in ranked[:number]]
+        budget = total // count if options.keep is None else max(0, round(options.keep * total) - len(fixed))
+        tokens: list[int] = []
+        for _, i, b in sorted(pool, reverse=True):
+            start = spans[i].start + b * analyses[i].block
+            tokens += list(range(start, start + min(length(i, b), budget - len(tokens))))
+        kept.append(sorted(fixed + tokens))
+    return kept
+
+
+@given(
+    st.lists(st.integers(3, 70), min_size=1, max_size=5),
+    st.integers(0, 10_000),
+    st.booleans(),
+    st.sampled_from([None, 0.5, 0.8]),
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from(["raw", "zscore"]),
+)
+def test_selection_equals_the_equations(
+    sizes: list[int], seed: int, bias: bool, keep: float | None, initial: int, scoring: Literal["raw", "zscore"]
+) -> None:
+    if scoring == "zscore":  # one or two blocks have the same scores in every document
+        sizes = [size + 60 for size in sizes]
+    generator = torch.Generator().manual_seed(seed)
+    plan = plan_of(sizes)
+    blocks = [4 if n < 40 else 8 for n in sizes]
+    analyses = [analysis_of(n, block, generator) for n, block in zip(sizes, blocks, strict=True)]
+    query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
+    options = SamKv(initial_blocks=initial, personalised=bias, keep=keep, scoring=scoring)
+    tables = Blocks.build(plan.spans[1:], blocks, initial=initial, local=2)
+    chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION, stable=[1, 2])
+    wanted = reference(plan, analyses, query, options, [1, 2])
+    rows = chosen.kept.tolist() if chosen.kept.dim() == 2 else [chosen.kept.tolist()] * LAYERS
+    assert rows == wanted
+
+
+def test_one_document_has_no_bias() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
+    found = personalised(query, [analysis_of(20, 4, generator)], torch.tensor([5]), ROTATION, lambda part: part)
+    assert torch.equal(found[:, 0], query)
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(0, 2), st.integers(1, 3), st.sampled_from([4, 8, 16]))
+def test_blocks_cover_documents_once(sizes: list[int], initial: int, local: int, block: int) -> None:
+    plan = plan_of(sizes)
+    tables = Blocks.build(plan.spans[1:], [block] * len(sizes), initial=initial, local=local)
+    fixed = set(tables.fixed().tolist())
+    for span in plan.spans[1:]:
+        blocks = -(-(span.end - span.start) // block)
+        for t in range(span.start, span.end):
+            b = (t - span.start) // block
+            assert (t in fixed) == (b < initial or b >= blocks - local)
+    assert tables.middle_tokens + len(fixed) == tables.tokens == sum(sizes)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(0, 10_000), st.floats(0.01, 1.0), st.booleans())
+def test_sensitivity_takes_the_highest_of_what_is_kept(sizes: list[int], seed: int, share: float, by_layer: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    plan = plan_of(sizes)
+    analyses = [analysis_of(n, 8, generator) for n in sizes]
+    n = sum(sizes)
+    count = max(1, n // 2)
+    rows = [SYSTEM + torch.randperm(n, generator=generator)[:count].sort().values for _ in range(LAYERS if by_layer else 1)]
+    kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
+    found = rules.choose(Kept(plan, kept if by_layer else kept[0], analyses), Rule("sensitivity", share)).tolist()
+    score = torch.cat([a.sensitivity for a in analyses])
+    layers = [sum(SYSTEM + t in row for row in (r.tolist() for r in rows)) / len(rows) for t in range(n)]
+    ranked = sorted((t for t in range(n) if layers[t]), key=lambda t: -float(score[t]) * layers[t])
+    expected = min(count, max(1, round(share * count)))
+    assert found == sorted(SYSTEM + t for t in ranked[:expected])
+
+
+def test_outliers_are_initial_local_and_flagged_tokens_that_are_kept() -> None:
+    generator = torch.Generator().manual_seed(3)
+    analysis = analysis_of(160, 8, generator)
+    analysis.exponent[:] = 1.0
+    analysis.exponent[2, 7] = -9.0  # more than three sigma below the other 19
+    analysis.token[2, 7] = 5
+    assert analysis.outliers().nonzero().tolist() == [[2, 61]]
+    plan = plan_of([160])
+    whole = torch.arange(SYSTEM + 160)
+    ends = [SYSTEM + t for t in (*range(8), *range(144, 160))]
+    assert rules.choose(Kept(plan, whole, [analysis]), Rule("outliers")).tolist() == sorted([*ends, SYSTEM + 61])
+    without = torch.stack([whole, whole, torch.cat((whole[:66], whole[67:], whole[:1]))]).sort(1).values  # layer 2 keeps it not
+    assert SYSTEM + 61 not in rules.choose(Kept(plan, without, [analysis]), Rule("outliers")).tolist()
+
+
+def test_an_analysis_survives_its_bytes_and_no_others_do() -> None:
+    analysis = analysis_of(45, 8, torch.Generator().manual_seed(1))
+    data = analysis.encode()
+    again = Analysis.decode(data, 45)
+    assert all(torch.equal(a, b) for a, b in zip(analysis._tensors().values(), again._tensors().values(), strict=True))
+    for bad in (data[:-1], data + b"\0", b"", b"{}\n", data[10:]):
+        with pytest.raises(SummaryError):
+            Analysis.decode(bad, 45)
+    with pytest.raises(SummaryError, match="another document"):
+        Analysis.decode(data, 44)
+
+
+@pytest.mark.parametrize(("layers", "heads", "kv_heads", "dim", "itemsize"), [(32, 32, 8, 128, 2), (10, 6, 2, 64, 4), (28, 28, 4, 128, 2)])
+@pytest.mark.parametrize("n", [256, 512, 4096])
+def test_summaries_take_at_most_three_percent(layers: int, heads: int, kv_heads: int, dim: int, itemsize: int, n: int) -> None:
+    block = Cut().size(n, itemsize)
+    blocks = -(-n // block)
+    per_head = layers * (dim + 2)
+    size = blocks * (kv_heads * per_head + layers * (1 + 4 + 2)) + heads * per_head + 5 * n
+    assert size <= 0.03 * n * layers * kv_heads * dim * 2 * itemsize
+
+
+def test_fusion_blends_by_likeness() -> None:
+    old, new = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    theta = torch.nn.functional.cosine_similarity(new, old, dim=-1)[..., None]
+    assert torch.allclose(fused(new, old), theta * new + (1 - theta) * old, atol=1e-6)
+    assert torch.allclose(fused(old, old), old, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"block_size": 12}, "power of two"),
+        ({"selection": "some"}, "selection must be one of layers, shared, none"),
+        ({"update": "mix"}, "update must be"),
+        ({"personalised": 1}, "true or false"),
+        ({"recompute": "best"}, "recompute must be"),
+        ({"local_blocks": 0}, "at least 1"),
+        ({"keep": 0}, "keep must be"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
+    from sglang_ext.context.strategies import Shape, draft
+    from sglang_ext.protocol import PlanError
+
+    plan = plan_of([40, 60])
+    with pytest.raises(PlanError, match=says):
+        draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
+
+
+def test_sentences_are_taken_whole_by_sensitivity_and_attention() -> None:
+    generator = torch.Generator().manual_seed(5)
+    plan = plan_of([20, 20])
+    analyses = [analysis_of(20, 8, generator) for _ in range(2)]
+    for number, analysis in enumerate(analyses):
+        analysis.begins[:] = torch.tensor([t % 5 == 0 for t in range(20)])
+        analysis.sensitivity[:] = 1.0
+        analysis.sensitivity[10:15] = 4.0 + number
+    attention = torch.zeros(40)
+    attention[12] = 0.25  # in the third sentence of the first document
+    attention[20] = 9.0  # parked on a first token
+    kept = Kept(plan, torch.arange(45), analyses, attention=attention)
+    # The third sentence: 4 * sqrt(0.25) = 2; the first one counts with the document's attention: 1 * 0.5.
+    assert rules.choose(kept, Rule("sentences", 8 / 40)).tolist() == [*range(5, 8), *range(15, 20)]
+    # What the question does not look at cannot be told apart by attention: sensitivity alone then.
+    blind = Kept(plan, torch.arange(45), analyses, attention=torch.zeros(40))
+    assert rules.choose(blind, Rule("sentences", 5 / 40)).tolist() == list(range(35, 40))
+
+
+def test_sentences_begin_after_their_ends_and_never_last_too_long() -> None:
+    texts = Texts([], torch.tensor([False, True, False]))
+    assert texts.begins([0, 1, 2, 2, 1, 1, 0]).tolist() == [1, 0, 1, 0, 0, 1, 1]
+    assert texts.begins([0] * 130).nonzero()[:, 0].tolist() == [0, 64, 128]
+    assert texts.begins([1] + [0] * 70).nonzero()[:, 0].tolist() == [0, 1, 65]

@@ -1,0 +1,134 @@
+"""Summaries live and die with their documents, in every tier and backend."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
+
+from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.types import DiskConfig
+
+SUMMARY = bytes(range(256)) * 5
+
+
+def summary_of(store: TierStore, key: str) -> bytes | None:
+    ticket = store.summary(key)
+    deadline = time.monotonic() + 30
+    while not ticket.done() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ticket.done()
+    return ticket.data
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["with its pages", "later"])
+def test_a_summary_survives_a_restart_and_reads_no_page(tmp_path: Path, late: bool) -> None:
+    document, other = Sample(1, 30), Sample(2, 30)
+    with opened(tmp_path) as store:
+        store.put(document.meta, document.k, document.v, b"" if late else SUMMARY)
+        other.put(store)
+        if late:
+            flushed(store)
+            assert summary_of(store, document.key) is None
+            assert store.put_summary(document.key, SUMMARY)
+        flushed(store)
+        assert summary_of(store, document.key) == SUMMARY
+        assert store.stat()["host"]["metadata_bytes"] > len(SUMMARY)
+    with opened(tmp_path) as store:
+        assert document.found(store)
+        assert summary_of(store, document.key) == SUMMARY
+        assert summary_of(store, other.key) is None
+        assert store.stat()["moved_bytes"]["from_disk"] == 0
+        assert document.load_and_check(store)
+        assert store.verify().ok
+        flushed(store)
+        assert store.stat()["disk"]["bytes"] == sum(path.stat().st_size for path in files_of(tmp_path))
+
+
+def test_a_damaged_summary_is_none_and_the_document_stays(tmp_path: Path) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        store.put(document.meta, document.k, document.v, SUMMARY)
+        flushed(store)
+    path = files_of(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with opened(tmp_path) as store:
+        assert summary_of(store, document.key) is None
+        assert store.stat()["faults"] == {"crc": 1}
+        assert document.load_and_check(store)
+        assert not store.verify().ok
+    path.write_bytes(data[:-1])
+    with opened(tmp_path) as store:
+        assert document.found(store) is None
+        assert store.stat()["faults"] == {"truncated": 1}
+
+
+def test_removed_means_the_summary_too(tmp_path: Path) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        document.put(store)
+        flushed(store)
+        store.put_summary(document.key, SUMMARY)
+        assert store.remove(document.key)  # perhaps while its file is written anew
+        flushed(store)
+        assert summary_of(store, document.key) is None
+        assert not store.put_summary(document.key, SUMMARY)
+        assert files_of(tmp_path) == []
+    with opened(tmp_path) as store:
+        assert document.found(store) is None
+
+
+def test_without_room_on_host_it_goes_to_disk_with_its_document(tmp_path: Path) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path, host_pages=2) as store:
+        store.put(document.meta, document.k, document.v, SUMMARY)
+        flushed(store)
+        assert summary_of(store, document.key) == SUMMARY
+
+
+def test_a_disk_too_small_for_the_summary_keeps_the_document(tmp_path: Path) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        document.put(store)
+        flushed(store)
+        size = store.stat()["disk"]["bytes"]
+        store.set_budget(disk_bytes=size + 100)
+        store.put_summary(document.key, SUMMARY)
+        flushed(store)
+        assert store.stat()["disk"]["bytes"] <= size + 100
+        assert summary_of(store, document.key) == SUMMARY, "from host"
+        assert document.found(store)
+
+
+@pytest.mark.parametrize("backend", ["sglang-file", "dynamic"])
+def test_other_backends_keep_summaries(tmp_path: Path, backend: str) -> None:
+    pool = {"backend_name": "pool", "module_path": "storage_by_pool", "class_name": "PoolStorage", "interface_v1": 1}
+    config: dict[str, Any] = {"path": tmp_path} if backend == "sglang-file" else {"path": None, "extra": pool}
+
+    def store() -> TierStore:
+        disk = DiskConfig(backend=backend, queue_bytes=LARGE, **config)
+        return TierStore(SHAPE, fingerprint=FINGERPRINT, host_bytes=100 * SHAPE.page_bytes, disk=disk, pin=False)
+
+    documents = [Sample(1, 30), Sample(2, 18)]
+    first = store()
+    first.put(documents[0].meta, documents[0].k, documents[0].v, SUMMARY)
+    documents[1].put(first)
+    flushed(first)
+    first.put_summary(documents[1].key, SUMMARY[:700])
+    flushed(first)
+    first.close()
+    again = store()
+    for document, summary in zip(documents, (SUMMARY, SUMMARY[:700]), strict=True):
+        assert document.found(again)
+        assert summary_of(again, document.key) == summary
+        assert document.load_and_check(again)
+    assert again.remove(documents[0].key)
+    assert summary_of(again, documents[0].key) is None
+    assert again.verify().ok
+    again.clear()
+    again.close()
