@@ -179,7 +179,7 @@ def answers(out: Path, attention: str, questions: int) -> bool:
 def speed(out: Path, attention: str, lengths: list[int], document_tokens: list[int]) -> bool:
     from ragserve.bench import context
 
-    context.run(
+    context.run(  # raises, after the last one, if a case failed
         out,
         shape="llama-3.1-8b",
         lengths=lengths,

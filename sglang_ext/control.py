@@ -115,12 +115,14 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
+    runtime.sweep()
     runtime.documents.clear()
     return {}
 
 
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
     """Drop what is cached in the named tiers, so that the next use comes from the tier below: for measurements and tests."""
+    runtime.sweep()
     runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]))
     return {}
 
@@ -136,6 +138,7 @@ def _check(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
+    runtime.sweep()
     runtime.tiers.flush(float(body.get("timeout_s", 30)))
     return {}
 

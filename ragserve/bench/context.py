@@ -20,34 +20,41 @@ from ragserve.bench import in_process, report
 from ragserve.config import load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.once import run_once
-from ragserve.errors import EngineError
+from ragserve.errors import EngineError, RagserveError
 from sglang_ext.protocol import Span
 
 SYSTEM_TOKENS = 32
 QUESTION_TOKENS = 32
 VOCABULARY = (10, 8000)
 TIERS = ("device", "host", "disk")
-LONG = 16_384  # tokens from which on one run of `full` after the warm-up is enough
+LONG = 16_384  # tokens from which on one run of `full` is enough, after one warm-up
+WARM_UPS = 2
+SETTLE_S = 1.5  # of requests that are not measured: after a flush the system still writes, and a GPU that idled is slow at first
 FLUSH_S = 120.0
 STAGES = ("load", "query", "select", "compose", "ask", "recompute", "extend")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy with options, and the tiers that its documents are taken from; exact strategies have none."""
+    """A strategy with options, and the tiers that its documents are taken from; exact strategies have none.
+
+    ``early``: measured at all lengths before the other cases. ``every_size``: with all sizes of documents, not the first one only.
+    """
 
     name: str
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
-    tiers: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ("",)
+    early: bool = False
+    every_size: bool = False
 
 
 CASES = (
-    Case("full", "full"),
-    Case("prefix, question new", "prefix"),
-    Case("concat, 15 % kept", "concat", {"keep": 0.15}, ("device", "host", "disk")),
+    Case("full", "full", early=True),
+    Case("prefix, question new", "prefix", early=True),
+    Case("concat, 15 % kept", "concat", {"keep": 0.15}, ("device", "host", "disk"), early=True, every_size=True),
     Case("concat, all kept", "concat", {}, ("device", "host")),
-    Case("epic 16", "epic", {"first": 16}, ("device", "host")),
+    Case("epic 16", "epic", {"first": 16}, ("device", "host"), every_size=True),
     Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, ("device",)),
     Case("samkv, 15 % kept", "samkv", {"keep": 0.15}, ("device", "host", "disk")),
     Case("samkv, 15 % kept, 10 % of them recomputed", "samkv", {"keep": 0.15, "recompute": "sentences", "share": 0.1}, ("device", "host")),
@@ -63,11 +70,12 @@ def run(
     document_tokens: Sequence[int] = (512,),
     shape: str = "embedded",
     cases: Sequence[Case] = CASES,
-    repeats: int = 3,
+    repeats: int = 5,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A row per length, document size, case and tier; the JSON is written anew after each length.
+    """A row per length, document size, case and tier, the JSON written anew after each length. A case that fails is a row with its error.
 
+    Raises EngineError after the last case where any failed.
     ``shape``: `embedded` (the small model) or one of `in_process.SHAPES`, with random weights. ``settings`` are the server's.
     """
     lengths = lengths[:1] if quick else lengths
@@ -77,22 +85,36 @@ def run(
             flags["model"] = in_process.dummy_model(shape, Path(folder))
             flags["engine_args"] = {"load_format": "dummy", **flags.get("engine_args", {})}
             flags["dtype"] = "bfloat16"
-            needed = (max(lengths) + max(document_tokens) + 4096) * in_process.kv_bytes_per_token(shape)
+            needed = (sum(lengths) + len(lengths) * 1024 + 4096) * in_process.kv_bytes_per_token(shape)
             flags = {"kv_host_bytes": needed, "kv_disk_bytes": 2 * needed, **flags}
         measured = _Measured(out_dir / f"context-{shape}.json" if out_dir else None, shape, repeats)
 
         async def work(engine: Any) -> None:
             measured.describe(engine.info)
-            for length in lengths:
-                for size in document_tokens:
-                    async for row in _rows(engine, length, size, cases, measured.full_ms, repeats):
-                        measured.add(row)
-                    await engine.control("check")
-                    await engine.control("clear")
-                measured.save()
+            for size in document_tokens:
+                for part in _order(cases, first_size=size == document_tokens[0]):
+                    for length in lengths:
+                        async for row in _rows(engine, length, size, part, measured.full_ms, repeats):
+                            measured.add(row)
+                        measured.save()
+                await engine.control("check")
+                await engine.control("clear")
 
         run_once(load(**flags), work)
-    return measured.show()
+    result = measured.show()
+    if measured.failed:
+        raise EngineError(f"{len(measured.failed)} cases failed, the first one with: {measured.failed[0]}")
+    return result
+
+
+def _order(cases: Sequence[Case], *, first_size: bool) -> list[list[tuple[str, Case]]]:
+    """Tiers and cases in parts: what matters most first, disk last. In each the tiers come from the top: those above have been evicted."""
+    parts: list[list[tuple[str, Case]]] = [[], [], []]
+    for tier in ("", *TIERS):
+        for case in cases:
+            if tier in case.tiers and (first_size or case.every_size):
+                parts[2 if tier == "disk" else 0 if case.early else 1].append((tier, case))
+    return [part for part in parts if part]
 
 
 class _Measured:
@@ -104,16 +126,19 @@ class _Measured:
             "model": shape,
             "system tokens": SYSTEM_TOKENS,
             "question tokens": QUESTION_TOKENS,
-            "repeats after one warm-up": repeats,
+            f"repeats after {WARM_UPS} warm-ups": repeats,
         }
         self._rows: list[dict[str, Any]] = []
         self.full_ms: dict[int, float] = {}  # TTFT of `full` by length
+        self.failed: list[str] = []
 
     def describe(self, info: Any) -> None:
         self.workload |= {"device": info.device, "attention": info.attention_backend}
 
     def add(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
+        if "error" in row:
+            self.failed.append(row["error"])
         print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
 
     def save(self) -> None:
@@ -132,31 +157,43 @@ _NOTE = (
 
 
 async def _rows(
-    engine: Any, length: int, size: int, cases: Sequence[Case], full_ms: dict[int, float], repeats: int
+    engine: Any, length: int, size: int, part: Sequence[tuple[str, Case]], full_ms: dict[int, float], repeats: int
 ) -> AsyncIterator[dict[str, Any]]:
-    """Exact strategies, then each tier from the top: what is above it has been evicted by then."""
     draw = random.Random(length * 1000 + size)
     end = SYSTEM_TOKENS + length
     context = [draw.randrange(*VOCABULARY) for _ in range(end)]
     spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, end)) for a in range(SYSTEM_TOKENS, end, size)))
     request = GenerateRequest("bench", context, f"bench-{length}-{size}", sampling=Sampling(max_new_tokens=2), spans=spans)
-    for tier in ("", *TIERS):
-        here = [case for case in cases if tier in (case.tiers or ("",))]
-        if not tier and length in full_ms:  # exact strategies do not depend on the documents' size
+    cached = False
+    for tier, case in part:
+        asked = replace(request, strategy=case.strategy, options=case.options)
+        row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": case.name, "tier": tier or None}
+        try:
+            if tier and not cached:
+                await _cache(engine, asked, draw)
+                cached = True
+            long = case.strategy == "full" and length > LONG
+            warm_ups, count = (1, 1) if long else (WARM_UPS, repeats)
+            runs = [await _first_token(engine, asked, tier, draw) for _ in range(warm_ups + count)][warm_ups:]
+        except RagserveError as error:
+            yield row | {"error": str(error)}
             continue
-        if tier == TIERS[0]:
-            await engine.warm(request)
-            await engine.control("flush", timeout_s=FLUSH_S)  # writing to disk would compete with what is measured
-        for case in here:
-            asked = replace(request, strategy=case.strategy, options=case.options)
-            count = 1 if case.strategy == "full" and length > LONG else repeats
-            runs = [await _first_token(engine, asked, tier, draw) for _ in range(count + 1)][1:]
-            ttft = statistics.median(run.ttft_ms for run in runs)
-            if case.strategy == "full":
-                full_ms[length] = ttft
-            row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": case.name, "tier": tier or None}
-            row |= {"ttft ms": round(ttft, 2), "times sooner than full": round(full_ms[length] / ttft, 1) if length in full_ms else None}
-            yield row | _breakdown(runs)
+        times = [run.ttft_ms for run in runs]
+        ttft = statistics.median(times)
+        if case.strategy == "full":
+            full_ms[length] = ttft
+        row |= {"ttft ms": round(ttft, 2), "fastest ms": round(min(times), 2), "slowest ms": round(max(times), 2)}
+        row["times sooner than full"] = round(full_ms[length] / ttft, 1) if length in full_ms else None
+        yield row | _breakdown(runs)
+
+
+async def _cache(engine: Any, request: GenerateRequest, draw: random.Random) -> None:
+    """The documents in all tiers, nothing on its way any more, and the machine at its usual speed."""
+    await engine.warm(request)
+    await engine.control("flush", timeout_s=FLUSH_S)  # writing to disk would compete with what is measured
+    until = time.monotonic() + (SETTLE_S if engine.info.device == "cuda" else 0.0)
+    while time.monotonic() < until:
+        await _first_token(engine, request, "", draw)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from sglang_ext.analysis.summary import Analysis
 from sglang_ext.context.ask import Question, attention
 from sglang_ext.context.clock import StageClock
 from sglang_ext.context.gather import Filling, Gather, Ints, needed_blocks, upload
+from sglang_ext.context.graphs import capture_graphs
 from sglang_ext.context.recompute import RecomputeJob, recompute
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Draft, Selection
@@ -110,6 +111,7 @@ class Composer:
         self._device = torch.device(model_runner.device)
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
+        self._graphs = capture_graphs(model_runner)
 
     def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> StageClock:
         """Write the kept KV of each context into its slots int64 [S], recompute, and note in the contexts what was done and when."""
@@ -119,7 +121,7 @@ class Composer:
         self._ask(contexts, slots)
         clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
-        recompute(self._runner, [job for job in jobs if job is not None])
+        recompute(self._runner, [job for job in jobs if job is not None], self._graphs)
         clock.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import torch
 from sglang_ext.context.gather import PADDING_SLOT, Ints, upload
 from sglang_ext.context.rope import decoder_layers
 from sglang_ext.context.rows import Rows
+
+if TYPE_CHECKING:
+    from sglang_ext.context.graphs import RecomputeGraphs
 
 
 @dataclass(slots=True)
@@ -92,12 +95,14 @@ class RecomputeJob:
 class _Pass:
     """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the composed slots itself."""
 
-    def __init__(self, model_runner: Any, jobs: Sequence[RecomputeJob]) -> None:
+    def __init__(self, model_runner: Any, rows: Rows, jobs: Sequence[RecomputeJob] = ()) -> None:
+        """``jobs``: those of the rows, where some have rows to choose."""
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._tp_group = model_runner.tp_group
         self._jobs = jobs
-        self._rows = Rows.of(jobs)
+        self._rows = rows
+        self._chooses = any(job.choose is not None for job in jobs)
         self.going_on: torch.Tensor | None = None  # after layer 1: the rows that go on, where some do not
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any) -> torch.Tensor:
@@ -105,7 +110,7 @@ class _Pass:
         number = layer.layer_id
         keys, values = self.token_to_kv_pool.get_key_buffer(number), self.token_to_kv_pool.get_value_buffer(number)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if number != 1 or all(job.choose is None for job in self._jobs):
+        if number != 1 or not self._chooses:
             return self._rows.step(number, q, k, v, keys, values, layer.scaling).flatten(1)
         self.going_on = rows = self._choose(v, values)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -135,24 +140,29 @@ class _Pass:
 
 
 @torch.no_grad()
-def recompute(model_runner: Any, jobs: Sequence[RecomputeJob]) -> None:
+def recompute(model_runner: Any, jobs: Sequence[RecomputeJob], graphs: RecomputeGraphs | None = None) -> None:
     """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV."""
+    if not jobs or (graphs is not None and graphs.replay(jobs)):
+        return
+    ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
+    run_layers(model_runner, Rows.of(jobs), ids, positions, jobs)
+
+
+def run_layers(model_runner: Any, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, jobs: Sequence[RecomputeJob] = ()) -> None:
+    """Tokens ``ids`` at ``positions``, int64 [rows] each, through all layers; ``jobs`` where some have rows to choose."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    if not jobs:
-        return
     model = model_runner.model
-    backend: Any = _Pass(model_runner, jobs)
-    ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
+    backend: Any = _Pass(model_runner, rows, jobs)
     batch = forward_batch(ids, positions)
     hidden, residual = model.model.embed_tokens(ids), None
     with forward_context(ForwardContext(attn_backend=backend)):
         for number, layer in enumerate(decoder_layers(model)):
             hidden, residual = layer(positions, hidden, batch, residual)
             if number == 1 and backend.going_on is not None:
-                rows = backend.going_on
-                ids, positions, hidden = ids[rows], positions[rows], hidden[rows]
-                residual = residual[rows] if residual is not None else None
+                left = backend.going_on
+                ids, positions, hidden = ids[left], positions[left], hidden[left]
+                residual = residual[left] if residual is not None else None
                 batch = forward_batch(ids, positions)
 
 

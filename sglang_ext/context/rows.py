@@ -31,7 +31,8 @@ class Rows:
     alone: torch.Tensor | None  # bool [layers or 1, rows]
     slot_counts: tuple[int, ...]
     row_counts: tuple[int, ...]
-    fuse: torch.Tensor | None  # bool [rows]: those whose new K and V are blended with the cached
+    fuse: torch.Tensor | None = None  # bool [rows]: those whose new K and V are blended with the cached
+    padded: bool = False  # behind the last job's rows there are more: they attend to nothing
 
     @classmethod
     def of(cls, jobs: Sequence[RecomputeJob]) -> Rows:
@@ -97,7 +98,17 @@ class Rows:
         """One launch for all jobs; a row that is not kept folds itself in afterwards, by the log-sum-exp of what it has seen."""
         lse = None if alone is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = prefix_rows_attention(
-            q, keys, values, self.slots, self.slot_start, self.row_start, seen, max_rows=max(self.row_counts), scale=scaling, lse=lse
+            q,
+            keys,
+            values,
+            self.slots,
+            self.slot_start,
+            self.row_start,
+            seen,
+            max_rows=max(self.row_counts),
+            scale=scaling,
+            out=torch.zeros(q.shape, dtype=q.dtype, device=q.device) if self.padded else None,
+            lse=lse,
         )
         if alone is None or lse is None:
             return out

@@ -21,6 +21,7 @@ from sglang_ext.analysis.summary import Analysis, Cut
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.clock import StageClock
 from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource, HostSource, report_of, tier_of
+from sglang_ext.context.held import Held
 from sglang_ext.context.locate import Locator
 from sglang_ext.context.metrics import context_metrics
 from sglang_ext.context.resident import DeviceDocuments
@@ -81,7 +82,7 @@ class ContextRuntime:
         self._layers = model_runner.token_to_kv_pool.layer_num
         # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests, written each time a row is taken.
         self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
-        self._held: list[tuple[Any, list[ComposedContext]]] = []  # (event, contexts) whose host pages a running copy still reads
+        self._held = Held()  # host pages that a running copy still reads
         self._clock: StageClock | None = None  # of the batch whose forward pass is being run
         self.documents = DeviceDocuments(model_runner, tree, tiers)
         self._locator = Locator(tree, tiers, self.documents.is_removed, block, tp_group)
@@ -263,7 +264,7 @@ class ContextRuntime:
 
     def before_forward(self, batch: Any) -> None:
         """Before an extend batch: note every row's position offset and fill the slots of composed requests that are new in it."""
-        self._poll_held()
+        self._held.poll()
         rows = batch.req_pool_indices
         offsets = [r.ragserve.delta if is_composed(r) else 0 for r in batch.reqs]
         self._delta[rows] = torch.tensor(offsets, dtype=torch.int64).to(self._device, non_blocking=True)
@@ -308,19 +309,19 @@ class ContextRuntime:
             for context in contexts:
                 self._locator.unlock(context)
             return
+        below = []
         for context in contexts:
-            below: list[DeviceSource | HostSource] = [source for source in context.sources if isinstance(source, HostSource)]
+            below += [source for source in context.sources if isinstance(source, HostSource)]
             context.sources = [source for source in context.sources if isinstance(source, DeviceSource)]
             self._locator.unlock(context)
-            context.sources = below
-        event = torch.cuda.Event()
-        event.record()
-        self._held.append((event, contexts))
+        if below:
+            event = torch.cuda.Event()
+            event.record()
+            self._held.add(event, lambda: self._unpin(below))
 
-    def _poll_held(self) -> None:
-        while self._held and self._held[0][0].query():
-            for context in self._held.pop(0)[1]:
-                self._locator.unlock(context)
+    def _unpin(self, sources: Sequence[HostSource]) -> None:
+        for source in sources:
+            self.tiers.unpin(source.key)
 
     def shift_positions(self, forward_batch: Any) -> None:
         """After `ForwardBatch.init_new`: positions follow the full length of composed contexts."""
@@ -357,8 +358,8 @@ class ContextRuntime:
         return {} if self._stager is None else self._stager.stat()
 
     def sweep(self) -> None:
-        """Let go of what ended requests held."""
-        self._poll_held()
+        """Let go of what ended requests held, also of what only the device has yet to come to."""
+        self._held.wait()
         self.documents.sweep()
 
     def check_integrity(self) -> None:

@@ -15,6 +15,7 @@ from reference import assert_close
 
 from ragserve_kernels._common import forced_naive
 from sglang_ext.context.gather import PADDING_SLOT, Filling, Gather, needed_blocks
+from sglang_ext.context.graphs import StaticRows
 from sglang_ext.context.recompute import RecomputeJob
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.rows import Rows
@@ -160,6 +161,64 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
             at += len(case.positions)
         others = [slot for slot in range(60) if slot != PADDING_SLOT and all(slot not in case.slots for _, case in pairs)]
         assert torch.equal(keys[others], before[0][others]), "only the jobs' slots and the padding slot are written"
+
+
+def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.device, seed: int) -> None:
+    """On CUDA one captured graph, for passes of different jobs; elsewhere the same without a graph."""
+    draw = random.Random(seed)
+    size = 16
+    static = StaticRows(size, 80, device)
+    pool = Pool(60, device)
+    q, k, v = (torch.randn(size, heads, DIM, device=device) for heads in (2 * HEADS, HEADS, HEADS))
+
+    def step() -> torch.Tensor:
+        return static.rows(size).step(0, q, k, v, pool.k_buffer[0], pool.v_buffer[0], 0.2)
+
+    graph = None
+    if device.type == "cuda":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = step()
+    for count in (1, 4, 2):
+        free = draw.sample(range(1, 60), 59)
+        jobs = [job(device, draw, [free.pop() for _ in range(12)], layers=1, rows=3, holes=False)[0] for _ in range(count)]
+        assert static.fits(jobs)
+        static.load(jobs, size)
+        rows = 3 * count
+        keys, values = pool.k_buffer[0].clone(), pool.v_buffer[0].clone()
+        with forced_naive(True):
+            wanted = Rows.of(jobs).step(0, q[:rows], k[:rows], v[:rows], keys, values, 0.2)
+        if graph is None:
+            got = step()
+        else:
+            graph.replay()
+        assert_close(got[:rows].cpu(), wanted.double().cpu(), torch.float32)
+        assert not got[rows:].any(), "padding must stay finite through the layers"
+        written = [slot for slot in range(60) if slot != PADDING_SLOT]
+        assert torch.equal(pool.k_buffer[0][written], keys[written])
+        assert torch.equal(pool.v_buffer[0][written], values[written])
+
+
+def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresses(device: torch.device, seed: int) -> None:
+    draw = random.Random(seed)
+    static = StaticRows(8, 40, device)
+
+    def jobs(count: int, *, slots: int = 10, layers: int = 1, rows: int = 2) -> list[RecomputeJob]:
+        return [job(device, draw, list(range(1, slots + 1)), layers=layers, rows=rows, holes=False)[0] for _ in range(count)]
+
+    assert static.fits(jobs(4))
+    assert not static.fits(jobs(5, slots=5, rows=1)), "more jobs than there are places"
+    assert not static.fits(jobs(3, rows=3)), "more rows"
+    assert not static.fits(jobs(3, slots=14)), "more slots"
+    assert not static.fits(jobs(1, slots=30, layers=LAYERS, rows=1)), "rows that differ by layer"
+    ids, kept = np.arange(6), np.arange(10)
+    choosing = RecomputeJob.plan(ids, ids, kept, torch.arange(1, 11, device=device), first_document=2, deviation_share=0.5)
+    assert not static.fits([choosing]), "rows that are chosen on the way"
 
 
 def test_candidates_for_deviation_are_document_tokens_that_layer_1_keeps(device: torch.device) -> None:

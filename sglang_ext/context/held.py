@@ -1,0 +1,33 @@
+"""Host pages that work under way on the device still reads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+
+class Held:
+    """Calls back, in order, when the device has passed an event. On the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, event: Any, release: Callable[[], None]) -> None:
+        """``event``: a recorded torch.cuda.Event, later than those before it."""
+        self._waiting.append((event, release))
+
+    def poll(self) -> None:
+        """Release what the device has finished."""
+        while self._waiting and self._waiting[0][0].query():
+            self._waiting.popleft()[1]()
+
+    def wait(self) -> None:
+        """Release everything, after waiting for the device."""
+        while self._waiting:
+            event, release = self._waiting.popleft()
+            event.synchronize()
+            release()

@@ -1,0 +1,97 @@
+"""Host pages stay pinned until the device has read them, and no longer once someone asks for order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.context.composer import DeviceSource, HostSource
+from sglang_ext.context.held import Held
+from sglang_ext.context.resident import DeviceDocuments
+from sglang_ext.context.runtime import ContextRuntime
+from sglang_ext.control import answer
+from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.types import DocumentMeta, KvShape
+
+SHAPE = KvShape(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
+
+
+class Event:
+    """The device passes it when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+def test_polling_releases_in_order_what_the_device_has_passed_and_waiting_everything() -> None:
+    held, released = Held(), []
+    events = [Event() for _ in range(3)]
+    for number, event in enumerate(events):
+        held.add(event, lambda number=number: released.append(number))
+    held.poll()
+    assert released == []
+    events[0].passed = events[2].passed = True
+    held.poll()
+    assert released == [0], "the stream has not come to the third one before the second"
+    held.wait()
+    assert released == [0, 1, 2]
+    assert events[1].passed
+    assert not len(held)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A runtime on a device that runs behind, with real tiers below and one document in them that a composition is reading."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    tiers = TierStore(SHAPE, fingerprint="f", host_bytes=64 * SHAPE.page_bytes, disk=None, pin=False)
+    k, v = (torch.randn(1, 10, 1, 8) for _ in "kv")
+    tiers.put(DocumentMeta("d" * 32, "n", list(range(10)), 10, "f"), k, v)
+    unlocked: list[Any] = []
+    tree = SimpleNamespace(
+        tokens_by_key=dict, document_tokens=0, documents_evicted=0, protected_size=lambda: 0, dec_lock_ref=unlocked.append
+    )
+    runtime: Any = ContextRuntime.__new__(ContextRuntime)
+    runtime.tree, runtime.tiers, runtime.unlocked = tree, tiers, unlocked
+    runtime._device, runtime._held, runtime._tp_group = torch.device("cuda"), Held(), None
+    pool = SimpleNamespace(get_kv_size_bytes=lambda: (8, 8))
+    tree.token_to_kv_pool_allocator = SimpleNamespace(size=4)
+    runtime.documents = DeviceDocuments(SimpleNamespace(token_to_kv_pool=pool), tree, tiers)
+    tiers.pin("d" * 32)
+    context = SimpleNamespace(sources=[DeviceSource(torch.arange(2), "node"), HostSource("d" * 32, torch.arange(3).numpy())])
+    runtime._hold([context])
+    yield runtime
+    tiers.close()
+
+
+def test_the_device_is_unlocked_at_once_and_host_pages_when_the_copies_have_run(runtime: Any) -> None:
+    assert runtime.unlocked == ["node"]
+    assert runtime.tiers.drop_host() == 0
+    runtime._held.poll()
+    assert runtime.tiers.drop_host() == 0
+    runtime._held.wait()
+    assert runtime.tiers.drop_host() == 1
+
+
+@pytest.mark.parametrize("body", [{"op": "evict", "tiers": ["host"]}, {"op": "clear"}])
+def test_evicting_and_clearing_wait_for_what_still_reads_host_pages(runtime: Any, body: dict[str, Any]) -> None:
+    assert answer(runtime, body)["success"]
+    assert runtime.tiers.lookup("d" * 32, list(range(10)), "n") is None
+
+
+@pytest.mark.parametrize("operation", ["stat", "flush", "check"])
+def test_what_asks_for_the_state_lets_go_of_what_the_device_has_finished(runtime: Any, operation: str) -> None:
+    assert answer(runtime, {"op": operation})["success"]
+    assert runtime.tiers.drop_host() == 1
