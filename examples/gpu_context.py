@@ -1,6 +1,6 @@
 """Composed contexts on a CUDA machine: are they right, and how soon is the first token there? About seven minutes on an H200.
 
-    python examples/gpu_context.py OUT_FOLDER [--lengths 8192,32768,102400] [--document-tokens 512,4096] [--attention flashinfer]
+    python examples/gpu_context.py OUT_FOLDER [--parts speed] [--lengths 8192,32768,102400] [--document-tokens 512,4096]
 
 Three parts, each in a process of its own with a time limit, each leaving its JSON in OUT_FOLDER whatever becomes of the others:
 `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic against each other), `speed`
@@ -28,7 +28,7 @@ SEEN_BY_GPU = (
     "tests/kernels/test_rotate_gather.py",
     "tests/unit/documents/test_document_cuda.py",
 )
-LIMITS_S = {"kernels": 150, "answers": 150, "speed": 420}
+LIMITS_S = {"kernels": 150, "answers": 180, "speed": 420}
 CROWDS = 3
 BFLOAT16 = 0.15  # difference of log-probabilities that rounding explains
 NEW = 12  # tokens of an answer
@@ -107,6 +107,26 @@ def _middle(pairs: list[tuple[bool, float]]) -> float:
     return statistics.median(difference for _, difference in pairs)
 
 
+async def check_graphs(engine: Any, ask: Answers, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    """Contexts so short that all of them is recomputed by a CUDA graph: it must answer as `full` does."""
+    from sglang_ext.context.graphs import SIZES
+
+    short = [row | {"docs": [(title, text[:300]) for title, text in row["docs"][:3]]} for row in rows]
+    tokens = max(ask.request(row, "concat", {}).spans[-1].end for row in short)
+    captured = (await engine.control("info"))["recompute_graphs"]
+    await ask.warm(short)
+    pairs = [apart(await ask(row, "concat", {"recompute": "all"}), await ask(row, "full", {})) for row in short]
+    control = [apart(await ask(row, "concat", {}), await ask(row, "full", {})) for row in short]
+    found["recompute by graph"] = {
+        "graphs": captured,
+        "longest context": tokens,
+        "same tokens": sum(same for same, _ in pairs),
+        "median": _middle(pairs),
+        "median without": _middle(control),
+    }
+    found["right: recompute by graph"] = captured > 0 and tokens <= SIZES[-1] and _middle(pairs) < BFLOAT16
+
+
 async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> None:
     lines = (REPOSITORY / "tests/data/questions/crossdoc_8.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:questions]]
@@ -122,6 +142,7 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
     found["recompute nothing against full"] = {"same tokens": sum(same for same, _ in control), "worst": max(d for _, d in control)}
     # bfloat16: other kernels round otherwise, and a tie may fall the other way
     found["right: recompute all"] = _middle(pairs) < BFLOAT16 and 2 * sum(same for same, _ in pairs) > len(rows)
+    await check_graphs(engine, ask, rows, found)
     print(json.dumps(found), f"{time.monotonic() - started:.0f} s", flush=True)
     for strategy, options in STRATEGIES:
         answers = {}
@@ -176,7 +197,7 @@ def answers(out: Path, attention: str, questions: int) -> bool:
     return all(value for name, value in found.items() if name.startswith("right"))
 
 
-def speed(out: Path, attention: str, lengths: list[int], document_tokens: list[int]) -> bool:
+def speed(out: Path, engine: dict[str, Any], lengths: list[int], document_tokens: list[int]) -> bool:
     from ragserve.bench import context
 
     context.run(  # raises, after the last one, if a case failed
@@ -185,7 +206,7 @@ def speed(out: Path, attention: str, lengths: list[int], document_tokens: list[i
         lengths=lengths,
         document_tokens=document_tokens,
         mem_fraction_static=0.75,
-        engine_args=engine_args(attention),
+        engine_args=engine,
     )
     return True
 
@@ -202,16 +223,18 @@ def main() -> int:
     parser.add_argument("--lengths", default="8192,32768,102400")
     parser.add_argument("--document-tokens", default="512,4096")
     parser.add_argument("--questions", type=int, default=8, help="of `answers`, 2 to 8")
-    parser.add_argument("--attention", default="flashinfer")
+    parser.add_argument("--attention", default="flashinfer", help="of `speed`; FlashInfer compiles for two minutes on a new machine")
+    parser.add_argument("--answers-attention", default="triton")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options of `speed`, as JSON")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     numbers = [[int(n) for n in text.split(",")] for text in (options.lengths, options.document_tokens)]
     if options.part == "kernels":
         return not kernels(options.out)
     if options.part == "answers":
-        return not answers(options.out, options.attention, options.questions)
+        return not answers(options.out, options.answers_attention, options.questions)
     if options.part == "speed":
-        return not speed(options.out, options.attention, *numbers)
+        return not speed(options.out, engine_args(options.attention) | options.engine, *numbers)
     failed = []
     for part in options.parts.split(","):
         started = time.monotonic()

@@ -49,6 +49,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     return {
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
+        "recompute_graphs": runtime.recompute_graphs,
         "strategies": [] if runtime.unsupported else list(names()),
         "unsupported": runtime.unsupported,
     }

@@ -31,6 +31,7 @@ LONG = 16_384  # tokens from which on one run of `full` is enough, after one war
 WARM_UPS = 2
 SETTLE_S = 1.5  # of requests that are not measured: after a flush the system still writes, and a GPU that idled is slow at first
 FLUSH_S = 120.0
+NOTHING_WRITTEN_S = 0.1  # a flush that is done sooner had nothing to do
 STAGES = ("load", "query", "select", "compose", "ask", "recompute", "extend")
 
 
@@ -38,7 +39,8 @@ STAGES = ("load", "query", "select", "compose", "ask", "recompute", "extend")
 class Case:
     """A strategy with options, and the tiers that its documents are taken from; exact strategies have none.
 
-    ``early``: measured at all lengths before the other cases. ``every_size``: with all sizes of documents, not the first one only.
+    ``early``: measured at all lengths before the other cases. ``every_size``: from device and host with all sizes of documents, not the
+    first one only.
     """
 
     name: str
@@ -112,7 +114,7 @@ def _order(cases: Sequence[Case], *, first_size: bool) -> list[list[tuple[str, C
     parts: list[list[tuple[str, Case]]] = [[], [], []]
     for tier in ("", *TIERS):
         for case in cases:
-            if tier in case.tiers and (first_size or case.every_size):
+            if tier in case.tiers and (first_size or (case.every_size and tier != "disk")):
                 parts[2 if tier == "disk" else 0 if case.early else 1].append((tier, case))
     return [part for part in parts if part]
 
@@ -190,9 +192,11 @@ async def _rows(
 async def _cache(engine: Any, request: GenerateRequest, draw: random.Random) -> None:
     """The documents in all tiers, nothing on its way any more, and the machine at its usual speed."""
     await engine.warm(request)
+    started = time.monotonic()
     await engine.control("flush", timeout_s=FLUSH_S)  # writing to disk would compete with what is measured
-    until = time.monotonic() + (SETTLE_S if engine.info.device == "cuda" else 0.0)
-    while time.monotonic() < until:
+    flushed = time.monotonic()
+    settle = engine.info.device == "cuda" and flushed - started > NOTHING_WRITTEN_S
+    while settle and time.monotonic() < flushed + SETTLE_S:
         await _first_token(engine, request, "", draw)
 
 

@@ -113,6 +113,11 @@ class Composer:
         self.gather.warm()
         self._graphs = capture_graphs(model_runner)
 
+    @property
+    def recompute_graphs(self) -> int:
+        """How many CUDA graphs of the recompute pass there are."""
+        return 0 if self._graphs is None else len(self._graphs)
+
     def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> StageClock:
         """Write the kept KV of each context into its slots int64 [S], recompute, and note in the contexts what was done and when."""
         clock = StageClock(self._device)

@@ -105,6 +105,9 @@ class RecomputeGraphs:
                 self._graphs[size] = graph
         torch.cuda.synchronize()
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def replay(self, jobs: Sequence[RecomputeJob]) -> bool:
         """Run the jobs on the current stream; False, and nothing done, where no graph fits them."""
         if not self._static.fits(jobs):

@@ -10,6 +10,7 @@ import json
 import logging
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -101,6 +102,11 @@ class ContextRuntime:
         tree.is_composed = is_composed
         tree.on_document = self._keep_document
         tree.on_finished = self.documents.request_ended
+
+    @property
+    def recompute_graphs(self) -> int:
+        """CUDA graphs of the recompute pass; 0 where it is launched layer by layer."""
+        return 0 if self._composer is None else self._composer.recompute_graphs
 
     # a request arrives
 
