@@ -197,7 +197,7 @@ def answers(out: Path, attention: str, questions: int) -> bool:
     return all(value for name, value in found.items() if name.startswith("right"))
 
 
-def speed(out: Path, engine: dict[str, Any], lengths: list[int], document_tokens: list[int]) -> bool:
+def speed(out: Path, engine: dict[str, Any], strategies: list[str], lengths: list[int], document_tokens: list[int]) -> bool:
     from ragserve.bench import context
 
     context.run(  # raises, after the last one, if a case failed
@@ -205,6 +205,7 @@ def speed(out: Path, engine: dict[str, Any], lengths: list[int], document_tokens
         shape="llama-3.1-8b",
         lengths=lengths,
         document_tokens=document_tokens,
+        cases=[case for case in context.CASES if case.strategy in strategies],
         mem_fraction_static=0.75,
         engine_args=engine,
     )
@@ -224,6 +225,7 @@ def main() -> int:
     parser.add_argument("--document-tokens", default="512,4096")
     parser.add_argument("--questions", type=int, default=8, help="of `answers`, 2 to 8")
     parser.add_argument("--attention", default="flashinfer", help="of `speed`; FlashInfer compiles for two minutes on a new machine")
+    parser.add_argument("--strategies", default="full,prefix,concat,epic,cacheblend,samkv", help="of `speed`")
     parser.add_argument("--answers-attention", default="triton")
     parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options of `speed`, as JSON")
     options = parser.parse_args()
@@ -234,7 +236,7 @@ def main() -> int:
     if options.part == "answers":
         return not answers(options.out, options.answers_attention, options.questions)
     if options.part == "speed":
-        return not speed(options.out, engine_args(options.attention) | options.engine, *numbers)
+        return not speed(options.out, engine_args(options.attention) | options.engine, options.strategies.split(","), *numbers)
     failed = []
     for part in options.parts.split(","):
         started = time.monotonic()

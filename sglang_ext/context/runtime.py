@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any

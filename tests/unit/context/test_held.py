@@ -12,6 +12,7 @@ import torch
 
 from sglang_ext.context.composer import DeviceSource, HostSource
 from sglang_ext.context.held import Held
+from sglang_ext.context.locate import Locator
 from sglang_ext.context.resident import DeviceDocuments
 from sglang_ext.context.runtime import ContextRuntime
 from sglang_ext.control import answer
@@ -69,6 +70,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     pool = SimpleNamespace(get_kv_size_bytes=lambda: (8, 8))
     tree.token_to_kv_pool_allocator = SimpleNamespace(size=4)
     runtime.documents = DeviceDocuments(SimpleNamespace(token_to_kv_pool=pool), tree, tiers)
+    runtime._stager = None
+    runtime._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block, None)
     tiers.pin("d" * 32)
     context = SimpleNamespace(sources=[DeviceSource(torch.arange(2), "node"), HostSource("d" * 32, torch.arange(3).numpy())])
     runtime._hold([context])
