@@ -138,7 +138,7 @@ async def _decode(engine: Any, contexts: Sequence[list[int]], mode: Mode) -> tup
     said: list[Any] = []
 
     async def one(number: int, ids: list[int]) -> None:
-        request = GenerateRequest("decode", ids, "bench", "prefix", Sampling(max_new_tokens=TOKENS), decode=mode.options)
+        request = GenerateRequest("decode", ids, "bench", "prefix", Sampling(max_new_tokens=TOKENS, ignore_eos=True), decode=mode.options)
         async for chunk in engine.generate(request):
             clocks[number].append((time.perf_counter(), chunk.usage.completion))
             if chunk.decode is not None:
@@ -161,7 +161,7 @@ async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
     for options in ({"mode": "dense"}, {"mode": "progressive", "threshold": 1.0, "dense_below": 0}):
         text = ""
         async for chunk in engine.generate(
-            GenerateRequest("check", ids, "bench", "prefix", Sampling(max_new_tokens=16), decode=options)
+            GenerateRequest("check", ids, "bench", "prefix", Sampling(max_new_tokens=16, ignore_eos=True), decode=options)
         ):  # fmt: skip
             text += chunk.text
         texts.append(text)

@@ -21,6 +21,7 @@ class Sampling:
     seed: int | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    ignore_eos: bool = False  # for measurements: every request generates all its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     }
     if s.stop:
         sampling["stop"] = list(s.stop)
+    if s.ignore_eos:
+        sampling["ignore_eos"] = True
     if s.seed is not None:
         sampling["sampling_seed"] = s.seed
     custom: dict[str, Any] = {DISTRIBUTION_FIELD: True} if request.distribution else {}

@@ -64,3 +64,17 @@ def test_sampling_fields_reach_sglang_by_its_names() -> None:
     assert sampling["stop"] == ["x"]
     assert sampling["sampling_seed"] == 3
     assert "sampling_seed" not in payload(GenerateRequest("r", [1], "n"), "rid")["sampling_params"]
+
+
+def test_decode_options_travel_and_their_report_comes_with_the_last_chunk() -> None:
+    request = GenerateRequest("r", [1], "n", decode={"mode": "progressive"}, sampling=Sampling(ignore_eos=True))
+    sampling = payload(request, "r")["sampling_params"]
+    assert sampling["custom_params"] == {"ragserve_decode": '{"mode": "progressive"}'}
+    assert sampling["ignore_eos"] is True
+    assert "custom_params" not in payload(GenerateRequest("r", [1], "n"), "r")["sampling_params"]
+    reader = StreamReader(7)
+    assert reader.read(out("A", ragserve_decode=[None])).decode is None
+    said = '{"mode":"progressive","steps":2,"sparse_steps":2,"pages":3.0,"pages_held":6.0,"share":0.5,"weight":0.97}'
+    last = reader.read(out("A b", {"type": "length"}, ragserve_decode=[None, None, said])).decode
+    assert last is not None
+    assert (last.mode, last.share, last.weight) == ("progressive", 0.5, 0.97)
