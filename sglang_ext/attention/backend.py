@@ -72,6 +72,17 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
 
 
+def _statistics(pool: Any, table: torch.Tensor, page: int, logical_page: int) -> Statistics:
+    try:
+        return Statistics(pool, table, page, logical_page)
+    except torch.OutOfMemoryError as error:
+        share = 1 / logical_page + 1 / (2 * page)
+        raise RuntimeError(
+            f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool beside it: lower mem_fraction_static or "
+            f"max_total_tokens ({error})"
+        ) from error
+
+
 class SparseDecodeBackend(AttentionBackend):
     """Around the backend that SGLang would have used. One per scheduler process; all calls on the scheduler's thread."""
 
@@ -97,7 +108,7 @@ class SparseDecodeBackend(AttentionBackend):
         capacity = max(FORCED_PAGES, config.max_budget // self._page)
         pages = -(-self._table.shape[1] // self._page)
         self._shape = Shape(pool.layer_num, heads, pool.head_num, pages, min(capacity, pages), self._page)
-        self.statistics = Statistics(pool, self._table, self._page, config.logical_page)
+        self.statistics = _statistics(pool, self._table, self._page, config.logical_page)
         log.info("page statistics take %.1f MiB", self.statistics.bytes / 2**20)
         self._pattern = None if pattern is None else pattern.to(self._device)
         self._captured: StepTables | None = None  # at the addresses that graphs read
