@@ -99,6 +99,7 @@ class SparseDecodeBackend(AttentionBackend):
         self.planner = Planner(config, self._page, runner.model_config.context_len)
         self.planner.check(config.options)
         group = runner.tp_group
+        self.rank = int(group.rank_in_group)
         pattern = (
             None
             if config.heads is None

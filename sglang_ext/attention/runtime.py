@@ -79,7 +79,8 @@ class DecodeRuntime:
             return
         self._collect()
         report = state.report()
-        decode_metrics().observe(report)
+        if self.backend.rank == 0:  # the others have read as much, with heads of their own
+            decode_metrics().observe(report)
         # SGLang sends one value a token; the report goes with the last one.
         count = len(req.output_ids_through_stop)
         if count:

@@ -27,13 +27,14 @@ TOLERANCE = 5e-4
 
 @pytest.fixture(scope="module")
 def sparse(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server with pages of 16 tokens, dense for requests that do not say."""
+    """A server with pages of 16 tokens and two tensor-parallel processes of a KV head each, dense for requests that do not say."""
     heads = tmp_path_factory.mktemp("heads") / "heads.json"
     save_pattern(heads, GATES, share=0.5, model="ragserve-tiny")
     with (
         start_server(
             sparse_attention="on", decode_mode="dense", decode_dense_below=0, decode_page_size=PAGE, decode_logical_page=LOGICAL,
             decode_budget=128, decode_max_budget=256, decode_heads=heads, engine_args='{"chunked_prefill_size": 256}',
+            tp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"},
         ) as running,
         running.client() as client,
     ):  # fmt: skip
@@ -83,9 +84,9 @@ def verify(client: Any) -> None:
 def test_dense_the_whole_budget_and_threshold_one_are_the_wrapped_backend(sparse: Any, server: Any, tokens: int) -> None:
     ids = some_ids(tokens, tokens)
     plain = result(generate(server.client, ids))
-    assert worst(result(generate(sparse.client, ids)), plain) < 1e-5
+    assert worst(result(generate(sparse.client, ids)), plain) < 5e-5
     whole = generate(sparse.client, ids, mode="hierarchical", budget=8192)
-    assert worst(result(whole), plain) < 1e-5
+    assert worst(result(whole), plain) < 5e-5
     assert report(whole).sparse_steps == 0
     certain = generate(sparse.client, ids, mode="progressive", threshold=1.0, streaming=False)
     assert worst(result(certain), plain) < TOLERANCE

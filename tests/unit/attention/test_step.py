@@ -70,6 +70,7 @@ class Backend:
         self.config, self.streaming_share = config, streaming_share
         self.planner = Planner(config, 16, 8192)
         self.variant = Variant.DENSE
+        self.rank = 0
         self.steps: list[Any] = []
         self.extended: list[Any] = []
         self.statistics = SimpleNamespace(after_extend=lambda spans: self.extended.append(list(spans)))
