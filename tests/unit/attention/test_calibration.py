@@ -73,7 +73,7 @@ def test_the_command_writes_a_pattern_with_its_quality(model_folder: Path, tmp_p
         "--steps",
         "2",
         "--tokens",
-        "512",
+        "768",
         "--held-out",
         "1",
         "--device",
