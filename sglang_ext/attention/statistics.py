@@ -14,6 +14,8 @@ import torch
 from ragserve_kernels._common import KVLayers, forced_naive
 from ragserve_kernels.page_stats import PageStats, page_stats
 
+_CHECKED_AT_ONCE = 512  # pages: a check of a large pool must not need much memory
+
 
 class Statistics:
     """Over the pool of one rank."""
@@ -53,7 +55,9 @@ class Statistics:
 
     def differing(self, pages: torch.Tensor) -> list[int]:
         """Those of the full ``pages`` [n] whose statistics are not what the pool gives, by the plain implementation."""
-        pages = torch.unique(pages.to(torch.int32))
+        return [page for some in torch.unique(pages.to(torch.int32)).split(_CHECKED_AT_ONCE) for page in self._differing(some)]
+
+    def _differing(self, pages: torch.Tensor) -> list[int]:
         if not len(pages):
             return []
         per = self.tables.per_page
