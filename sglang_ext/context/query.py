@@ -12,10 +12,11 @@ import torch
 from sglang_ext.analysis.passes import Kv, LayerState, Text, run
 from sglang_ext.context.composer import ComposedContext, filling_of
 from sglang_ext.context.gather import Buffers, Gather
+from sglang_ext.context.samkv import Ask
 
 
-def mean_queries(model_runner: Any, gather: Gather, contexts: Sequence[ComposedContext]) -> list[torch.Tensor]:
-    """Each question's mean query, f32 [layers, heads, head_dim], rotated for its place.
+def question_queries(model_runner: Any, gather: Gather, contexts: Sequence[ComposedContext]) -> list[dict[Ask, torch.Tensor]]:
+    """Each question's mean query and that of its last token, f32 [layers, heads, head_dim], rotated for their places.
 
     The contexts' sources must hold the tokens of their drafts; these are gathered beside the pool, and given back at the end.
     """
@@ -32,14 +33,15 @@ def mean_queries(model_runner: Any, gather: Gather, contexts: Sequence[ComposedC
         start = context.plan.question_start
         ids = torch.tensor(context.ids[start:], dtype=torch.int64).to(device)
         texts.append(Text(ids, start + torch.arange(len(ids), device=device), partial(_before, beside, part)))
-    means: list[list[torch.Tensor]] = [[] for _ in texts]
+    found: list[dict[Ask, list[torch.Tensor]]] = [{"mean": [], "last": []} for _ in texts]
 
     def observe(layer: int, states: Sequence[LayerState]) -> None:
-        for mean, state in zip(means, states, strict=True):
-            mean.append(state.q.float().mean(0))
+        for own, state in zip(found, states, strict=True):
+            own["mean"].append(state.q.float().mean(0))
+            own["last"].append(state.q[-1].float())
 
     run(model_runner, texts, observe)
-    return [torch.stack(mean) for mean in means]
+    return [{name: torch.stack(queries) for name, queries in own.items()} for own in found]
 
 
 def _before(beside: Buffers, part: slice, layer: int) -> Kv:

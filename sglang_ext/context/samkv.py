@@ -23,10 +23,12 @@ from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.rope import Rotation
 
 Scope = Literal["layers", "shared", "none"]
-Scoring = Literal["zscore", "softmax", "raw"]
+Scoring = Literal["zscore", "softmax", "raw", "attention"]
+Ask = Literal["mean", "last"]
 Positions = Literal["full", "near"]
 SCOPES: tuple[Scope, ...] = ("layers", "shared", "none")
-SCORINGS: tuple[Scoring, ...] = ("zscore", "softmax", "raw")
+SCORINGS: tuple[Scoring, ...] = ("zscore", "softmax", "raw", "attention")
+ASKS: tuple[Ask, ...] = ("mean", "last")
 POSITIONS: tuple[Positions, ...] = ("full", "near")
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
@@ -40,6 +42,7 @@ class SamKv:
     personalised: bool = True
     scoring: Scoring = "zscore"
     positions: Positions = "full"
+    ask: Ask = "mean"
     keep: float | None = None
 
     def budget(self, blocks: Blocks) -> int:
@@ -73,12 +76,13 @@ def choose(
     rotation: Rotation,
     *,
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+    highest: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     stable: Sequence[int] | None = None,
 ) -> Chosen:
     """What each layer keeps.
 
     ``query`` f32 [layers, heads, head_dim]: the question's mean query, of this rank's heads, rotated for its place; the work runs on its
-    device. ``analyses``: one a document, cut as ``blocks`` are. ``reduce`` sums over ranks.
+    device. ``analyses``: one a document, cut as ``blocks`` are. ``reduce`` sums over ranks, ``highest`` takes their maximum.
     """
     layers, device = query.shape[0], query.device
     budget = options.budget(blocks)
@@ -91,7 +95,9 @@ def choose(
     queries = (
         personalised(query, analyses, shifts, rotation, reduce) if options.personalised else query[:, None].expand(-1, len(shifts), -1, -1)
     )
-    scores = _scores(_moved(queries, -shifts, rotation), analyses, blocks, reduce)  # [layers, D, M]
+    products = _products(_moved(queries, -shifts, rotation), analyses, blocks)  # [layers, D, M, heads]
+    heads = reduce(torch.tensor(float(products.shape[-1]), device=device))
+    scores = reduce(products.sum(-1)) / heads
     middle, size = blocks.middle.to(device), blocks.size.to(device)
     proportion = _proportion(scores, blocks, analyses, stable_layers(layers) if stable is None else stable)
     count = middle.sum(1)
@@ -101,9 +107,10 @@ def choose(
     ranked = scores.masked_fill(~middle, -torch.inf)
     rank = ranked.argsort(-1, descending=True).argsort(-1)
     among = middle & (rank < count[None, :, None])
-    pooled = _normalised(scores, middle, options.scoring)
+    pooled = highest(_attention(products, blocks)) if options.scoring == "attention" else _normalised(scores, middle, options.scoring)
     if options.scope == "shared":
-        among, pooled = among.any(0, keepdim=True), pooled.sum(0, keepdim=True)
+        late = slice(len(pooled) // 2, None) if options.scoring == "attention" else slice(None)
+        among, pooled = among.any(0, keepdim=True), pooled[late].sum(0, keepdim=True)
     kept = _take(pooled.masked_fill(~among, -torch.inf), among, blocks, budget)
     return Chosen(kept.cpu() if options.scope == "layers" else kept[0].cpu(), proportion.cpu())
 
@@ -134,27 +141,31 @@ def _moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> t
     return rotation.rotate(flat, shifts.repeat(queries.shape[0])).view_as(queries)
 
 
-def _scores(
-    queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks, reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Mean over heads of <q_i, mean K> / sqrt(head_dim), f32 [layers, D, M]; 0 where there is no block."""
+def _products(queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks) -> torch.Tensor:
+    """<q_i, mean K> / sqrt(head_dim) by query head, f32 [layers, D, M, heads]; 0 where there is no block."""
     layers, documents, heads, dim = queries.shape
     kv_heads = analyses[0].mean_k.shape[2]
-    folded = queries.unflatten(2, (kv_heads, heads // kv_heads)).sum(3)  # a KV head serves its whole query group
+    grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
     counts = torch.tensor([analysis.blocks for analysis in analyses])
     document = torch.repeat_interleave(torch.arange(documents), counts).to(queries.device)
-    step = max(1, _CHUNK_BYTES // (4 * int(counts.sum()) * kv_heads * dim))
+    step = max(1, _CHUNK_BYTES // (4 * int(counts.sum()) * heads * dim))
     found = []
     for at in range(0, layers, step):
         rows = slice(at, min(at + step, layers))
         keys = torch.cat([a.mean_k[rows].to(queries.device) for a in analyses], dim=1).float()
         scale = torch.cat([a.mean_k_scale[rows].to(queries.device) for a in analyses], dim=1).float()
-        found.append(((keys * folded[rows][:, document]).sum(-1) * scale).sum(-1))
-    flat = reduce(torch.stack((torch.cat(found), torch.full_like(torch.cat(found), heads))))
-    flat = flat[0] / flat[1] / dim**0.5
-    padded = torch.zeros(layers, documents, blocks.start.shape[1], device=queries.device)
-    padded[:, (blocks.length > 0).to(queries.device)] = flat
+        products = (keys[:, :, :, None] * grouped[rows][:, document]).sum(-1) * scale[..., None]  # [rows, blocks, kv_heads, group]
+        found.append(products.flatten(2))
+    padded = torch.zeros(layers, documents, blocks.start.shape[1], heads, device=queries.device)
+    padded[:, (blocks.length > 0).to(queries.device)] = torch.cat(found) / dim**0.5
     return padded
+
+
+def _attention(products: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """f32 [layers, D, M]: the largest share that a head would give a block, were all its keys their mean; softmax over all blocks."""
+    length = blocks.length.to(products.device)
+    logits = products + length.float().log()[..., None]  # -inf where there is no block
+    return logits.flatten(1, 2).softmax(1).amax(-1).view(products.shape[:-1])
 
 
 def _proportion(scores: torch.Tensor, blocks: Blocks, analyses: Sequence[Analysis], stable: Sequence[int]) -> torch.Tensor:

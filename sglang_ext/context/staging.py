@@ -25,7 +25,7 @@ from sglang_ext.context import samkv
 from sglang_ext.context.composer import ComposedContext
 from sglang_ext.context.gather import Gather
 from sglang_ext.context.locate import Locator
-from sglang_ext.context.query import mean_queries
+from sglang_ext.context.query import question_queries
 from sglang_ext.context.rope import Rotation
 
 log = logging.getLogger(__name__)
@@ -200,14 +200,23 @@ class Stager:
 
     def _ask(self, batch: Sequence[ComposedContext]) -> None:
         started = time.perf_counter()
-        queries = mean_queries(self._runner, self._gather, batch)
+        queries = question_queries(self._runner, self._gather, batch)
         asked = time.perf_counter()
         for context, query in zip(batch, queries, strict=True):
             draft = context.draft
             if draft.samkv is None or draft.blocks is None:
                 raise RuntimeError("a draft without a selector needs no query pass")
             analyses = context.in_order
-            chosen = samkv.choose(draft.samkv, draft.blocks, analyses, query, context.plan.question_start, self._rotation, reduce=self._sum)
+            chosen = samkv.choose(
+                draft.samkv,
+                draft.blocks,
+                analyses,
+                query[draft.samkv.ask],
+                context.plan.question_start,
+                self._rotation,
+                reduce=self._sum,
+                highest=self._max,
+            )
             context.decided = draft.settle(analyses, chosen.kept)
         ended = time.perf_counter()
         for context in batch:
@@ -220,6 +229,12 @@ class Stager:
             return part
         summed: torch.Tensor = self._tp_group.all_reduce(part)
         return summed
+
+    def _max(self, part: torch.Tensor) -> torch.Tensor:
+        """As `_sum`, the largest."""
+        if self._tp_group is not None and self._tp_group.world_size > 1:
+            torch.distributed.all_reduce(part, op=torch.distributed.ReduceOp.MAX, group=self._tp_group.device_group)
+        return part
 
     @contextlib.contextmanager
     def _forward_stream(self) -> Iterator[None]:

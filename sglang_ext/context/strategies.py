@@ -19,7 +19,7 @@ from sglang_ext.analysis.summary import Analysis, Cut
 from sglang_ext.context import rules
 from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.rules import Kept, Rule
-from sglang_ext.context.samkv import POSITIONS, SCOPES, SCORINGS, SamKv
+from sglang_ext.context.samkv import ASKS, POSITIONS, SCOPES, SCORINGS, SamKv
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
 BLOCK = 16  # tokens; unit of `keep`
@@ -172,7 +172,7 @@ def _cacheblend(plan: ContextPlan, shape: Shape) -> Draft:
 @strategy("samkv")
 def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
     """SamKV: initial and local blocks, and those that the question and the other documents ask for (METHODS, section 1)."""
-    known = ("block_size", "initial_blocks", "local_blocks", "selection", "personalised", "scoring", "positions", "keep")
+    known = ("block_size", "initial_blocks", "local_blocks", "selection", "personalised", "scoring", "positions", "ask", "keep")
     options = _options(plan, *known, *_COMMON)
     block = _integer(options, "block_size", shape.cut.block, low=0)
     if block and (block & (block - 1) or block > 64):
@@ -184,6 +184,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         _boolean(options, "personalised", True),
         _among(options, "scoring", SCORINGS),
         _among(options, "positions", POSITIONS),
+        _among(options, "ask", ASKS),
         _share(options, 1.0, name="keep") if "keep" in options else None,
     )
     rule, update = _rule(plan, options, "outliers"), _among(options, "update", _UPDATES)

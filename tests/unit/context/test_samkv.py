@@ -271,3 +271,35 @@ def test_sentences_begin_after_their_ends_and_never_last_too_long() -> None:
     assert texts.begins([0, 1, 2, 2, 1, 1, 0]).tolist() == [1, 0, 1, 0, 0, 1, 1]
     assert texts.begins([0] * 130).nonzero()[:, 0].tolist() == [0, 64, 128]
     assert texts.begins([1] + [0] * 70).nonzero()[:, 0].tolist() == [0, 1, 65]
+
+
+@given(st.lists(st.integers(3, 70), min_size=1, max_size=4), st.integers(0, 10_000))
+def test_attention_scoring_is_the_largest_head_of_a_softmax_over_mean_keys(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    plan = plan_of(sizes)
+    analyses = [analysis_of(n, 8, generator) for n in sizes]
+    query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
+    tables = Blocks.build(plan.spans[1:], [8] * len(sizes), initial=1, local=2)
+    options = SamKv(personalised=False, scoring="attention", keep=0.6)
+    chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION)
+    rows = chosen.kept.tolist() if chosen.kept.dim() == 2 else [chosen.kept.tolist()] * LAYERS
+    fixed = tables.fixed().tolist()
+    budget = max(0, min(tables.middle_tokens, round(0.6 * sum(sizes)) - len(fixed)))
+    for n in range(LAYERS):
+        found = []
+        for h in range(HEADS):
+            logits, names = [], []
+            for span, analysis in zip(plan.spans[1:], analyses, strict=True):
+                for b in range(analysis.blocks):
+                    key = turned(analysis.keys(torch.device("cpu"))[n, b], span.start)[h * KV_HEADS // HEADS]
+                    size = min(8, analysis.n_tokens - 8 * b)
+                    logits.append(float(query[n, h].double() @ key) / math.sqrt(DIM) + math.log(size))
+                    names.append((span.start + 8 * b, size, 1 <= b < analysis.blocks - 2))
+            found.append(torch.tensor(logits).softmax(0))
+        best = torch.stack(found).amax(0)
+        tokens: list[int] = []
+        for place in best.argsort(descending=True).tolist():
+            start, size, middle = names[place]
+            if middle:
+                tokens += list(range(start, start + min(size, budget - len(tokens))))
+        assert rows[n] == sorted(fixed + tokens)
