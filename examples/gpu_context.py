@@ -39,6 +39,11 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("epic", {"first": 16}),
     ("random", {"share": 0.2}),
     ("cacheblend", {"share": 0.15}),
+    ("samkv", {"keep": 1.0, "recompute": "all"}),
+    ("samkv", {}),
+    ("samkv", {"keep": 0.5, "update": "fusion"}),
+    ("samkv", {"keep": 0.5, "recompute": "sentences", "share": 0.2, "selection": "shared"}),
+    ("concat", {"recompute": "sentences", "share": 0.1}),
 )
 
 
