@@ -4,7 +4,7 @@ the tokens that each layer keeps. No K or V of any document is read. Batched ove
 Equations, per layer n and document i of D:
 
     q_i  = q + 1/(D-1) * sum_{j != i} |cos(q, loc_j)| loc_j                      (1) personalised query
-    s_b  = <q_i, mean K of block b>, both at their places in the prompt
+    s_b  = <q_i, mean K of block b> / sqrt(head_dim), both at their places in the prompt, summed over heads
     P_i  = mean over stable layers of (s_max - s_anc) / (s_max - s_min) where s_min < s_anc <= s_max, else 0     (2), (3)
 
 anc is the mean K of initial and local blocks, max the middle block with the smallest exponent, min the one with the least attention.
@@ -95,9 +95,9 @@ def choose(
     queries = (
         personalised(query, analyses, shifts, rotation, reduce) if options.personalised else query[:, None].expand(-1, len(shifts), -1, -1)
     )
-    products = _products(_moved(queries, -shifts, rotation), analyses, blocks)  # [layers, D, M, heads]
-    heads = reduce(torch.tensor(float(products.shape[-1]), device=device))
-    scores = reduce(products.sum(-1)) / heads
+    # By head only where heads are looked at one by one: otherwise a KV head serves the sum of its query group.
+    products = _products(_moved(queries, -shifts, rotation), analyses, blocks, fold=options.scoring != "attention")
+    scores = reduce(products.sum(-1))  # [layers, D, M]
     middle, size = blocks.middle.to(device), blocks.size.to(device)
     proportion = _proportion(scores, blocks, analyses, stable_layers(layers) if stable is None else stable)
     count = middle.sum(1)
@@ -126,7 +126,8 @@ def personalised(
     documents = len(analyses)
     if documents == 1:
         return query[:, None]
-    local = torch.stack([analysis.local_queries(query.device) for analysis in analyses], dim=1)
+    local = torch.stack([a.local_q.to(query.device) for a in analyses], dim=1).float()
+    local = local * torch.stack([a.local_q_scale.to(query.device) for a in analyses], dim=1).float()[..., None]
     local = _moved(local, shifts, rotation)
     whole = query[:, None].expand_as(local)
     parts = reduce(torch.stack([(a * b).sum((-1, -2)) for a, b in ((whole, local), (whole, whole), (local, local))]))
@@ -141,23 +142,27 @@ def _moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> t
     return rotation.rotate(flat, shifts.repeat(queries.shape[0])).view_as(queries)
 
 
-def _products(queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks) -> torch.Tensor:
-    """<q_i, mean K> / sqrt(head_dim) by query head, f32 [layers, D, M, heads]; 0 where there is no block."""
+def _products(queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks, *, fold: bool) -> torch.Tensor:
+    """<q_i, mean K> / sqrt(head_dim), f32 [layers, D, M, heads], or summed over query groups (``fold``) [layers, D, M, kv_heads]; 0 where
+    there is no block."""
     layers, documents, heads, dim = queries.shape
     kv_heads = analyses[0].mean_k.shape[2]
     grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
+    if fold:
+        grouped = grouped.sum(3, keepdim=True)
     counts = torch.tensor([analysis.blocks for analysis in analyses])
     document = torch.repeat_interleave(torch.arange(documents), counts).to(queries.device)
-    step = max(1, _CHUNK_BYTES // (4 * int(counts.sum()) * heads * dim))
+    keys = torch.cat([a.mean_k.to(queries.device) for a in analyses], dim=1)
+    scale = torch.cat([a.mean_k_scale.to(queries.device) for a in analyses], dim=1)
+    step = max(1, _CHUNK_BYTES // (4 * len(document) * grouped.shape[2] * grouped.shape[3] * dim))
     found = []
     for at in range(0, layers, step):
         rows = slice(at, min(at + step, layers))
-        keys = torch.cat([a.mean_k[rows].to(queries.device) for a in analyses], dim=1).float()
-        scale = torch.cat([a.mean_k_scale[rows].to(queries.device) for a in analyses], dim=1).float()
-        products = (keys[:, :, :, None] * grouped[rows][:, document]).sum(-1) * scale[..., None]  # [rows, blocks, kv_heads, group]
-        found.append(products.flatten(2))
-    padded = torch.zeros(layers, documents, blocks.start.shape[1], heads, device=queries.device)
-    padded[:, (blocks.length > 0).to(queries.device)] = torch.cat(found) / dim**0.5
+        products = (keys[rows].float()[:, :, :, None] * grouped[rows][:, document]).sum(-1)  # [rows, blocks, kv_heads, group]
+        found.append((products * scale[rows].float()[..., None]).flatten(2))
+    flat = torch.cat(found) / dim**0.5
+    padded = torch.zeros(layers, documents, blocks.start.shape[1], flat.shape[-1], device=queries.device)
+    padded[:, (blocks.length > 0).to(queries.device)] = flat
     return padded
 
 

@@ -77,7 +77,7 @@ def reference(plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, 
 
     def score(n: int, i: int, b: int) -> float:
         q, k = query_for(n, i), turned(keys[i][n, b], spans[i].start)
-        return float(sum((q[h] * k[h * KV_HEADS // HEADS]).sum() for h in range(HEADS))) / HEADS / math.sqrt(DIM)
+        return float(sum((q[h] * k[h * KV_HEADS // HEADS]).sum() for h in range(HEADS))) / math.sqrt(DIM)
 
     scores = [[[score(n, i, b) for b in range(analyses[i].blocks)] for i in range(count)] for n in range(LAYERS)]
 
