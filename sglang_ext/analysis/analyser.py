@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ragserve_kernels.block_summary import BlockPlan, block_summary
+from ragserve_kernels import _common as kernels
+from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
 from sglang_ext.analysis.passes import Kv, LayerState, Text, run
 from sglang_ext.analysis.summary import Analysis, Cut, quantize
 from sglang_ext.analysis.texts import Texts
@@ -45,7 +46,7 @@ class Analyser:
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
             alone, *behind = states
-            summary = block_summary(self._all_heads(alone.q), self._all_heads(alone.k), plan, scale=alone.scaling)
+            summary = _summary(self._all_heads(alone.q), self._all_heads(alone.k), plan, alone.scaling)
             own = slice(self._rank * alone.k.shape[1], (self._rank + 1) * alone.k.shape[1])
             heads = slice(self._rank * alone.q.shape[1], (self._rank + 1) * alone.q.shape[1])
             mean_k, mean_k_scale = quantize(summary.mean_k[:, own])
@@ -104,3 +105,10 @@ class Analyser:
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64).to(self._device)
+
+
+def _summary(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, scale: float) -> BlockSummary:
+    """One layer's; head sizes that the kernel does not know take the plain way."""
+    if q.shape[-1] in kernels.HEAD_DIMS:
+        return block_summary(q, k, plan, scale=scale)
+    return block_summary_naive(q, k, plan, scale=scale, precision=torch.float32)
