@@ -135,7 +135,7 @@ class ContextReport:
     analysis_ms: float = 0.0  # of documents that had none yet
     query_ms: float = 0.0  # SamKV's query pass, of all requests in it
     select_ms: float = 0.0
-    ask_ms: float = 0.0  # the question over its composed context, where the rule for recomputing asks for that
+    ask_ms: float = 0.0  # part of recompute_ms: the question over its composed context, where the rule asks for that
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

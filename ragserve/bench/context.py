@@ -231,6 +231,7 @@ def _breakdown(runs: Sequence[_Run]) -> dict[str, Any]:
     if not reports:
         return {}
     columns: dict[str, list[float]] = {f"{stage} ms": [getattr(each, f"{stage}_ms") for each in reports] for stage in STAGES}
+    columns["recompute ms"] = [each.recompute_ms - each.ask_ms for each in reports]  # the report's holds the question's pass, too
     queued = [run.first.timings.queue_ms or 0.0 for run in runs]
     waited = [each.load_ms + each.query_ms + each.select_ms for each in reports]
     columns["queue ms"] = [max(0.0, queue - each) for queue, each in zip(queued, waited, strict=True)]

@@ -51,15 +51,18 @@ def attention(model_runner: Any, questions: Sequence[Question]) -> list[torch.Te
             own.append(weights[..., : len(question.slots)].amax((0, 1)))
 
     run(model_runner, texts, observe)
-    return [_by_token(question, torch.stack(own), upper.start, group).cpu() for question, own in zip(questions, found, strict=True)]
-
-
-def _by_token(question: Question, largest: torch.Tensor, lowest: int, group: Any) -> torch.Tensor:
-    """``largest`` [upper layers, S] summed by document token."""
-    if group is not None and group.world_size > 1:  # every rank has some of the heads
+    sizes = [len(question.slots) for question in questions]
+    largest = torch.cat([torch.stack(own) for own in found], dim=1)
+    if group is not None and group.world_size > 1:  # every rank has some of the heads; all must choose the same
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+    parts = [_by_token(question, own, upper.start) for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)]
+    whole = torch.cat(parts).cpu()  # the choice is made on the host: the one time that a step waits for the device
+    return list(whole.split([len(part) for part in parts]))
+
+
+def _by_token(question: Question, largest: torch.Tensor, lowest: int) -> torch.Tensor:
+    """``largest`` [upper layers, S] summed by document token, on its device; what the system text has is dropped."""
     kept = question.kept[lowest:] if question.kept.dim() == 2 else question.kept.expand_as(largest)
-    place = kept - question.first
-    inside = place >= 0
-    out = torch.zeros(question.start - question.first, device=largest.device)
-    return out.index_add(0, place[inside], largest[inside])
+    place = (kept - question.first + 1).clamp(min=0)
+    out = torch.zeros(question.start - question.first + 1, device=largest.device)
+    return out.index_add(0, place.flatten(), largest.flatten())[1:]

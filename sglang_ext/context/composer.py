@@ -192,7 +192,7 @@ def report_of(context: ComposedContext) -> ContextReport:
         by_tier=context.by_tier,
         compose_ms=stages.get("compose", 0.0),
         load_ms=context.load_ms,
-        recompute_ms=stages.get("recompute", 0.0),
+        recompute_ms=stages.get("ask", 0.0) + stages.get("recompute", 0.0),
         extend_ms=stages.get("extend", 0.0),
         analysis_ms=context.analysis_ms,
         query_ms=context.query_ms,

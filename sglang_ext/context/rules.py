@@ -13,13 +13,17 @@ import torch
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.protocol import ContextPlan
 
+DEFAULT_SHARE = 0.15
+POWER = 1.0  # of the question's attention in a sentence's score; README.md has the measurements behind this and OPENING
+OPENING = 0.25  # of the attention to a document's tokens that its first sentence counts with
+
 
 @dataclass(frozen=True, eq=False)
 class Rule:
     """``share`` is of the document tokens kept in a layer. ``positions``: the answer itself, for rule `positions`."""
 
     name: str
-    share: float = 0.15
+    share: float = DEFAULT_SHARE
     first: int = 16
     seed: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -43,7 +47,7 @@ class Kept:
     analyses: Sequence[Analysis] = ()
     initial_blocks: int = 1
     attention: torch.Tensor | None = None
-    """f32 [document tokens]: what the question attends to (`query.attention`); only where the rule asks."""
+    """f32 [document tokens]: what the question attends to (`ask.attention`); only where the rule asks."""
 
     @property
     def first(self) -> int:
@@ -62,6 +66,13 @@ class Kept:
         count = share_of(share, round(float(weight.sum())))
         order = (score * weight)[candidates].argsort(dim=0, descending=True, stable=True)
         return self.first + candidates[order[:count]].sort().values
+
+    def without_choice(self, share: float) -> torch.Tensor | None:
+        """What every score would choose: nothing where no document token is kept, all where ``share`` covers all; else None."""
+        weight = self.weight()
+        candidates = weight.nonzero()[:, 0]
+        covered = share_of(share, round(float(weight.sum()))) >= len(candidates)
+        return self.first + candidates if covered else None
 
     def among(self, positions: torch.Tensor) -> torch.Tensor:
         """Those of the positions that some layer keeps."""
@@ -145,9 +156,10 @@ def _sensitivity(kept: Kept, wanted: Rule) -> torch.Tensor:
 def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
     """Whole sentences that depend on what stands before their document, the more the question attends to them.
 
-    Score of sentence S: mean sensitivity of its kept tokens * sqrt(highest attention of the question to one of them). A document's first
-    sentence counts with the attention to any token of the document: "Continued", "Part 2", "It" link it to others. Sentences are taken by
-    score until the share is spent; the last one is cut.
+    Score of sentence S: mean sensitivity of its kept tokens * (highest attention of the question to one of them)^POWER. A document's first
+    sentence, its title where it has one, counts with OPENING of the attention to any token of the document where that is more: "Continued",
+    "Part 2", "It" link what the document holds to another one. Sentences are taken by score until the share is spent, equal ones in the
+    order of the text; the last one is cut. Where the question attends to nothing that is kept, sensitivity alone decides.
     """
     weight = kept.weight()
     live = weight > 0
@@ -159,10 +171,11 @@ def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
     attention = torch.zeros_like(weight) if kept.attention is None else kept.attention * live
     attention = attention.masked_fill(torch.arange(len(weight)) - start[document] < _SINKS, 0.0)
     looked_at = torch.zeros(count).scatter_reduce(0, sentence, attention, "amax")
-    looked_at[sentence[start]] = torch.zeros(len(lengths)).scatter_reduce(0, document, attention, "amax")
+    linked = OPENING * torch.zeros(len(lengths)).scatter_reduce(0, document, attention, "amax")
+    looked_at[sentence[start]] = looked_at[sentence[start]].maximum(linked)
     sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]) * weight
     mean = torch.zeros(count).index_add(0, sentence, sensitivity) / torch.zeros(count).index_add(0, sentence, live.float()).clamp(min=1)
-    score = mean * (looked_at.sqrt() if bool((looked_at > 0).any()) else 1.0)
+    score = mean * (looked_at**POWER if bool((looked_at > 0).any()) else 1.0)
     candidates = live.nonzero()[:, 0]
     order = score[sentence[candidates]].argsort(dim=0, descending=True, stable=True)
     taken = order[: share_of(wanted.share, round(float(weight.sum())))]

@@ -41,10 +41,38 @@ class Reference:
         self, ids: list[int], spans: list[tuple[int, int]], n_new: int, *, kept: list[list[int]] | None = None, rotate: bool = True
     ) -> Generated:
         """Greedy continuation of a prompt whose spans were prefilled alone; ``kept``: positions per layer (default all)."""
+        return self._continue(ids[spans[-1][1] :], spans[-1][1], self._cache(ids, spans, kept, rotate=rotate), n_new)
+
+    @torch.no_grad()
+    def attention(self, ids: list[int], spans: list[tuple[int, int]]) -> torch.Tensor:
+        """[layers, heads, context tokens]: what the question's last token attends to in the composed context."""
+        start = spans[-1][1]
+        positions = torch.arange(start, len(ids))[None]
+        self.model.set_attn_implementation("eager")
+        try:
+            out = self.model(
+                torch.tensor([ids[start:]]), past_key_values=self._cache(ids, spans), position_ids=positions, output_attentions=True
+            )
+        finally:
+            self.model.set_attn_implementation("sdpa")
+        return torch.stack([layer[0, :, -1, :start] for layer in out.attentions])
+
+    @torch.no_grad()
+    def sensitivity(self, document: list[int], foreign: list[list[int]]) -> torch.Tensor:
+        """[tokens]: how much the values change behind each of the foreign texts, squared and summed (METHODS, section 6)."""
+        alone, moved = self.alone(document), torch.zeros(len(document))
+        for text in foreign:
+            cache: Any = self.model(torch.tensor([text]), use_cache=True).past_key_values
+            positions = torch.arange(len(text), len(text) + len(document))[None]
+            after = self.model(torch.tensor([document]), past_key_values=cache, position_ids=positions, use_cache=True).past_key_values
+            for layer, (_, v) in enumerate(alone):
+                moved += (after.layers[layer].values[:, :, len(text) :] - v).square().sum((0, 1, 3))
+        return moved
+
+    def _cache(self, ids: list[int], spans: list[tuple[int, int]], kept: list[list[int]] | None = None, *, rotate: bool = True) -> Any:
         from transformers import DynamicCache
 
         parts = [self.alone(ids[a:b]) for a, b in spans]
-        question = ids[spans[-1][1] :]
         cache: Any = DynamicCache()
         for layer in range(self.layers):
             k = torch.cat([self.moved(p[layer][0], a if rotate else 0) for (a, _), p in zip(spans, parts, strict=True)], 2)
@@ -52,7 +80,7 @@ class Reference:
             if kept is not None:
                 k, v = k[:, :, kept[layer]], v[:, :, kept[layer]]
             cache.update(k, v, layer)
-        return self._continue(question, spans[-1][1], cache, n_new)
+        return cache
 
     @torch.no_grad()
     def plain(self, ids: list[int], n_new: int) -> Generated:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.analysis.summary import Analysis, Cut, SummaryError, quantize
-from sglang_ext.analysis.texts import Texts
 from sglang_ext.context import rules
 from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.rope import Rotation
@@ -245,32 +244,6 @@ def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     plan = plan_of([40, 60])
     with pytest.raises(PlanError, match=says):
         draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
-
-
-def test_sentences_are_taken_whole_by_sensitivity_and_attention() -> None:
-    generator = torch.Generator().manual_seed(5)
-    plan = plan_of([20, 20])
-    analyses = [analysis_of(20, 8, generator) for _ in range(2)]
-    for number, analysis in enumerate(analyses):
-        analysis.begins[:] = torch.tensor([t % 5 == 0 for t in range(20)])
-        analysis.sensitivity[:] = 1.0
-        analysis.sensitivity[10:15] = 4.0 + number
-    attention = torch.zeros(40)
-    attention[12] = 0.25  # in the third sentence of the first document
-    attention[20] = 9.0  # parked on a first token
-    kept = Kept(plan, torch.arange(45), analyses, attention=attention)
-    # The third sentence: 4 * sqrt(0.25) = 2; the first one counts with the document's attention: 1 * 0.5.
-    assert rules.choose(kept, Rule("sentences", 8 / 40)).tolist() == [*range(5, 8), *range(15, 20)]
-    # What the question does not look at cannot be told apart by attention: sensitivity alone then.
-    blind = Kept(plan, torch.arange(45), analyses, attention=torch.zeros(40))
-    assert rules.choose(blind, Rule("sentences", 5 / 40)).tolist() == list(range(35, 40))
-
-
-def test_sentences_begin_after_their_ends_and_never_last_too_long() -> None:
-    texts = Texts([], torch.tensor([False, True, False]))
-    assert texts.begins([0, 1, 2, 2, 1, 1, 0]).tolist() == [1, 0, 1, 0, 0, 1, 1]
-    assert texts.begins([0] * 130).nonzero()[:, 0].tolist() == [0, 64, 128]
-    assert texts.begins([1] + [0] * 70).nonzero()[:, 0].tolist() == [0, 1, 65]
 
 
 @given(st.lists(st.integers(3, 70), min_size=1, max_size=4), st.integers(0, 10_000))

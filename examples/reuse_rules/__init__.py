@@ -1,0 +1,1 @@
+"""Which tokens of reused documents must be computed again? Run it: `python -m examples.reuse_rules --help`."""

@@ -1,0 +1,89 @@
+"""The rule `sentences` on the real engine: it chooses what its definition says, and it brings back what reuse alone loses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ragserve.prompt import PromptBuilder
+from sglang_ext.analysis.texts import foreign_contexts
+from sglang_ext.protocol import PLAN_FIELD
+from tests.conftest import MODEL
+from tests.integration.context_client import NEW, composed, result
+from tests.integration.reference import Reference
+from tests.integration.test_context import prompt, rows
+from tests.sentences import chosen, sentences_of
+
+SHARE = 0.1
+NAMESPACE = "sentences"
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def report(answer: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
+
+
+def test_the_engine_chooses_what_transformers_and_the_definition_say(server: Any, builder: PromptBuilder, tokenizer: Any) -> None:
+    """Which tokens it chose shows in what it answers: the same to the last bit as when a request names them."""
+    ids, spans = prompt(builder, rows("crossdoc")[0], 8)
+    reference, foreign = Reference(MODEL), foreign_contexts(tokenizer)
+    attention = reference.attention(ids, spans)
+    late = attention[len(attention) // 2 :].amax(1).sum(0)
+    documents = [(a, sentences_of([tokenizer.decode([token]) for token in ids[a:b]])) for a, b in spans[1:]]
+    sensitivity = torch.cat([reference.sensitivity(ids[a:b], foreign) for a, b in spans[1:]]).tolist()
+    first, end = spans[0][1], spans[-1][1]
+    wanted = chosen(
+        documents,
+        [set(range(first, end))],
+        {first + t: value for t, value in enumerate(sensitivity)},
+        dict(enumerate(late.tolist())),
+        SHARE,
+    )
+    by_rule = composed(server.client, ids, spans, "concat", NAMESPACE, recompute="sentences", share=SHARE)
+    by_name = composed(server.client, ids, spans, "concat", NAMESPACE, recompute=wanted)
+    assert result(by_rule) == result(by_name)
+    fewer = composed(server.client, ids, spans, "concat", NAMESPACE, recompute=wanted[1:])
+    assert result(by_rule) != result(fewer), "the test must tell them apart"
+    said = report(by_rule)
+    assert said["recomputed"] == report(by_name)["recomputed"] == len(wanted) == round(SHARE * (end - first))
+    assert said["recompute_ms"] > said["ask_ms"] > 0
+
+
+def test_a_tenth_recomputed_answers_what_reuse_alone_gets_wrong(server: Any, builder: PromptBuilder, tokenizer: Any) -> None:
+    right: dict[str, int] = {"concat": 0, "sentences": 0}
+    questions = rows("crossdoc")
+    for row in questions:
+        ids, spans = prompt(builder, row, len(row["docs"]))
+        for name, options in (("concat", {}), ("sentences", {"recompute": "sentences", "share": SHARE})):
+            answer = result(composed(server.client, ids, spans, "concat", NAMESPACE, n_new=2 * NEW, **options))
+            text = tokenizer.decode(answer.ids).split("<|eos|>")[0].strip()
+            right[name] += text in row["answers"]
+    assert right["sentences"] == len(questions) > right["concat"]
+
+
+def test_questions_of_one_step_are_asked_together_and_answered_as_alone(server: Any, builder: PromptBuilder) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (8, 3, 1, 5), strict=False)]
+    options: list[dict[str, Any]] = [{"recompute": "sentences"}, {"recompute": "sentences", "share": 1.0}, {"recompute": "sentences"}, {}]
+
+    def ask(i: int) -> list[int]:
+        ids, spans = prompts[i]
+        return result(composed(server.client, ids, spans, "concat", NAMESPACE, **options[i])).ids
+
+    alone = [ask(i) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == alone

@@ -1,0 +1,53 @@
+"""The rule `sentences` written out token by token, from its definition in sglang_ext/context/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+POWER, OPENING, LONGEST, SINKS = 1.0, 0.25, 64, 3
+
+
+def sentences_of(texts: Sequence[str]) -> list[list[int]]:
+    """Numbers of a document's tokens by sentence; ``texts``: what each token reads."""
+    found: list[list[int]] = [[]]
+    for t, text in enumerate(texts):
+        if len(found[-1]) == LONGEST:
+            found.append([])
+        found[-1].append(t)
+        stripped = text.rstrip()
+        while stripped and stripped[-1] in "\"'”’)]":
+            stripped = stripped[:-1].rstrip()
+        if "\n" in text or stripped.endswith((".", "!", "?", "。", "！", "？")):
+            found.append([])
+    return [sentence for sentence in found if sentence]
+
+
+def chosen(
+    documents: Sequence[tuple[int, Sequence[Sequence[int]]]],
+    kept: Sequence[set[int]],
+    sensitivity: dict[int, float],
+    attention: dict[int, float],
+    share: float,
+) -> list[int]:
+    """Positions, ascending. ``documents``: first position and sentences, tokens counted in the document; ``kept``: positions by layer;
+    ``sensitivity`` and ``attention`` by position."""
+    weight = {
+        p: sum(p in row for row in kept) / len(kept) for start, parts in documents for part in parts for p in (start + t for t in part)
+    }
+    seen = {start + t for start, parts in documents for part in parts for t in part if t >= SINKS}
+    looked_at = {p: attention.get(p, 0.0) if p in seen and weight[p] else 0.0 for p in weight}
+    blind = not any(looked_at.values())
+    scores: dict[int, float] = {}
+    for start, parts in documents:
+        for number, part in enumerate(parts):
+            live = [start + t for t in part if weight[start + t]]
+            if not live:
+                continue
+            relevance = max(looked_at[p] for p in live)
+            if number == 0:
+                relevance = max(relevance, OPENING * max(looked_at[start + t] for sentence in parts for t in sentence))
+            mean = sum(sensitivity[p] * weight[p] for p in live) / len(live)
+            scores.update(dict.fromkeys(live, mean * (1.0 if blind else relevance**POWER)))
+    tokens = round(sum(weight.values()))
+    count = min(tokens, max(1, round(share * tokens))) if tokens else 0
+    return sorted(sorted(scores, key=lambda p: (-scores[p], p))[:count])

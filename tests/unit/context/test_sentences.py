@@ -1,0 +1,148 @@
+"""The rule `sentences` against its definition written out token by token, and where there is little to choose from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.texts import Texts
+from sglang_ext.context import rules
+from sglang_ext.context.rules import Kept, Rule
+from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.protocol import ContextPlan
+from tests.sentences import chosen, sentences_of
+from tests.unit.context.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of
+
+WRITTEN = ["word", " so", ".", '!"', "?) ", "\n", ".'\u201d", "3.5", "<|doc|>", "\u3002"]
+
+
+class Reader:
+    """A tokenizer of ten words."""
+
+    def __call__(self, text: str, **_: object) -> object:
+        return type("Encoding", (), {"input_ids": [0] * 20})()
+
+    def batch_decode(self, ids: list[list[int]], **_: object) -> list[str]:
+        return [WRITTEN[i] for (i,) in ids]
+
+
+TEXTS = Texts.of(Reader(), len(WRITTEN))
+
+
+def analyses_of(words: list[list[int]], seed: int) -> list[Analysis]:
+    generator = torch.Generator().manual_seed(seed)
+    found = [analysis_of(len(ids), 8, generator) for ids in words]
+    for analysis, ids in zip(found, words, strict=True):
+        analysis.begins[:] = TEXTS.begins(ids)
+        analysis.sensitivity[:] = torch.randint(1, 50, (len(ids),), generator=generator).float()
+    return found
+
+
+def wanted(
+    plan: ContextPlan, words: list[list[int]], kept: torch.Tensor, analyses: list[Analysis], a: torch.Tensor, share: float
+) -> list[int]:
+    documents = [(s.start, sentences_of([WRITTEN[i] for i in ids])) for s, ids in zip(plan.spans[1:], words, strict=True)]
+    sensitivity = torch.cat([analysis.sensitivity for analysis in analyses]).double().tolist()
+    return chosen(
+        documents,
+        [set(row) for row in torch.atleast_2d(kept).tolist()],
+        {SYSTEM + t: value for t, value in enumerate(sensitivity)},
+        {SYSTEM + t: value for t, value in enumerate(a.double().tolist())},
+        share,
+    )
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0, 0, 0, 1, *range(len(WRITTEN))]), min_size=1, max_size=150), min_size=1, max_size=5),
+    st.integers(0, 10_000),
+    st.sampled_from([0.02, 0.1, 0.37, 1.0]),
+    st.sampled_from(["all", "shared", "layers"]),
+)
+def test_the_rule_is_its_definition(words: list[list[int]], seed: int, share: float, which: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    plan, n = plan_of([len(ids) for ids in words]), sum(map(len, words))
+    analyses = analyses_of(words, seed)
+    attention = torch.rand(n, generator=generator) ** 8
+    kept = torch.arange(SYSTEM + n)
+    if which != "all":
+        rows = [
+            SYSTEM + torch.randperm(n, generator=generator)[: -(-n // 2)].sort().values for _ in range(LAYERS if which == "layers" else 1)
+        ]
+        kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
+        kept = kept if which == "layers" else kept[0]
+    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", share))
+    assert found.tolist() == wanted(plan, words, kept, analyses, attention, share)
+
+
+def test_a_document_counts_with_its_opening_a_quarter_as_much() -> None:
+    words = [[0, 0, 5, 0, 0, 0, 2, 0, 0, 2], [0, 0, 5, 0, 0, 0, 2, 0, 0, 2]]
+    plan, analyses = plan_of([10, 10]), analyses_of(words, 1)
+    for analysis in analyses:
+        analysis.sensitivity[:] = 1.0
+    attention = torch.zeros(20)
+    attention[8] = 1.0  # the last sentence of the first document: 1, its title: 0.25
+    attention[14] = 0.2  # the second sentence of the second document: 0.2, its title: 0.05
+    attention[10] = 9.0  # parked on a document's first token
+    kept = Kept(plan, torch.arange(25), analyses, attention=attention)
+    for count, positions in ((3, [12, 13, 14]), (6, [5, 6, 7, 12, 13, 14]), (10, [5, 6, 7, 12, 13, 14, 18, 19, 20, 21])):
+        assert rules.choose(kept, Rule("sentences", count / 20)).tolist() == positions
+    assert rules.choose(kept, Rule("sentences", 8 / 20)).tolist() == [5, 6, 7, 12, 13, 14, 18, 19], "the last sentence is cut"
+
+
+def test_what_the_question_does_not_look_at_is_told_apart_by_sensitivity() -> None:
+    words = [[0, 0, 0, 2, 0, 0, 0, 2]]
+    plan, analyses = plan_of([8]), analyses_of(words, 2)
+    analyses[0].sensitivity[:] = torch.tensor([1.0] * 4 + [2.0] * 4)
+    assert rules.choose(Kept(plan, torch.arange(13), analyses, attention=torch.zeros(8)), Rule("sentences", 0.5)).tolist() == [
+        9,
+        10,
+        11,
+        12,
+    ]
+
+
+def test_text_without_punctuation_is_cut_every_64_tokens() -> None:
+    words = [[0] * 130]
+    plan, analyses = plan_of([130]), analyses_of(words, 3)
+    analyses[0].sensitivity[:] = 1.0
+    attention = torch.zeros(130)
+    attention[100] = 1.0
+    kept = Kept(plan, torch.arange(135), analyses, attention=attention)
+    assert rules.choose(kept, Rule("sentences", 64 / 130)).tolist() == list(range(SYSTEM + 64, SYSTEM + 128))
+    assert TEXTS.begins([2] + [0] * 70).nonzero()[:, 0].tolist() == [0, 1, 65]
+
+
+def test_a_document_of_which_nothing_is_kept_takes_part_in_nothing() -> None:
+    words = [[0, 0, 0, 0, 2], [0, 0, 0, 0, 2]]
+    plan, analyses = plan_of([5, 5]), analyses_of(words, 4)
+    kept = torch.cat((torch.arange(SYSTEM), torch.arange(SYSTEM + 5, SYSTEM + 10)))
+    attention = torch.tensor([0, 0, 0, 9.0, 0, 0, 0, 0, 0.1, 0])
+    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", 0.4))
+    assert found.tolist() == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({"share": 1.0}, list(range(SYSTEM, SYSTEM + 12))),
+        ({"share": 1.0, "kept": [0, 1, 7, 9]}, [7, 9]),
+        ({"kept": [0, 2]}, []),
+    ],
+)
+def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(options: dict[str, object], positions: list[int]) -> None:
+    plan = plan_of([5, 7])
+    made = draft(ContextPlan("compose", "n", "concat", plan.spans, {"recompute": "sentences", **options}), Shape(LAYERS))
+    settled = made.settle(analyses_of([[0] * 5, [0] * 7], 5))
+    assert not settled.asks
+    assert settled.recomputed.tolist() == positions
+
+
+def test_without_a_share_a_tenth_is_chosen_and_samkv_chooses_by_sentences() -> None:
+    plan = plan_of([300, 300])
+    for strategy, options in (("concat", {"recompute": "sentences"}), ("samkv", {})):
+        made = draft(ContextPlan("compose", "n", strategy, plan.spans, options), Shape(LAYERS))
+        assert (made.rule.name, made.rule.share) == ("sentences", 0.1)
+        assert made.settle().asks
