@@ -41,8 +41,8 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cacheblend", {"share": 0.15}),
     ("samkv", {"keep": 1.0, "recompute": "all"}),
     ("samkv", {}),
-    ("samkv", {"keep": 0.5, "update": "fusion"}),
-    ("samkv", {"keep": 0.5, "recompute": "sentences", "share": 0.2, "selection": "shared"}),
+    ("samkv", {"keep": 0.5, "update": "fusion", "selection": "layers"}),
+    ("samkv", {"keep": 0.5, "recompute": "sentences", "share": 0.2}),
     ("concat", {"recompute": "sentences", "share": 0.1}),
 )
 

@@ -60,7 +60,7 @@ CASES = (
     Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, ("device",)),
     Case("samkv, 15 % kept", "samkv", {"keep": 0.15}, ("device", "host", "disk")),
     Case("samkv, 15 % kept, 10 % of them recomputed", "samkv", {"keep": 0.15, "recompute": "sentences", "share": 0.1}, ("device", "host")),
-    Case("samkv, 15 % kept, same in every layer", "samkv", {"keep": 0.15, "selection": "shared"}, ("host",)),
+    Case("samkv, 15 % kept, by layer", "samkv", {"keep": 0.15, "selection": "layers"}, ("host",)),
 )
 
 

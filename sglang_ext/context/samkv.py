@@ -26,9 +26,10 @@ Scope = Literal["layers", "shared", "none"]
 Scoring = Literal["zscore", "softmax", "raw", "attention"]
 Ask = Literal["mean", "last"]
 Positions = Literal["full", "near"]
-SCOPES: tuple[Scope, ...] = ("layers", "shared", "none")
-SCORINGS: tuple[Scoring, ...] = ("zscore", "softmax", "raw", "attention")
-ASKS: tuple[Ask, ...] = ("mean", "last")
+# The first of each is the default: README.md has the measurements.
+SCOPES: tuple[Scope, ...] = ("shared", "layers", "none")
+SCORINGS: tuple[Scoring, ...] = ("attention", "zscore", "softmax", "raw")
+ASKS: tuple[Ask, ...] = ("last", "mean")
 POSITIONS: tuple[Positions, ...] = ("full", "near")
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
@@ -38,11 +39,11 @@ class SamKv:
     """Options of the method; README.md says what each does."""
 
     initial_blocks: int = 1
-    scope: Scope = "layers"
+    scope: Scope = "shared"
     personalised: bool = True
-    scoring: Scoring = "zscore"
+    scoring: Scoring = "attention"
     positions: Positions = "full"
-    ask: Ask = "mean"
+    ask: Ask = "last"
     keep: float | None = None
 
     def budget(self, blocks: Blocks) -> int:

@@ -118,7 +118,13 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
     """Scores and attention are of half of the heads in each; what they choose decides the number of rows in a collective."""
     exact = reference.plain(IDS, NEW)
     assert_same(result(composed(client, IDS, SPANS, "samkv", keep=1.0, recompute="all")), exact, 1e-3)
-    for options in ({"keep": 0.6}, {"recompute": "sensitivity", "share": 0.4, "selection": "shared"}, {"recompute": "deviation"}):
+    for options in (
+        {"keep": 0.6, "selection": "layers"},
+        {"keep": 0.6},
+        {"scoring": "raw", "ask": "mean"},
+        {"recompute": "sensitivity", "share": 0.4, "selection": "shared"},
+        {"recompute": "deviation"},
+    ):
         answer = composed(client, IDS, SPANS, "samkv", **options)
         settled(client)
         assert_same(result(composed(client, IDS, SPANS, "samkv", **options)), result(answer))

@@ -80,11 +80,11 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
     assert said["kept"] / 16 <= pages - system <= said["kept"] / 16 + len(spans)
     assert pages - system < 0.4 * documents
     # In every layer its own blocks: more pages, still not all; and from host nothing is read from disk again.
-    by_layer = composed(client, ids, spans, "samkv", "loads", **options)
+    by_layer = composed(client, ids, spans, "samkv", "loads", selection="layers", **options)
     assert report(by_layer)["kept"] == said["kept"]
     assert (moved(client) - before) // page < system + documents
     before = moved(client)
-    composed(client, ids, spans, "samkv", "loads", **options)
+    composed(client, ids, spans, "samkv", "loads", selection="layers", **options)
     assert moved(client) == before
     # Analyses are stored with the documents: what is forgotten in memory is read again, not computed.
     assert client.delete("/rag/namespaces/nobody").status_code in (200, 404)
@@ -101,10 +101,11 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
         (2, {"update": "fusion"}),
         (3, {"block_size": 64}),  # no longer than initial and local blocks: kept whole
         (8, {"selection": "none"}),
-        (8, {"selection": "shared", "recompute": "deviation", "share": 0.3}),
+        (8, {"selection": "layers", "scoring": "zscore", "ask": "mean"}),
+        (8, {"recompute": "deviation", "share": 0.3}),
         (8, {"recompute": "sensitivity", "share": 0.2, "keep": 0.5}),
         (8, {"recompute": "sentences", "share": 0.2}),
-        (8, {"recompute": "deviation", "personalised": False, "scoring": "raw", "positions": "near"}),
+        (8, {"recompute": "deviation", "personalised": False, "scoring": "raw", "positions": "near", "selection": "layers"}),
     ],
 )
 def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBuilder, n_documents: int, options: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ def test_selection_equals_the_equations(
     blocks = [4 if n < 40 else 8 for n in sizes]
     analyses = [analysis_of(n, block, generator) for n, block in zip(sizes, blocks, strict=True)]
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
-    options = SamKv(initial_blocks=initial, personalised=bias, keep=keep, scoring=scoring)
+    options = SamKv(initial_blocks=initial, personalised=bias, keep=keep, scoring=scoring, scope="layers")
     tables = Blocks.build(plan.spans[1:], blocks, initial=initial, local=2)
     chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION, stable=[1, 2])
     wanted = reference(plan, analyses, query, options, [1, 2])
@@ -229,7 +229,7 @@ def test_fusion_blends_by_likeness() -> None:
     ("options", "says"),
     [
         ({"block_size": 12}, "power of two"),
-        ({"selection": "some"}, "selection must be one of layers, shared, none"),
+        ({"selection": "some"}, "selection must be one of shared, layers, none"),
         ({"update": "mix"}, "update must be"),
         ({"personalised": 1}, "true or false"),
         ({"recompute": "best"}, "recompute must be"),
@@ -253,7 +253,7 @@ def test_attention_scoring_is_the_largest_head_of_a_softmax_over_mean_keys(sizes
     analyses = [analysis_of(n, 8, generator) for n in sizes]
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
     tables = Blocks.build(plan.spans[1:], [8] * len(sizes), initial=1, local=2)
-    options = SamKv(personalised=False, scoring="attention", keep=0.6)
+    options = SamKv(personalised=False, scoring="attention", scope="layers", keep=0.6)
     chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION)
     rows = chosen.kept.tolist() if chosen.kept.dim() == 2 else [chosen.kept.tolist()] * LAYERS
     fixed = tables.fixed().tolist()
