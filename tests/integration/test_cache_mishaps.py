@@ -33,7 +33,7 @@ def fresh(small_engine: Engine) -> Engine:
 def damaged(path: Path, how: str, other: Path) -> None:
     content = bytearray(path.read_bytes())
     if how == "truncated":
-        path.write_bytes(content[:-100])
+        path.write_bytes(content[: RECORD + 1000])  # in the middle of its pages
     elif how == "flipped":
         content[RECORD + 1000] ^= 16
         path.write_bytes(content)
