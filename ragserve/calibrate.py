@@ -1,7 +1,7 @@
 """Measure on this machine what contexts cost until their first token, for the model of `ragserve.costs`.
 
 Prompts are random tokens of exact lengths, documents of equal size, one request at a time: costs depend on counts and tiers, not on
-words. Runs in an engine without the product around it (`ragserve.engine.inprocess`).
+words. Runs in an engine without the product around it (`ragserve.engine.once`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def calibrate(
     from ragserve.bench.server import free_port
     from ragserve.calibrate import Schedule, measure
     from ragserve.costs import FILE_NAME, fit
-    from ragserve.engine import inprocess
+    from ragserve.engine.once import run_once
     from ragserve.gate import Gate
     from ragserve.strategies import parse
     from sglang_ext.protocol import EXACT_STRATEGIES
@@ -75,7 +75,7 @@ def calibrate(
 
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
         # Documents of its own: a server may own those of the data folder.
-        samples = inprocess.run(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
+        samples = run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
     ran = environment()
     costs = fit(samples, model=Path(settings.model).name, hardware=ran["gpu"] or ran["cpu"], date=time.strftime("%Y-%m-%d"))
     costs.save(place, served["fingerprint"])

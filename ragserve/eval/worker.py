@@ -45,7 +45,7 @@ class Job:
 
 def run(job: Job) -> None:
     """Start the engine, ask, write. Raises what ends it; questions that fail are rows."""
-    from ragserve.engine import inprocess
+    from ragserve.engine.once import run_once
     from ragserve.engine.local import LocalEngine
     from ragserve.eval.data import interleaved, load, set_name
     from ragserve.eval.engine import Ask, evaluate
@@ -66,7 +66,7 @@ def run(job: Job) -> None:
             await evaluate(engine, builder, questions, specs, ask, finished=finished, write=rows.write)
         await engine.control("check")
 
-    inprocess.run(Settings(**job.settings), work)
+    run_once(Settings(**job.settings), work)
 
 
 def _served(engine: Any) -> dict[str, Any]:
