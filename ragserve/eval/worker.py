@@ -45,8 +45,8 @@ class Job:
 
 def run(job: Job) -> None:
     """Start the engine, ask, write. Raises what ends it; questions that fail are rows."""
-    from ragserve.engine.once import run_once
     from ragserve.engine.local import LocalEngine
+    from ragserve.engine.once import run_once
     from ragserve.eval.data import interleaved, load, set_name
     from ragserve.eval.engine import Ask, evaluate
     from ragserve.eval.rows import RowFile, read

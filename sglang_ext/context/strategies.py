@@ -190,7 +190,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         _among(options, "ask", ASKS),
         _share(options, 1.0, name="keep") if "keep" in options else None,
     )
-    rule, update = _rule(plan, options, "sentences"), _among(options, "update", _UPDATES)
+    rule, update = _rule(plan, options, "outliers"), _among(options, "update", _UPDATES)
     documents = _documents(plan)
     whole = torch.arange(plan.question_start)
     if not documents:
