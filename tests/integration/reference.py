@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from sglang_ext.analysis.texts import foreign_contexts
+from tests.sentences import chosen, sentences_of
+
 
 @dataclass
 class Generated:
@@ -100,3 +103,18 @@ class Reference:
             out.logprobs.append(float(logprobs[token]))
             step, position = [token], position + len(step)
         return out
+
+
+def chosen_sentences(reference: Reference, tokenizer: Any, ids: list[int], spans: list[tuple[int, int]], share: float) -> list[int]:
+    """Positions that rule `sentences` recomputes of a context that is kept whole."""
+    late = reference.attention(ids, spans)[reference.layers // 2 :].amax(1).sum(0)
+    foreign = foreign_contexts(tokenizer)
+    first, end = spans[0][1], spans[-1][1]
+    sensitivity = torch.cat([reference.sensitivity(ids[a:b], foreign) for a, b in spans[1:]]).tolist()
+    return chosen(
+        [(a, sentences_of([tokenizer.decode([token]) for token in ids[a:b]])) for a, b in spans[1:]],
+        [set(range(first, end))],
+        {first + t: value for t, value in enumerate(sensitivity)},
+        dict(enumerate(late.tolist())),
+        share,
+    )

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD
 from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
 from tests.integration.models import LLAMA3, random_llama
-from tests.integration.reference import Reference
+from tests.integration.reference import Reference, chosen_sentences
 
 RANKS = 2
 DRAW = random.Random(11)
@@ -128,3 +129,10 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
         answer = composed(client, IDS, SPANS, "samkv", **options)
         settled(client)
         assert_same(result(composed(client, IDS, SPANS, "samkv", **options)), result(answer))
+
+
+def test_sentences_are_chosen_by_the_heads_of_all_processes(client: Any, reference: Reference, folder: Path) -> None:
+    wanted = chosen_sentences(reference, AutoTokenizer.from_pretrained(folder), IDS, SPANS, 0.2)
+    by_rule, by_name = (result(composed(client, IDS, SPANS, recompute=recompute, share=0.2)) for recompute in ("sentences", wanted))
+    assert by_rule == by_name
+    assert by_rule != result(composed(client, IDS, SPANS, recompute=wanted[1:]))

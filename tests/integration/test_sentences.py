@@ -6,17 +6,14 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from ragserve.prompt import PromptBuilder
-from sglang_ext.analysis.texts import foreign_contexts
 from sglang_ext.protocol import PLAN_FIELD
 from tests.conftest import MODEL
 from tests.integration.context_client import NEW, composed, result
-from tests.integration.reference import Reference
+from tests.integration.reference import Reference, chosen_sentences
 from tests.integration.test_context import prompt, rows
-from tests.sentences import chosen, sentences_of
 
 SHARE = 0.1
 NAMESPACE = "sentences"
@@ -39,19 +36,8 @@ def report(answer: dict[str, Any]) -> dict[str, Any]:
 def test_the_engine_chooses_what_transformers_and_the_definition_say(server: Any, builder: PromptBuilder, tokenizer: Any) -> None:
     """Which tokens it chose shows in what it answers: the same to the last bit as when a request names them."""
     ids, spans = prompt(builder, rows("crossdoc")[0], 8)
-    reference, foreign = Reference(MODEL), foreign_contexts(tokenizer)
-    attention = reference.attention(ids, spans)
-    late = attention[len(attention) // 2 :].amax(1).sum(0)
-    documents = [(a, sentences_of([tokenizer.decode([token]) for token in ids[a:b]])) for a, b in spans[1:]]
-    sensitivity = torch.cat([reference.sensitivity(ids[a:b], foreign) for a, b in spans[1:]]).tolist()
     first, end = spans[0][1], spans[-1][1]
-    wanted = chosen(
-        documents,
-        [set(range(first, end))],
-        {first + t: value for t, value in enumerate(sensitivity)},
-        dict(enumerate(late.tolist())),
-        SHARE,
-    )
+    wanted = chosen_sentences(Reference(MODEL), tokenizer, ids, spans, SHARE)
     by_rule = composed(server.client, ids, spans, "concat", NAMESPACE, recompute="sentences", share=SHARE)
     by_name = composed(server.client, ids, spans, "concat", NAMESPACE, recompute=wanted)
     assert result(by_rule) == result(by_name)
