@@ -253,6 +253,8 @@ def server_args(settings: Settings) -> Any:
     if settings.tokenizer:
         options["tokenizer_path"] = settings.tokenizer
     if not torch.cuda.is_available():
+        # PyTorch's CUDA build brings NCCL, and SGLang would then start it between CPU processes: there is no library here to find.
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)
         options |= {
             "device": "cpu",
             "attention_backend": "torch_native",

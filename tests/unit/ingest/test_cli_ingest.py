@@ -87,7 +87,7 @@ def test_report_exit_status_and_docs(folder: Path, tmp_path: Path, ragserve: Cli
     done = ragserve("ingest", "docs", "-n", "sea", "--metadata", "topic=animals", "--json")
     assert done.returncode == 3, done.stderr
     report = json.loads(done.stdout)  # all of stdout is the report
-    assert report["files"] == {"total": 3, "indexed": 2, "unchanged": 0, "failed": 1, "skipped": 0, "removed": 0}
+    assert report["files"] == {"total": 3, "indexed": 2, "unchanged": 0, "failed": 1, "skipped": 0, "removed": 0, "warmed": 0}
     assert [os.path.basename(failure["source"]) for failure in report["failures"]] == ["broken.pdf"]
     (folder / "broken.pdf").unlink()
     done = ragserve("ingest", "docs", "-n", "sea", "--metadata", "topic=animals")
