@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     prepare()  # transformers, imported by several tests, imports torchvision
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
