@@ -28,13 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     prepare()  # transformers, imported by several tests, imports torchvision
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    for item in items:
-        if "integration" in item.path.relative_to(REPO / "tests").parts:
-            item.add_marker(pytest.mark.xdist_group("engine"))  # one worker: an engine for the session, and memory for one
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
