@@ -30,10 +30,9 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`ragserve serve` with the small model, shared by all tests: use a namespace of your own."""
+    """`ragserve serve` with its defaults and the small model, shared by all tests: use a namespace of your own."""
     data_dir = tmp_path_factory.mktemp("server") / "data"
-    # Analyses when a test needs them: at every document they would cost more than all else here.
-    with running_server(data_dir=data_dir, kv_analysis="lazy") as running, running.client() as client:
+    with running_server(data_dir=data_dir) as running, running.client() as client:
         yield Server(running, client)
 
 
