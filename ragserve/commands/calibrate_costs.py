@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from ragserve.commands.options import with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
@@ -18,19 +18,7 @@ if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
     from ragserve.strategies import StrategySpec
 
-SETTINGS = (
-    "model",
-    "data_dir",
-    "tokenizer",
-    "dtype",
-    "context_length",
-    "max_total_tokens",
-    "mem_fraction_static",
-    "tp_size",
-    "kv_host_bytes",
-    "kv_disk_bytes",
-    "engine_args",
-)
+SETTINGS = ("model", "data_dir", "kv_disk_bytes", *ENGINE_SETTINGS)
 
 
 def register(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ragserve.commands.options import with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from ragserve.eval.run import Options
 
 Line = dict[str, Any]
-ENGINE_SETTINGS = (
-    "tokenizer",
-    "dtype",
-    "context_length",
-    "max_total_tokens",
-    "mem_fraction_static",
-    "tp_size",
-    "kv_host_bytes",
-    "engine_args",
-)
 
 
 class Mode(enum.StrEnum):

@@ -17,6 +17,18 @@ from ragserve.errors import InvalidRequest
 _PLAIN = (int, float, str, Path)
 _OBJECTS = frozenset(name for name, field in Settings.model_fields.items() if getattr(field.annotation, "__origin__", None) is dict)
 
+# of commands that start an engine for one piece of work
+ENGINE_SETTINGS = (
+    "tokenizer",
+    "dtype",
+    "context_length",
+    "max_total_tokens",
+    "mem_fraction_static",
+    "tp_size",
+    "kv_host_bytes",
+    "engine_args",
+)
+
 
 def with_settings(command: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., Any]:
     """``command(settings, ...)`` as a Typer callback whose flags are the settings ``names`` (default: all) and its own parameters."""
