@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench.kernels_compose_attention import block_summary_rows, prefix_rows_attention_rows
-from ragserve.bench.kernels_compose_load import beside_decode_rows, gather_h2d_rows, rotate_gather_rows, scatter_d2h_rows
+from ragserve.bench.kernels_compose_beside import beside_decode_rows
+from ragserve.bench.kernels_compose_load import gather_h2d_rows, rotate_gather_rows, scatter_d2h_rows
 from ragserve.bench.kernels_parts import chosen_parts, run_parts
 from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, copy_gb_per_s, link_gb_per_s, require_cuda
 

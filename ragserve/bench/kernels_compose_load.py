@@ -1,4 +1,4 @@
-"""The loading half of the compose benchmark: rotate_gather from device and host, alone and beside decode, and the plain transfers."""
+"""The loading half of the compose benchmark: rotate_gather from device and host, and the plain transfers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, agree, bandwidth, median_ms
-from ragserve.errors import RagserveError
+from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree, bandwidth, median_ms
 
 BLOCK = 16  # tokens
 
 # --- rotate_gather ------------------------------------------------------------------------------------------------------------------
 
 
-def _compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
+def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer."""
     import torch
 
@@ -84,7 +82,7 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     token_bytes = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2  # K and V
     for host in (False, True):
         for tokens in (2048,) if quick else (512, 2048, 8192):
-            args = _compose_case(tokens, 8, host)
+            args = compose_case(tokens, 8, host)
             dst, truth = args[1], KVLayers([torch.empty_like(t) for t in args[1].k], [torch.empty_like(t) for t in args[1].v])
             rotate_gather_triton(*args, tile_tokens=BLOCK)
             if tokens <= 2048:  # the plain reference reads host memory element by element
@@ -117,102 +115,6 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             if not host:
                 ms = median_ms(_per_layer_torch(*args))
                 rows.append(bandwidth(case, "rival: torch, per layer", ms, gb, limit))
-    return rows
-
-
-# --- host loads beside a decode graph ---------------------------------------------------------------------------------------------
-
-
-def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
-    """A decode step of the model's shape: its matrix products and dense attention. Four layers' weights and KV stand for all 32."""
-    import torch
-    import torch.nn.functional as F
-
-    def weight(n: int, m: int) -> torch.Tensor:
-        return torch.empty(n, m, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-
-    hidden, wide = 4096, 14336
-    layers = [(weight(hidden, 6144), weight(hidden, hidden), weight(hidden, 2 * wide), weight(wide, hidden)) for _ in range(4)]
-    caches = [torch.empty(2, batch, KV_HEADS, context, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(4)]
-    x = torch.empty(batch, hidden, dtype=torch.bfloat16, device="cuda").normal_()
-
-    def step() -> torch.Tensor:
-        h = x
-        for i in range(LAYERS):
-            qkv, o, up, down = layers[i % 4]
-            q = (h @ qkv)[:, :4096].view(batch, QUERY_HEADS, 1, HEAD_DIM)
-            k, v = caches[i % 4]
-            h = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).reshape(batch, hidden) @ o
-            gate, value = (h @ up).chunk(2, -1)
-            h = (F.silu(gate) * value) @ down
-        return h
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, (layers, caches, x, out)
-
-
-def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
-    import torch
-
-    from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
-
-    rows: list[Row] = []
-    args = _compose_case(2048, 8, True)
-    gb = 2048 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2 / 1e9
-    graph, kept = _decode_graph(8, 8192)
-    side = torch.cuda.Stream()
-
-    def steps(n: int) -> list[Any]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        return events
-
-    def alone(n: int = 12) -> float:
-        events = steps(n)
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
-
-    def measure(variant: str, load: Callable[[], object]) -> Row:
-        load()
-        base = alone()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            start.record()
-            for _ in range(loads):
-                load()
-            end.record()
-        events = steps(12)
-        torch.cuda.synchronize()
-        # only steps that ran wholly while loads were running
-        within = [(a, b) for a, b in pairwise(events[1:]) if start.elapsed_time(a) > 0 and b.elapsed_time(end) > 0]
-        if not within:
-            raise RagserveError("No decode step ran while loads did.", hint="Raise the number of loads.")
-        beside = statistics.median(a.elapsed_time(b) for a, b in within)
-        base = (base + alone()) / 2
-        extra = {"decode_alone_ms": round(base, 3), "decode_beside_ms": round(beside, 3), "decode_slowdown": round(beside / base - 1, 4)}
-        case = "host, 2048 tokens, beside decode of 8 x 8192"
-        ms = start.elapsed_time(end) / loads
-        return bandwidth(case, variant, ms, gb, ceiling["link_up_gb_per_s"], **extra, steps=len(within))
-
-    loads = 16
-    # (programs, rows of a tile, warps, stages): few programs with much in flight each, or many small ones
-    variants: list[tuple[int, int | None, int | None, int]] = [(programs, None, None, 1) for programs in (4, 1, 2, 3, 6, 8, 32, 64)]
-    variants += [(4, 128, 8, 1), (4, 128, 32, 1), (4, 128, 8, 3), (4, 128, 16, 2), (4, 128, 16, 3)]
-    for programs, tile_rows, warps, stages in variants[:1] if quick else variants:
-        options: dict[str, Any] = {"programs": programs, "tile_rows": tile_rows, "num_warps": warps, "stages": stages}
-        label = f"programs {programs}" + (f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else "")
-        rows.append(measure(label, partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options)))
-    host, device = (torch.empty(round(gb * 1e9), dtype=torch.int8, **where) for where in ({"pin_memory": True}, {"device": "cuda"}))
-    rows.append(measure("floor: one plain copy of as many bytes, by the copy engine", partial(device.copy_, host, non_blocking=True)))
-    del kept
     return rows
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from ragserve.bench import kernels_compose, kernels_decode, kernels_flashinfer
+from ragserve.bench import kernels_compose, kernels_copy_engine, kernels_decode, kernels_flashinfer
 from ragserve.bench.kernels_decode_cases import Case, Layer, block_weights
 from ragserve.bench.kernels_decode_progressive import fewest_blocks, ladder, quality
 from ragserve.bench.kernels_decode_record import Recorded, long_prompts, record, recorded_cases
 from ragserve.bench.kernels_parts import run_parts
-from ragserve.bench.kernels_timing import agree, bandwidth
+from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, agree, bandwidth
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels._common import KVLayers, forced_naive
+from ragserve_kernels.rotate_gather import HostSource, rotate_gather_naive
 from ragserve_kernels.sparse_decode import sparse_decode
 
 
@@ -187,3 +190,37 @@ def test_recorded_queries_and_keys_are_what_the_model_attends_with(tmp_path: Pat
             want = probabilities[0, :, place, : got.tokens(step)]
             want = torch.nn.functional.pad(want, (0, -want.shape[-1] % 16)).view(6, -1, 16).sum(-1)
             torch.testing.assert_close(block_weights(case, layer)[0], want, rtol=1e-3, atol=1e-4)
+
+
+def test_blocks_by_the_copy_engine_are_composed_like_any_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addresses of every block; the C library copies, and the plain forward rotates."""
+    copied: list[int] = []
+
+    def by_the_c_library(sources: torch.Tensor, targets: torch.Tensor, size: int) -> Callable[[], None]:
+        def call() -> None:
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                ctypes.memmove(target, source, size)
+            copied.append(len(sources))
+
+        return call
+
+    def plain(*args: Any, tile_tokens: int, programs: int) -> None:
+        rotate_gather_naive(*args)
+
+    monkeypatch.setattr(kernels_copy_engine, "batched_copies", by_the_c_library)
+    monkeypatch.setattr("ragserve_kernels.rotate_gather.triton.rotate_gather_triton", plain)
+    block, documents, length, tokens = 16, 3, 64, 96
+    each = LAYERS * KV_HEADS * length * HEAD_DIM
+    arenas = [torch.randn(documents * each).to(torch.bfloat16) for _ in "kv"]
+    source = HostSource(*arenas, torch.arange(documents) * each, torch.full((documents,), length), LAYERS, KV_HEADS, HEAD_DIM)
+    first = torch.stack([torch.randperm(documents * length // block)[: tokens // block] for _ in range(LAYERS)]) * block
+    places = (torch.arange(tokens // block) * block).expand_as(first)
+    moves = torch.stack([first // length, first % length, torch.full_like(first, block), places], -1).int()
+    rest = (moves, torch.arange(tokens), torch.arange(documents) * length + 100, torch.rand(HEAD_DIM // 2))
+    shape = (LAYERS, tokens, KV_HEADS, HEAD_DIM)
+    want, got = (KVLayers(*([*torch.full(shape, torch.nan, dtype=torch.bfloat16)] for _ in "kv")) for _ in range(2))
+    rotate_gather_naive(source, want, *rest)
+    kernels_copy_engine.staged_compose(source, got, *rest, block=block)()
+    assert copied == [2 * LAYERS * KV_HEADS * tokens // block]
+    for a, b in zip((*want.k, *want.v), (*got.k, *got.v), strict=True):
+        assert torch.equal(a, b)

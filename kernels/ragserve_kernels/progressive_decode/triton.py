@@ -71,8 +71,11 @@ def _round(
     n = tl.where(seq_len > 0, n, 0)
     go = True
     if not FIRST:
-        # stopped earlier, or (the same answer in all programs of the item) stops now: `stopped` is the round that is not run any more
-        go = tl.load(stopped + item) < 0
+        # `stopped` is the round that is not run any more: an earlier one, or this one, which the item's first program may write while
+        # the warps of another read it. They must not part over it, so this round's number counts as still running, and all of them
+        # come to the same answer below.
+        round_stopped = tl.load(stopped + item)
+        go = (round_stopped < 0) | (round_stopped == number)
         if go:
             ranked = tl.minimum(start, n) - tl.maximum(previous, forced)
             share = _estimate(before, item, n - start, ranked, SPLITS, BLOCK_M, MEAN)

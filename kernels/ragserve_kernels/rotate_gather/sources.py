@@ -58,11 +58,12 @@ class DeviceSource:
 class HostSource:
     """Documents in host memory, each ``[layer, kv_head, tokens, head_dim]`` (that is ``[layer, kv_head, block, block_tokens, head_dim]``).
 
-    One arena for K and one for V, pinned if a GPU is to read them, the same offsets in both: token ``t`` of head ``h`` of layer ``l`` of
+    One arena for K and one for V, pinned if a GPU is to read them (or copied as they are to the device of the destination), the same
+    offsets in both: token ``t`` of head ``h`` of layer ``l`` of
     document ``d`` begins at element ``base[d] + ((l * kv_heads + h) * capacity[d] + t) * head_dim``.
     """
 
-    k: torch.Tensor  # [elements], on the CPU
+    k: torch.Tensor  # [elements]
     v: torch.Tensor
     base: torch.Tensor  # int64 [documents], elements, a multiple of 16; on the device of the destination
     capacity: torch.Tensor  # int64 [documents]: tokens stored per layer and head, whole blocks
@@ -73,11 +74,11 @@ class HostSource:
     def __post_init__(self) -> None:
         for name, arena in (("k", self.k), ("v", self.v)):
             check_shape(f"HostSource.{name}", arena, (None,))
-            if arena.is_cuda:
-                raise TypeError(f"HostSource.{name} is on {arena.device}; expected host memory.")
+            if arena.is_cuda and arena.device != self.base.device:
+                raise TypeError(f"HostSource.{name} is on {arena.device}; expected host memory, or that of the destination.")
             if arena.stride(0) != 1 or arena.data_ptr() % 16:
                 raise ValueError(f"HostSource.{name} must be contiguous and aligned to 16 bytes.")
-            if self.base.is_cuda and not arena.is_pinned():
+            if self.base.is_cuda and not arena.is_cuda and not arena.is_pinned():
                 raise ValueError(f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
         if self.k.dtype != self.v.dtype:
             raise TypeError(f"HostSource.v has dtype {self.v.dtype}; expected K's, {self.k.dtype}.")
