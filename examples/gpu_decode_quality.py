@@ -110,7 +110,13 @@ def child(name: str, out: Path, sets: list[Path], rows: int) -> None:
         report["statistics checked"] = True
 
     number = list(PAGES).index(name)
-    options = {"sparse_attention": "on", "decode_mode": "dense", "decode_budget": 128, "decode_max_budget": 2048} | PAGES[name]
+    options = {
+        "sparse_attention": "on",
+        "decode_mode": "dense",
+        "decode_budget": 128,
+        "decode_max_budget": 2048,
+        "max_total_tokens": 2**18,
+    } | PAGES[name]
     folder = out / f"data-{number}"
     run_once(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), work)
     save(report, path)
