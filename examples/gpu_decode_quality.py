@@ -5,6 +5,7 @@
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000 tokens are left out.
 Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and before it a file per kind of page.
 Every prompt is prefilled once: modes differ in decode steps only. On one H200 about 2 minutes a kind of page; also runs on a CPU.
+RAGSERVE_ATTENTION names SGLang's backend where its default is not installed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,13 +112,17 @@ def child(name: str, out: Path, sets: list[Path], rows: int) -> None:
         report["statistics checked"] = True
 
     number = list(PAGES).index(name)
-    options = {
+    options: dict[str, Any] = {
         "sparse_attention": "on",
         "decode_mode": "dense",
         "decode_budget": 128,
         "decode_max_budget": 2048,
         "max_total_tokens": 2**18,
     } | PAGES[name]
+    attention = os.environ.get("RAGSERVE_ATTENTION")
+    options["engine_args"] = {"cuda_graph_max_bs_decode": IN_FLIGHT, "disable_prefill_cuda_graph": True} | (
+        {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
+    )
     folder = out / f"data-{number}"
     run_once(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), work)
     save(report, path)
