@@ -18,6 +18,7 @@ from sglang_ext.context.graphs import capture_graphs
 from sglang_ext.context.recompute import RecomputeJob, recompute
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Draft, Selection
+from sglang_ext.documents.page_format import token_array
 from sglang_ext.protocol import ContextPlan, ContextReport
 
 
@@ -31,7 +32,7 @@ class DeviceSource:
 
 @dataclass(slots=True)
 class HostSource:
-    """A document in host pages, pinned meanwhile: page numbers int64 [blocks], -1 where none is needed; whether they came from disk."""
+    """A document in host pages, pinned meanwhile: page numbers int64 [blocks], -1 where it has none; whether they came from disk."""
 
     key: str
     pages: Ints
@@ -43,13 +44,14 @@ class ComposedContext:
     """A composed request's state in the scheduler, from its arrival to its end."""
 
     plan: ContextPlan
-    ids: array[int]  # of the whole prompt
+    ids: array[int]  # of the whole prompt, int64
     keys: tuple[str, ...]
     draft: Draft
     decided: Selection | None = None
     sources: list[DeviceSource | HostSource] = field(default_factory=list)
     tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
     reloads: int = 0  # how often loaded blocks were evicted again before the request came to them
+    ids_32: array[int] = field(init=False)  # int32, as the tiers compare them
     _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # of these positions
     filled: bool = False
     clock: StageClock | None = None  # of the batch that filled it, until its report is written
@@ -63,6 +65,9 @@ class ComposedContext:
     analysis_ms: float = 0.0
     query_ms: float = 0.0
     select_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ids_32 = token_array(self.ids)
 
     @property
     def selection(self) -> Selection:

@@ -31,7 +31,8 @@ class Filling:
     """One request's part. ``kept``: int64 [S] or [layers, S], ascending positions in the prompt; ``slots``: int64 [S] on the device.
 
     Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]`` positions, and ``sources[i]`` says
-    where it lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those not needed.
+    where it lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those not there, of
+    which ``kept`` takes nothing.
     """
 
     kept: Ints

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_ext.context.composer import ComposedContext, DeviceSource, HostSource
@@ -53,14 +51,17 @@ class Locator:
         if self._is_removed(key):
             return None
         ids = context.ids[span.start : span.end]
-        source = None if context.below_device else self._on_device(key, ids)
-        if source is not None:
-            return source
-        resident = self._tiers.lookup(key, ids, context.plan.namespace, count=False)  # counted once it is admitted
-        if resident is None:
+        if not context.below_device:
+            device = self._tree.document(ids, key)
+            if device is not None:
+                parts, node = device
+                self._tree.inc_lock_ref(node)
+                return DeviceSource(parts[0] if len(parts) == 1 else torch.cat(parts), node)
+        pages = self._tiers.host_pages(key, context.ids_32[span.start : span.end], context.plan.namespace)
+        if pages is None:
             return None
         blocks = context.blocks(number, self._block)
-        absent = blocks[~resident.blocks_on_host.numpy()[blocks]].tolist()
+        absent = blocks[pages[blocks] < 0].tolist()
         if absent:
             ticket = context.tickets.get(key)
             if ticket is None:
@@ -73,22 +74,8 @@ class Locator:
             context.reloads += 1
             context.tickets[key] = self._tiers.load(key, absent)  # loaded, and evicted again before we came to it: once more
             return "loading"
-        from_disk = key in context.tickets
         self._tiers.pin(key)
-        pages = np.full(-(-len(ids) // self._block), -1, dtype=np.int64)
-        pages[blocks] = self._tiers.pages(key, blocks.tolist()).numpy()
-        return HostSource(key, pages, from_disk)
-
-    def _on_device(self, key: str, ids: array[int]) -> DeviceSource | None:
-        """The document in the tree, locked; None unless all of it is there (with pages, its last partial page never is)."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        match = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(ids, extra_key=key)))
-        if len(match.device_indices) != len(ids):
-            return None
-        self._tree.inc_lock_ref(match.last_device_node)
-        return DeviceSource(match.device_indices, match.last_device_node)
+        return HostSource(key, pages, key in context.tickets)
 
     def unlock(self, context: ComposedContext) -> None:
         for source in context.sources:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -197,8 +198,7 @@ class ContextRuntime:
             missing = self._locator.missing_anywhere(context, missing or [])
         if missing:
             self._locator.unlock(context)
-            for _ in missing:
-                self.tiers.count(None)
+            self.tiers.count(None, len(missing))
             if req.output_ids:  # taken back by the scheduler in the middle of its answer
                 self._end(req, _LOST, HTTPStatus.SERVICE_UNAVAILABLE)
             else:
@@ -236,8 +236,8 @@ class ContextRuntime:
             self._release(context, slots)
             return result
         adder.log_hit_tokens = hits
-        for source in context.sources:
-            self.tiers.count(tier_of(source))
+        for tier, documents in Counter(map(tier_of, context.sources)).items():
+            self.tiers.count(tier, documents)
         context.tickets, context.reloads = {}, 0
         return result
 

@@ -26,7 +26,7 @@ class HostEntry:
     key: str
     namespace: str
     token_ids: array[int]
-    pages: list[int]  # per block: page number, or -1
+    pages: array[int]  # int64, per block: page number, or -1
     pins: int = 0  # callers that read the pages
     holds: int = 0  # reads and writes in progress of our own
     doomed: bool = False  # removed, but still pinned or held
@@ -36,9 +36,8 @@ class HostEntry:
 
     @property
     def metadata_bytes(self) -> int:
-        """Memory of everything but the pages; a page number is an int object of 32 bytes."""
-        own = (self, self.key, self.token_ids, self.pages, self.loading, self.summary)
-        return sum(sys.getsizeof(part) for part in own) + 32 * len(self.pages)
+        """Memory of everything but the pages."""
+        return sum(sys.getsizeof(part) for part in (self, self.key, self.token_ids, self.pages, self.loading, self.summary))
 
     @property
     def free_to_go(self) -> bool:
@@ -46,6 +45,10 @@ class HostEntry:
 
     def resident(self) -> list[int]:
         return [page for page in self.pages if page != _ABSENT]
+
+    @property
+    def has_pages(self) -> bool:
+        return any(page != _ABSENT for page in self.pages)
 
     def missing(self) -> list[int]:
         return [block for block, page in enumerate(self.pages) if page == _ABSENT]
@@ -94,7 +97,7 @@ class HostTier:
 
     def add(self, key: str, namespace: str, token_ids: array[int]) -> HostEntry:
         """A new entry without pages; ``settle`` drops it again unless it gets some, a pin or a hold."""
-        entry = HostEntry(key, namespace, token_ids, [_ABSENT] * self.shape.blocks(len(token_ids)))
+        entry = HostEntry(key, namespace, token_ids, _absent(self.shape.blocks(len(token_ids))))
         self.entries[key] = entry
         return entry
 
@@ -140,7 +143,7 @@ class HostTier:
             if entry.doomed:
                 self._free_pages(entry)
                 self.doomed.pop(entry.key, None)
-            elif not entry.resident() and self.entries.get(entry.key) is entry:
+            elif not entry.has_pages and self.entries.get(entry.key) is entry:
                 del self.entries[entry.key]
 
     def doom(self, entry: HostEntry) -> None:
@@ -219,7 +222,11 @@ class HostTier:
     def _free_pages(self, entry: HostEntry) -> None:
         entry.wait_copied()  # the next owner's data must not be overtaken by a copy still on its way
         self._free.extend(reversed(entry.resident()))
-        entry.pages = [_ABSENT] * len(entry.pages)
+        entry.pages = _absent(len(entry.pages))
+
+
+def _absent(blocks: int) -> array[int]:
+    return array("q", [_ABSENT]) * blocks
 
 
 def _loading_pages(entry: HostEntry) -> list[int]:

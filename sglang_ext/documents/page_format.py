@@ -15,6 +15,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sglang_ext.protocol import NAMESPACE
 
 MAGIC = b"RSKVDOC\0"
@@ -94,6 +96,12 @@ def token_array(token_ids: Any) -> array[int]:
     """int32 array of any sequence of ints. Raises ValueError for an id that is not one."""
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
+    if isinstance(token_ids, array) and token_ids.typecode == "q":
+        wide = np.frombuffer(token_ids, dtype=np.int64)
+        narrow = wide.astype(np.int32)
+        if (narrow != wide).any():
+            raise ValueError("token ids must be 32-bit integers")
+        return array("i", narrow.tobytes())
     try:
         return array("i", token_ids)
     except (OverflowError, TypeError) as error:

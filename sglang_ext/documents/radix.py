@@ -7,6 +7,7 @@ document request's KV enters the tree under the document's key, and is handed to
 from __future__ import annotations
 
 import re
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,24 @@ class DocumentRadixCache(RadixCache):
                 break
             key, node = key[length:], child
         return found
+
+    def document(self, ids: array[int], extra_key: str) -> tuple[list[torch.Tensor], TreeNode] | None:
+        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Makes it young, as a look-up does.
+
+        SGLang's own look-up joins the parts on the device and halves its way through the ids, for each of a request's documents.
+        """
+        node, at, parts, now = self.root_node, 0, [], time.monotonic()
+        while at < len(ids):
+            rest = ids[at:] if at else ids
+            child = (
+                node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size)) if len(rest) >= self.page_size else None
+            )
+            if child is None or child.key.token_ids != rest[: len(child.key)]:
+                return None
+            child.last_access_time = now
+            parts.append(child.value)
+            node, at = child, at + len(child.key)
+        return parts, node
 
     def tokens_by_key(self) -> dict[str, int]:
         """Cached tokens under each extra key."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_ext.documents import report
@@ -13,7 +15,7 @@ from sglang_ext.documents.adapter import BackendTier, by_pool_index
 from sglang_ext.documents.core import Tiers
 from sglang_ext.documents.disk import Faults, FileTier, open_disk
 from sglang_ext.documents.files import Found
-from sglang_ext.documents.host import HostTier, fill_pages
+from sglang_ext.documents.host import HostEntry, HostTier, fill_pages
 from sglang_ext.documents.index import DiskIndex
 from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_format import digest, token_array
@@ -98,18 +100,43 @@ class TierStore:
             self.count(None if resident is None else "host" if bool(resident.blocks_on_host.all()) else "disk")
         return resident
 
-    def count(self, tier: str | None) -> None:
-        """Count a document as found in a tier (device, host, disk), or as a miss."""
+    def count(self, tier: str | None, documents: int = 1) -> None:
+        """Count documents as found in a tier (device, host, disk), or as misses."""
         with self._open() as tiers:
-            tiers.counts[f"hits_{tier}" if tier else "misses"] += 1
-            (tiers.metrics.hits.labels(tier) if tier else tiers.metrics.misses).inc()
+            tiers.counts[f"hits_{tier}" if tier else "misses"] += documents
+            (tiers.metrics.hits.labels(tier) if tier else tiers.metrics.misses).inc(documents)
 
     @property
     def metrics(self) -> KvMetrics:
         """The process's metrics of documents."""
         return self._tiers.metrics
 
+    def host_pages(self, key: str, token_ids: Sequence[int], namespace: str) -> npt.NDArray[np.int64] | None:
+        """As ``lookup`` finds a document, without counting it: the page number of each of its blocks, -1 where only the disk has it.
+
+        Pin it before anything else is done with the store; the numbers are valid until it is unpinned.
+        """
+        with self._open():
+            found = self._find(key, token_ids, namespace)
+            if found is None:
+                return None
+            entry = found[0]
+            if entry is None:
+                return np.full(self.shape.blocks(len(token_ids)), -1, dtype=np.int64)
+            entry.wait_copied()
+            return np.array(entry.pages, dtype=np.int64)
+
     def _lookup(self, key: str, token_ids: Sequence[int], namespace: str | None) -> Resident | None:
+        found = self._find(key, token_ids, namespace)
+        if found is None:
+            return None
+        entry, owner, on_disk = found
+        blocks = self.shape.blocks(len(token_ids))
+        on_host = torch.zeros(blocks, dtype=torch.bool) if entry is None else torch.tensor(entry.pages) >= 0
+        return Resident(len(token_ids), on_host, torch.full((blocks,), on_disk), owner)
+
+    def _find(self, key: str, token_ids: Sequence[int], namespace: str | None) -> tuple[HostEntry | None, str, bool] | None:
+        """A document that can be served: its entry on host, its namespace, and whether it is on disk. Notes that it was used."""
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
         on_disk = tiers.find_on_disk(key, namespace) is not None
@@ -124,16 +151,13 @@ class TierStore:
         if not same:
             tiers.faults("tokens", f"document {key} was asked for with other token ids")
             return None
-        blocks = tiers.shape.blocks(len(known.token_ids))
-        on_host = torch.zeros(blocks, dtype=torch.bool)
         if entry is not None:
-            on_host = torch.tensor(entry.pages) >= 0
             tiers.host.entries.move_to_end(key)
         if not on_disk and (entry is None or entry.missing()):
             return None
         if on_disk:
             tiers.index.touch(key)
-        return Resident(len(known.token_ids), on_host, torch.full((blocks,), on_disk), known.namespace)
+        return entry, known.namespace, on_disk
 
     def pages(self, key: str, blocks: Sequence[int]) -> torch.Tensor:
         """int64 page numbers of these blocks in ``pool``; raises KeyError if one is not on host. Valid while the document is pinned."""

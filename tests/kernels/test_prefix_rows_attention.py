@@ -142,6 +142,24 @@ def test_log_sum_exp_of_every_row(device: torch.device, naive: bool) -> None:
         torch.testing.assert_close(lse[row].double(), want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_keys_split_over_programs(device: torch.device, splits: int) -> None:
+    """Parts that hold all of a row's keys, some or none; the log-sum-exp is that of all; padding rows stay untouched."""
+    from ragserve_kernels.prefix_rows_attention.triton import prefix_rows_attention_triton
+
+    case = make(device, [(9, 150), (3, 4)], padding=2)
+    case.row_len[0] = 0
+    out, lse = poisoned(*case.q.shape, dtype=torch.float32, device=device), poisoned(14, 4, dtype=torch.float32, device=device)
+    prefix_rows_attention_triton(*case.args(), out, lse, max_rows=9, scale=0.125, splits=splits)
+    assert_close(out[:12], truth(case)[:12], torch.float32)
+    assert torch.isnan(out[12:]).all(), "padding rows are not written"
+    assert torch.isnan(lse[12:]).all()
+    with forced_naive():
+        want = torch.empty_like(lse)
+        prefix_rows_attention(*case.args(), max_rows=9, scale=0.125, lse=want)
+    torch.testing.assert_close(lse[:12], want[:12], rtol=2e-3, atol=2e-3)
+
+
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
     case = make(device, [(5, 40)])
     case.q.mul_(300)

@@ -12,6 +12,9 @@ import triton.language as tl
 from ragserve_kernels._common import next_power_of_2
 from ragserve_kernels._dot import dot, dot_precision
 
+_SMS = 132  # of the H200
+_MAX_SPLITS = 32
+
 
 class Tile(NamedTuple):
     rows: int  # of the score tile: query rows x query heads of one group
@@ -76,12 +79,13 @@ def prefix_rows_attention_kernel(
     p_q,  # [R, Hq, D]
     p_k,  # [slots, Hkv, D]
     p_v,
-    p_out,  # [R, Hq, D], contiguous
-    p_lse,  # float32 [R, Hq], contiguous
+    p_out,  # [R, Hq, D], contiguous; of partial results float32 [SPLITS, R, Hq, D]
+    p_lse,  # float32 [R, Hq], contiguous; of partial results [SPLITS, R, Hq], in base 2
     p_slots,
     p_slot_start,
     p_row_start,
     p_row_len,
+    n_rows,  # R
     stride_q_row,
     stride_q_head,
     stride_k_slot,
@@ -97,8 +101,10 @@ def prefix_rows_attention_kernel(
     B_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    i_kv_head = tl.program_id(0)
+    i_kv_head = tl.program_id(0) // SPLITS
+    i_split = tl.program_id(0) % SPLITS
     i_request = tl.program_id(1)
     i_row_first = tl.load(p_row_start + i_request).to(tl.int64)
     i_row_last = tl.load(p_row_start + i_request + 1).to(tl.int64)
@@ -114,7 +120,12 @@ def prefix_rows_attention_kernel(
     n_len = tl.load(p_row_len + i_row, mask=m_q, other=0)
     n_most = tl.max(n_len, 0)
     n_least = tl.min(tl.where(m_q, n_len, 2147483647), 0)
-    n_unmasked = n_least // B_KEYS * B_KEYS
+    i_begin, i_end = 0, n_most
+    if SPLITS > 1:  # whole tiles of keys, as many for each
+        n_share = tl.cdiv(tl.cdiv(n_most, B_KEYS), SPLITS) * B_KEYS
+        i_begin = tl.minimum(i_split * n_share, n_most)
+        i_end = tl.minimum(i_begin + n_share, n_most)
+    i_masked = tl.minimum(tl.maximum(n_least // B_KEYS * B_KEYS, i_begin), i_end)
 
     o_dim = tl.arange(0, HEAD_DIM)
     p_slots += tl.load(p_slot_start + i_request).to(tl.int64)
@@ -126,25 +137,69 @@ def prefix_rows_attention_kernel(
     b_max = tl.full([B_ROWS * B_GROUP], -float("inf"), tl.float32)
     b_sum = tl.zeros([B_ROWS * B_GROUP], tl.float32)
     b_acc, b_max, b_sum = attend_keys(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, 0, n_unmasked, stride_k_slot, stride_v_slot, scale_2,
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, i_begin, i_masked, stride_k_slot, stride_v_slot, scale_2,
         HEAD_DIM, B_KEYS, False, PRECISION,
     )  # fmt: skip
     b_acc, b_max, b_sum = attend_keys(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, n_unmasked, n_most, stride_k_slot, stride_v_slot, scale_2,
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, i_masked, i_end, stride_k_slot, stride_v_slot, scale_2,
         HEAD_DIM, B_KEYS, True, PRECISION,
     )  # fmt: skip
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    o_out = (i_row * QUERY_HEADS + i_head) * HEAD_DIM
-    tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
+    o_head_of_row = (i_split.to(tl.int64) * n_rows + i_row) * QUERY_HEADS + i_head
+    tl.store(p_out + o_head_of_row[:, None] * HEAD_DIM + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
+    if WRITE_LSE or SPLITS > 1:
+        b_lse = tl.where(b_sum > 0, b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), -float("inf"))
+        tl.store(p_lse + o_head_of_row, b_lse * (0.6931471805599453 if SPLITS == 1 else 1.0), mask=m_q)
+
+
+@triton.jit
+def combine_splits_kernel(
+    p_part,  # float32 [SPLITS, R, Hq, D]
+    p_part_lse,  # float32 [SPLITS, R, Hq], base 2
+    p_out,  # [R, Hq, D], contiguous
+    p_lse,  # float32 [R, Hq], contiguous
+    p_row_start,
+    n_requests,
+    n_heads_of_rows,  # R x Hq
+    QUERY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    B_SPLITS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    """One query head of one row: its parts weighted by how much of the softmax each holds."""
+    i = tl.program_id(0).to(tl.int64)
+    if i // QUERY_HEADS >= tl.load(p_row_start + n_requests):  # padding
+        return
+    o_split = tl.arange(0, B_SPLITS)
+    o_dim = tl.arange(0, HEAD_DIM)
+    b_part_lse = tl.load(p_part_lse + o_split * n_heads_of_rows + i, mask=o_split < SPLITS, other=-float("inf"))
+    b_max = tl.max(b_part_lse, 0)
+    b_weight = tl.exp2(b_part_lse - tl.where(b_max == -float("inf"), 0.0, b_max))
+    b_sum = tl.sum(b_weight, 0)
+    # [SPLITS, D]; a part without keys is zero
+    b_part = tl.load(
+        p_part + (o_split * n_heads_of_rows + i)[:, None] * HEAD_DIM + o_dim[None, :], mask=(o_split < SPLITS)[:, None], other=0.0
+    )
+    b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    tl.store(p_out + i * HEAD_DIM + o_dim, b_out.to(p_out.dtype.element_ty))
     if WRITE_LSE:
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), -float("inf"))
-        tl.store(p_lse + i_row * QUERY_HEADS + i_head, b_lse * 0.6931471805599453, mask=m_q)
+        tl.store(p_lse + i, b_lse * 0.6931471805599453)
+
+
+def choose_splits(programs: int, key_tiles: int) -> int:
+    """Into how many parts the keys are split: enough for two programs on each SM, where the rows alone do not give every SM one.
+
+    ``key_tiles``: how many tiles the keys can be at most.
+    """
+    return 1 if programs >= _SMS else max(1, min(_MAX_SPLITS, key_tiles, -(-2 * _SMS // programs)))
 
 
 def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) -> Tile:
     """The fastest tiles measured on the H200 (README.md); ``programs``: how many a score tile of 128 rows would make.
 
-    With less than two waves of them on 132 SMs the latency of each counts, and two warpgroups share a tile. float32 runs without tensor
+    With less than two waves of them the latency of each counts, and two warpgroups share a tile. float32 runs without tensor
     cores and needs small tiles.
     """
     least = max(16, next_power_of_2(group))
@@ -152,7 +207,7 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) ->
         return Tile(least, 32, 4, 1)
     if head_dim == 256:
         return Tile(max(least, 64), 32, 4, 2)
-    return Tile(max(least, 128), 128, 8, 3) if programs < 264 and head_dim <= 128 else Tile(max(least, 128), 64, 4, 3)
+    return Tile(max(least, 128), 128, 8, 3) if programs < 2 * _SMS and head_dim <= 128 else Tile(max(least, 128), 64, 4, 3)
 
 
 def prefix_rows_attention_triton(
@@ -169,25 +224,34 @@ def prefix_rows_attention_triton(
     max_rows: int,
     scale: float,
     tile: Tile | None = None,
+    splits: int | None = None,
 ) -> None:
-    query_heads, head_dim = q.shape[1:]
-    kv_heads = k.shape[1]
+    """``tile`` and ``splits``: to measure and to test others than those chosen here."""
+    rows, query_heads, head_dim = q.shape
+    kv_heads, requests = k.shape[1], slot_start.shape[0]
     group = query_heads // kv_heads
     block_group = next_power_of_2(group)
-    if tile is None:
-        programs = kv_heads * slot_start.shape[0] * triton.cdiv(max_rows * block_group, 128)
-        tile = choose_tile(head_dim, group, q.dtype, programs)
+    # a captured graph has more requests and rows in one than will be there: all of them together are never more than ``rows``
+    tiles = min(requests * triton.cdiv(max_rows * block_group, 128), triton.cdiv(rows * block_group, 128) + requests - 1)
+    programs = kv_heads * tiles
+    tile = choose_tile(head_dim, group, q.dtype, programs) if tile is None else tile
+    splits = choose_splits(programs, triton.cdiv(slots.shape[0], tile.keys)) if splits is None else splits
     block_rows = max(1, tile.rows // block_group)
-    prefix_rows_attention_kernel[(kv_heads, slot_start.shape[0], triton.cdiv(max_rows, block_rows))](
+    part, part_lse = out, lse
+    if splits > 1:
+        part = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
+    prefix_rows_attention_kernel[(kv_heads * splits, requests, triton.cdiv(max_rows, block_rows))](
         q,
         k,
         v,
-        out,
-        out if lse is None else lse,
+        part,
+        part if part_lse is None else part_lse,
         slots,
         slot_start,
         row_start,
         row_len,
+        rows,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -203,6 +267,23 @@ def prefix_rows_attention_triton(
         B_KEYS=tile.keys,
         PRECISION=dot_precision(q.dtype),
         WRITE_LSE=lse is not None,
+        SPLITS=splits,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    if splits > 1:
+        combine_splits_kernel[(rows * query_heads,)](
+            part,
+            part_lse,
+            out,
+            out if lse is None else lse,
+            row_start,
+            requests,
+            rows * query_heads,
+            QUERY_HEADS=query_heads,
+            HEAD_DIM=head_dim,
+            SPLITS=splits,
+            B_SPLITS=next_power_of_2(splits),
+            WRITE_LSE=lse is not None,
+            num_warps=4,
+        )
