@@ -210,7 +210,9 @@ async def _profiles(engine: Any, length: int, size: int, cases: Sequence[Case], 
         async def once(asked: GenerateRequest = asked, tier: str = tier) -> None:
             await _first_token(engine, asked, tier, draw)
 
-        measured.add_profile({"context tokens": length, "document tokens": size, "strategy": case.name} | await trace.profiled(once))
+        measured.add_profile(
+            {"context tokens": length, "document tokens": size, "strategy": case.name} | await trace.profiled(engine, once)
+        )
 
 
 async def _auto_rows(

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ragserve.engine.local import LocalEngine
 from ragserve.errors import EngineError
 
 _WRITTEN_S = 30.0  # the scheduler writes the trace after it has answered
@@ -21,19 +22,11 @@ _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 _ALLOCATES = ("cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost", "cudaMallocHost")
 
 
-async def profiled(work: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+async def profiled(engine: LocalEngine, work: Callable[[], Awaitable[None]]) -> dict[str, Any]:
     """Profile the scheduler while ``work`` runs; :func:`summary` of what was seen. Raises EngineError where no trace comes."""
-    from sglang.srt.managers.io_struct import ProfileReq
-
-    from sglang_ext.launch import tokenizer_manager
-
-    manager = tokenizer_manager()
     with tempfile.TemporaryDirectory(prefix="ragserve-trace-") as folder:
-        await manager.start_profile(ProfileReq(output_dir=folder, activities=["CPU", "GPU"], with_stack=False, record_shapes=False))
-        try:
+        async with engine.profiled(Path(folder)):
             await work()
-        finally:
-            await manager.stop_profile()
         return summary(await _trace(Path(folder)))
 
 
