@@ -2,9 +2,10 @@
 
     python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--embedded]
 
-BACKEND: ragserve, flashinfer, triton (default: all). Each is an engine of its own in a process of its own, N of them at a time, each on
-its GPU; on one GPU three starts do not fit into 8 minutes, so name two and then the third. OUT gets decode-BACKEND.json after every row and
-decode.json at the end, with the speed-up over plain FlashInfer. ``--embedded``: the small model and short contexts, to try the script.
+BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16 (pages of 16 tokens, not 64).
+Each is an engine of its own in a process of its own, N of them at a time, each on its GPU; on one GPU three starts do not fit into 8
+minutes, so name two and then the third. OUT gets decode-BACKEND.json after every row and decode.json at the end, with the speed-up over
+plain FlashInfer. ``--embedded``: the small model and short contexts, to try the script.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def merge(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("backends", nargs="*", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("backends", nargs="*", default=["ragserve", "flashinfer", "triton"], choices=list(BACKENDS))
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--child", action="store_true")

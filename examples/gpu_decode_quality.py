@@ -32,11 +32,13 @@ PAGES: dict[str, dict[str, Any]] = {
     "64 of 16": {"decode_page_size": 64, "decode_logical_page": 16},
     "flat 16": {"decode_page_size": 16, "decode_logical_page": 16},
     "flat 64": {"decode_page_size": 64, "decode_logical_page": 64},
+    "64 of 16 in 8 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 8},
+    "64 of 16 in 4 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 4},
     "64 by centre": {"decode_page_size": 64, "decode_logical_page": 16, "decode_ranking": "center", "decode_bound": "lowest"},
 }
 DENSE: dict[str, Any] = {"mode": "dense"}
 BUDGETS = [{"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0} for budget in (128, 256, 512, 1024, 2048)]
-FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": 1, "dense_below": 0} for budget in (256, 512)]
+FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for reuse in (1, 16) for budget in (256, 512, 1024)]
 THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
 

@@ -24,9 +24,9 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 
 def _register() -> None:
-    from ragserve.commands import bench, cache, calibrate, calibrate_costs, docs, doctor, evaluate, ingest, query, serve
+    from ragserve.commands import bench, cache, calibrate, calibrate_costs, calibrate_decode, docs, doctor, evaluate, ingest, query, serve
 
-    for module in (serve, ingest, docs, query, cache, doctor, evaluate, calibrate_costs, calibrate, bench):
+    for module in (serve, ingest, docs, query, cache, doctor, evaluate, calibrate_costs, calibrate_decode, calibrate, bench):
         module.register(app)
 
 

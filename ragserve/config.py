@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 _REPO = Path(__file__).resolve().parent.parent
@@ -56,7 +56,9 @@ class Settings(BaseSettings):
     decode_budget: int = Field(2048, ge=32, description="hierarchical: tokens that a KV head attends to in a step.")
     decode_reuse: int = Field(4, ge=1, description="hierarchical: steps for which pages, once chosen, are kept.")
     decode_threshold: float = Field(0.95, gt=0, le=1, description="progressive: share of the attention weight to reach, estimated.")
-    decode_dense_below: int = Field(8192, ge=0, description="Tokens of context up to which every request is dense.")
+    decode_dense_below: int | None = Field(
+        None, ge=0, description="Tokens of context up to which every request is dense. Default: what calibrate-decode found, else 8,192."
+    )
     decode_page_size: int = Field(64, ge=16, le=128, multiple_of=16, description="Tokens of a KV page, which is attended to or not.")
     decode_logical_page: int = Field(16, ge=1, description="Tokens that share one min and max key; a page scores what its best ones do.")
     decode_max_budget: int = Field(4096, ge=32, description="Tokens: the largest budget that a request may ask for.")
@@ -67,6 +69,10 @@ class Settings(BaseSettings):
         "round", description="progressive: what a page not read is taken to weigh: the latest round's mean, or the lowest page so far."
     )
     decode_heads: Path | None = Field(None, description="Pattern file of streaming heads; its heads stream in every sparse request.")
+
+    kv_bits: Annotated[Literal[16, 8, 4], BeforeValidator(int)] = Field(
+        16, description="Bits of the KV pool's numbers; 8 and 4 need sparse_attention=on and serve exact strategies only."
+    )
 
     # the document cache
     kv_host_bytes: int = Field(512 * 2**20, ge=0, description="Host memory for documents' KV, bytes.")
@@ -80,7 +86,7 @@ class Settings(BaseSettings):
         description="When documents are analysed for samkv: with their prefill (it takes about 3 more) or at their first use.",
     )
     kv_analysis_bytes: int = Field(256 * 2**20, ge=2**20, description="Memory for documents' analyses; others are read from the tiers.")
-    kv_block_tokens: Literal[0, 8, 16, 32, 64] = Field(
+    kv_block_tokens: Annotated[Literal[0, 8, 16, 32, 64], BeforeValidator(int)] = Field(
         0,
         description="samkv: tokens of a block; 0: about 1/32 of a document, 8 to 64. A request with another size analyses anew.",
     )
@@ -125,6 +131,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"host {self.host!r} would serve everyone who can reach it: set --api-key (RAGSERVE_API_KEY), or bind to 127.0.0.1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _few_bits_need_our_attention(self) -> Settings:
+        if self.kv_bits != 16 and self.sparse_attention == "off":
+            raise ValueError(f"kv_bits={self.kv_bits}: only the backend of sparse decoding reads such a pool: set --sparse-attention on")
         return self
 
     @classmethod

@@ -10,14 +10,13 @@ Documents of different tiers count by their share of the tokens; one that is cac
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ragserve.errors import InvalidRequest
+from ragserve.profiles import ProfileFile
 
 FILE_NAME = "ragserve-costs.json"
 VERSION = 1
@@ -68,26 +67,20 @@ class Costs:
 
     def save(self, place: Path, fingerprint: str) -> None:
         """Beside those of other models; atomic."""
-        models = _models(place) if place.exists() else {}
-        models[fingerprint] = asdict(self)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"version": VERSION, "models": models}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(place)
+        _file(place).write(fingerprint, asdict(self))
 
     @classmethod
     def load(cls, place: Path, fingerprint: str) -> Costs | None:
         """None where there is none for this model. Raises InvalidRequest for a file that is no such profile."""
-        if not place.exists():
-            return None
-        raw = _models(place).get(fingerprint)
+        file = _file(place)
+        raw = file.read(fingerprint)
         if raw is None:
             return None
         try:
             composed = {name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in raw.pop("composed").items()}
             return cls(exact=_three(raw.pop("exact")), composed=composed, **raw)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _foreign(place, error) from error
+            raise file.foreign(error) from error
 
 
 def fit(samples: Iterable[Sample], *, model: str, hardware: str, date: str) -> Costs:
@@ -144,15 +137,5 @@ def _three(values: Sequence[float]) -> Coefficients:
     return (float(a), float(b), float(c))
 
 
-def _models(place: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(place.read_text(encoding="utf-8"))
-        if raw["version"] != VERSION:
-            raise ValueError(f"version {raw['version']}, not {VERSION}")
-        return dict(raw["models"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise _foreign(place, error) from error
-
-
-def _foreign(place: Path, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"{place} is not a cost profile: {error!r}.", hint="Move it away and run ragserve calibrate.")
+def _file(place: Path) -> ProfileFile:
+    return ProfileFile(place, VERSION, "cost profile", "ragserve calibrate")

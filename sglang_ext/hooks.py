@@ -34,6 +34,13 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "variant_label",
     ),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant": ("self", "forward_batch"),
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (
+        "self",
+        "max_total_num_tokens",
+        "mha_pool_class",
+        "quant_method",
+    ),
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": ("self", "kvc", "num_layers"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
@@ -43,7 +50,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 
-TARGETS = tuple(SIGNATURES)[:9]  # those that are hooked; the others are methods that our cache overrides or calls
+TARGETS = tuple(SIGNATURES)[:11]  # those that are hooked; the others are methods that our cache overrides or calls
 
 _runtime: Any = None
 _batch: Any = None  # whose forward pass runs, for the hook on sampling, which does not see it
@@ -178,6 +185,35 @@ def _around_variant(original: Callable[..., Any], runner: Any, forward_batch: An
     return original(runner, forward_batch) if label is None else label
 
 
+def _around_pool(original: Callable[..., Any], configurator: Any, **options: Any) -> Any:
+    from sglang_ext.attention.config import from_environment
+
+    config = from_environment()
+    if config is not None and config.kv_bits != 16:
+        from sglang_ext.attention.pool import quantized_pool
+
+        options["mha_pool_class"] = quantized_pool(config.kv_bits)
+    return original(configurator, **options)
+
+
+def _after_cell_size(plain: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+    from sglang_ext.attention.config import from_environment
+
+    config = from_environment()
+    if config is None:
+        return plain
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_ext.attention.pool import cell_bytes
+
+    model, page = kvc.model_config, kvc.server_args.page_size
+    kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+    return cell_bytes(
+        plain, layers=num_layers, kv_heads=kv_heads, head_dim=model.head_dim, page_size=page, logical_page=config.logical_page,
+        bits=config.kv_bits,
+    )  # fmt: skip
+
+
 def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
     hooks: tuple[Callable[..., Any], ...] = (
         _after_request,
@@ -189,6 +225,8 @@ def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
         _before_sampling,
         _around_capture,
         _around_variant,
+        _around_pool,
+        _after_cell_size,
     )
-    kinds = ("after", "around", "around", "after", "around", "around", "before", "around", "around")
+    kinds = ("after", "around", "around", "after", "around", "around", "before", "around", "around", "around", "after")
     return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -25,7 +25,14 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_mha_kv_pool_cls(self) -> Any:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+        from sglang_ext.attention.config import from_environment
+
+        config = from_environment()
+        if config is None or config.kv_bits == 16:
+            return MHATokenToKVPool
+        from sglang_ext.attention.pool import quantized_pool
+
+        return quantized_pool(config.kv_bits)
 
     def get_paged_allocator_cls(self) -> Any:
         from sglang_ext.allocator_cpu import make_allocator

@@ -17,14 +17,14 @@ from typing import Any
 
 from ragserve.bench import in_process
 from ragserve.config import load
-from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.once import run_once
 from ragserve.errors import EngineError
+from sglang_ext.protocol import DecodeReport
 
 COPY_BANDWIDTH = 4.29e12  # bytes a second, of a device copy on an H200: what the bound is computed with
 TOKENS = 96  # generated per request
 SETTLE = 16  # first tokens of every request that are not counted
-_PAGE = 64
 _LOGICAL = 16
 
 Write = Callable[[dict[str, Any]], None]
@@ -42,15 +42,30 @@ OURS = (
     Mode("dense", {"mode": "dense"}),
     Mode("budget 2048, reuse 4", {"mode": "hierarchical", "budget": 2048, "reuse": 4, "dense_below": 0}),
     Mode("budget 2048, reuse 1", {"mode": "hierarchical", "budget": 2048, "reuse": 1, "dense_below": 0}),
+    Mode("budget 2048, reuse 16", {"mode": "hierarchical", "budget": 2048, "reuse": 16, "dense_below": 0}),
     Mode("budget 2048, reuse 64", {"mode": "hierarchical", "budget": 2048, "reuse": 64, "dense_below": 0}),
     Mode("budget 4096, reuse 4", {"mode": "hierarchical", "budget": 4096, "reuse": 4, "dense_below": 0}),
     Mode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0}),
 )
 PLAIN = (Mode("dense"),)
-BACKENDS: dict[str, tuple[bool, str]] = {  # name: whether sparse attention is on, and SGLang's backend
-    "ragserve": (True, "flashinfer"),
-    "flashinfer": (False, "flashinfer"),
-    "triton": (False, "triton"),
+
+
+@dataclass(frozen=True)
+class Backend:
+    """SGLang's ``attention``, with sparse decoding around it or without, in pages of ``page`` tokens and KV of ``bits`` bits."""
+
+    attention: str = "flashinfer"
+    sparse: bool = True
+    page: int = 64
+    bits: int = 16
+
+
+BACKENDS = {
+    "ragserve": Backend(),
+    "flashinfer": Backend(sparse=False),
+    "triton": Backend("triton", sparse=False),
+    "ragserve-8-bit": Backend(bits=8),
+    "ragserve-page-16": Backend(page=16),
 }
 
 
@@ -62,7 +77,7 @@ def run(
 
     ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. Raises EngineError where the engine's own check fails.
     """
-    sparse, attention = BACKENDS[backend]
+    chosen = BACKENDS[backend]
     lengths = sorted({length for length, _ in points})
     batches = sorted({batch for _, batch in points})
     most = max(length * batch for length, batch in points)
@@ -75,15 +90,16 @@ def run(
             "port": 31_000 + 200 * list(BACKENDS).index(backend),
         }
         flags["engine_args"] = {"sampling_backend": "pytorch", "max_running_requests": max(batches)}
-        if sparse:
-            flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_page_size": _PAGE, "decode_logical_page": _LOGICAL}
+        if chosen.sparse:
+            flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_logical_page": _LOGICAL}
+            flags |= {"decode_page_size": chosen.page, "kv_bits": chosen.bits}
         if shape == "embedded":
             flags["max_total_tokens"] = most + 4096
         else:
             flags |= {"model": in_process.dummy_model(shape, Path(folder)), "max_total_tokens": most + 16_384}
             flags["engine_args"] |= {
-                "load_format": "dummy", "attention_backend": attention, "mem_fraction_static": 0.85, "disable_prefill_cuda_graph": True,
-                "cuda_graph_bs_decode": batches,
+                "load_format": "dummy", "attention_backend": chosen.attention, "mem_fraction_static": 0.85,
+                "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": batches,
             }  # fmt: skip
         flags["engine_args"] |= engine_args or {}
         started = time.perf_counter()
@@ -94,7 +110,7 @@ def run(
             report["engine"] = {"device": info.device, "attention": info.attention_backend, "version": info.version}
             print(f"{backend}: engine up after {report['start s']} s", flush=True)
             for length in lengths:
-                await _measure(engine, length, [b for n, b in points if n == length], sparse, shape, report, write)
+                await _measure(engine, length, [b for n, b in points if n == length], backend, shape, report, write)
             await engine.control("check")
             report["statistics checked"] = True
             write(report)
@@ -104,8 +120,9 @@ def run(
 
 
 async def _measure(
-    engine: Any, length: int, batches: Sequence[int], sparse: bool, shape: str, report: dict[str, Any], write: Write
+    engine: Any, length: int, batches: Sequence[int], backend: str, shape: str, report: dict[str, Any], write: Write
 ) -> None:  # fmt: skip
+    sparse, bits = BACKENDS[backend].sparse, BACKENDS[backend].bits
     draw = random.Random(length)
     contexts = [[draw.randrange(10, 8000) for _ in range(length)] for _ in range(max(batches))]
     started = time.perf_counter()
@@ -118,36 +135,44 @@ async def _measure(
         report.setdefault("agreement", {})[str(length)] = await _agreement(engine, contexts[0])
     for batch in batches:
         for mode in OURS if sparse else PLAIN:
-            runs = [await _decode(engine, contexts[:batch], mode) for _ in range(2)]  # the first one warms up
+            runs = [await step_seconds(engine, contexts[:batch], mode.options) for _ in range(2)]  # the first one warms up
             seconds, last = runs[-1]
             row: dict[str, Any] = {"context": length, "batch": batch, "mode": mode.name, "ms a step": round(seconds * 1e3, 3)}
             row["tokens a second"] = round(batch / seconds, 1)
             if last is not None:
                 row |= {"pages": round(last.pages, 1), "share read": round(last.share, 4), "weight": last.weight}
             if shape != "embedded":
-                bound = _bound_seconds(shape, length, batch, mode, None if last is None else last.share)
+                bound = _bound_seconds(shape, length, batch, mode, None if last is None else last.share, bits)
                 row |= {"bound ms": round(bound * 1e3, 3), "of bound": round(bound / seconds, 3)}
             report["rows"].append(row)
             print(row, flush=True)
             write(report)
 
 
-async def _decode(engine: Any, contexts: Sequence[list[int]], mode: Mode) -> tuple[float, Any]:
-    """Seconds a step while all requests decode, and what the last one to end says it read."""
+async def step_seconds(
+    engine: Engine, contexts: Sequence[list[int]], options: Mapping[str, Any], *, namespace: str = "bench", tokens: int = TOKENS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, DecodeReport | None]:  # fmt: skip
+    """Seconds a step while requests over all ``contexts`` decode ``tokens`` tokens each, and what the last one to end says it read.
+
+    The first SETTLE tokens do not count, or a quarter of them where they are few. Raises EngineError where the requests did not all decode
+    at the same time.
+    """
     clocks: list[list[tuple[float, int]]] = [[] for _ in contexts]
-    said: list[Any] = []
+    said: list[DecodeReport] = []
+    settle = min(SETTLE, tokens // 4)
 
     async def one(number: int, ids: list[int]) -> None:
-        request = GenerateRequest("decode", ids, "bench", "prefix", Sampling(max_new_tokens=TOKENS, ignore_eos=True), decode=mode.options)
+        request = GenerateRequest("decode", ids, namespace, "prefix", Sampling(max_new_tokens=tokens, ignore_eos=True), decode=options)
         async for chunk in engine.generate(request):
-            clocks[number].append((time.perf_counter(), chunk.usage.completion))
+            clocks[number].append((clock(), chunk.usage.completion))
             if chunk.decode is not None:
                 said.append(chunk.decode)
 
     await asyncio.gather(*(one(number, ids) for number, ids in enumerate(contexts)))
-    begin = max(next((at for at, count in clock if count >= SETTLE), clock[-1][0]) for clock in clocks)
-    end = min(clock[-1][0] for clock in clocks)
-    steps = [max(c for t, c in clock if t <= end) - max(c for t, c in clock if t <= begin) for clock in clocks]
+    begin = max(next((at for at, count in times if count >= settle), times[-1][0]) for times in clocks)
+    end = min(times[-1][0] for times in clocks)
+    steps = [max(c for t, c in times if t <= end) - max(c for t, c in times if t <= begin) for times in clocks]
     if end <= begin or not min(steps):
         raise EngineError(
             f"The {len(contexts)} requests did not decode at the same time.", hint="Raise max_total_tokens, or lower the batch."
@@ -173,14 +198,15 @@ async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
     return {"characters in common": same, "of": max(map(len, texts))}
 
 
-def _bound_seconds(shape: str, length: int, batch: int, mode: Mode, share: float | None) -> float:
+def _bound_seconds(shape: str, length: int, batch: int, mode: Mode, share: float | None, bits: int) -> float:
     """Least time of a step: weights, the KV read, and the page statistics as often as they are, each byte once at copy bandwidth."""
     c = in_process.SHAPES[shape]
     kv_width = c["num_key_value_heads"] * c["head_dim"]
     layer = 2 * c["hidden_size"] ** 2 + 2 * c["hidden_size"] * kv_width + 3 * c["hidden_size"] * c["intermediate_size"]
     weights = 2 * (c["num_hidden_layers"] * layer + c["hidden_size"] * c["vocab_size"])
     token = in_process.kv_bytes_per_token(shape)
-    kv = batch * (length + TOKENS / 2) * token * (1.0 if share is None else share)
+    stored = 1.0 if bits == 16 else (c["head_dim"] * bits / 8 + 4) / (2 * c["head_dim"])  # of bfloat16's bytes, scales included
+    kv = batch * (length + TOKENS / 2) * token * stored * (1.0 if share is None else share)
     sparse = mode.options.get("mode") in ("hierarchical", "progressive")
     statistics = batch * length / _LOGICAL * token / mode.options.get("reuse", 1) if sparse else 0.0
     return float((weights + kv + statistics) / COPY_BANDWIDTH)

@@ -10,8 +10,7 @@ import os
 import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from ragserve.config import Settings
@@ -77,6 +76,8 @@ class LocalEngine:
             sparse_decode=cache["decode"] is not None,
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
+        if self._info.sparse_decode:  # a model that sparse decoding does not know fails here, at the start
+            warm_up = replace(warm_up, decode={"mode": "progressive", "threshold": 1.0, "dense_below": 0})
         async for _ in self.generate(warm_up):
             pass
         self._take_over_sigterm()
@@ -143,21 +144,6 @@ class LocalEngine:
         if failed:
             raise EngineError(f"The document cache failed to {operation}: {failed[0]}", hint="See the server's log.")
         return dict(replies[0].response[0])
-
-    @contextlib.asynccontextmanager
-    async def profiled(self, folder: Path) -> AsyncIterator[None]:
-        """Meanwhile the scheduler is profiled by torch; at the end it writes its trace into ``folder``."""
-        from sglang.srt.managers.io_struct import ProfileReq
-
-        from sglang_ext.launch import tokenizer_manager
-
-        manager = tokenizer_manager()
-        wanted = ProfileReq(output_dir=str(folder), activities=["CPU", "GPU"], with_stack=False, record_shapes=False)
-        await manager.start_profile(wanted)
-        try:
-            yield
-        finally:
-            await manager.stop_profile()
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         """One SGLang request. A task of its own reads its stream to the end, so that an abort never leaves a request behind there."""
@@ -239,6 +225,8 @@ def server_args(settings: Settings) -> Any:
     os.environ.pop(ATTENTION_CONFIG_VARIABLE, None)
     if settings.sparse_attention == "on":
         os.environ[ATTENTION_CONFIG_VARIABLE] = json.dumps(_attention_config(settings))
+        # SGLang would size the pool by what memory is left at the end; page statistics are as large as the pool's reservation by then.
+        os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
     prepare()
     import torch
     from sglang.srt.plugins import load_plugins
@@ -303,7 +291,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         budget=settings.decode_budget,
         reuse=settings.decode_reuse,
         threshold=settings.decode_threshold,
-        dense_below=settings.decode_dense_below,
+        dense_below=_dense_below(settings),
         streaming=settings.decode_heads is not None,
     )
     config: dict[str, Any] = {
@@ -312,10 +300,29 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         "max_budget": max(settings.decode_max_budget, settings.decode_budget),
         "ranking": settings.decode_ranking,
         "bound": settings.decode_bound,
+        "kv_bits": settings.kv_bits,
     }
     if settings.decode_heads:
         config["heads"] = str(settings.decode_heads.resolve())
     return config
+
+
+def _dense_below(settings: Settings) -> int:
+    """The setting, or what `ragserve calibrate-decode` found for this model with the same mode and limits, or the protocol's default."""
+    if settings.decode_dense_below is not None:
+        return settings.decode_dense_below
+    if settings.decode_mode == "dense":
+        return DecodeOptions().dense_below
+    from ragserve.crossover import FILE_NAME, DecodeProfile, options_of
+    from sglang_ext.documents.factory import model_fingerprint
+
+    found = DecodeProfile.load(settings.data_dir / FILE_NAME, model_fingerprint(settings.model, ""))
+    if found is None:
+        return DecodeOptions().dense_below
+    if found.options != options_of(settings):
+        log.warning("decode steps were calibrated with %s: run ragserve calibrate-decode for these settings", found.options)
+        return DecodeOptions().dense_below
+    return found.dense_below
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:

@@ -7,26 +7,26 @@ is sparse costs what it costs without us. In the other variants all rows go thro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from ragserve_kernels._common import FLOAT_DTYPES, HEAD_DIMS
+from ragserve_kernels._paged import KV
 from ragserve_kernels.page_select import Selection, page_select
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
+from sglang_ext.attention.checks import check_engine
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.heads import load_pattern
+from sglang_ext.attention.pool import QuantizedKVPool
 from sglang_ext.attention.requests import FORCED_PAGES, Planner, Step, Variant
 from sglang_ext.attention.statistics import Statistics
 from sglang_ext.attention.tables import Shape, StepTables
-from sglang_ext.protocol import CACHE_BACKEND
 
 log = logging.getLogger(__name__)
-_PAGE_SIZES = (16, 32, 64, 128)
 
 
 def wrapping(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:
@@ -42,34 +42,6 @@ def wrapping(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[A
         return backend
 
     return factory
-
-
-def check_engine(runner: Any, config: AttentionConfig) -> None:
-    """Raise ValueError, saying what to change, for an engine that sparse decoding does not work with."""
-    args, pool = runner.server_args, runner.token_to_kv_pool
-    problems = []
-    if runner.page_size not in _PAGE_SIZES:
-        problems.append(f"page_size is {runner.page_size}: use one of {', '.join(map(str, _PAGE_SIZES))}")
-    if type(pool) is not MHATokenToKVPool:
-        problems.append(f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is supported")
-    elif pool.dtype not in FLOAT_DTYPES or pool.dtype != runner.dtype:
-        problems.append(f"the KV is {pool.dtype} and the model {runner.dtype}: leave kv_cache_dtype alone")
-    elif pool.head_dim not in HEAD_DIMS or getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
-        problems.append(f"the heads have {pool.head_dim} dimensions: supported are {', '.join(map(str, HEAD_DIMS))}")
-    for flag, wanted in (
-        ("enable_lora", False),
-        ("enable_pdmux", False),
-        ("enable_two_batch_overlap", False),
-        ("speculative_algorithm", None),
-    ):
-        if getattr(args, flag, wanted) not in (wanted, None, False):
-            problems.append(f"{flag} is on: turn it off")
-    if args.radix_cache_backend != CACHE_BACKEND:
-        problems.append(f"the prefix cache is not ragserve's: set radix_cache_backend to {CACHE_BACKEND}")
-    if config.logical_page > runner.page_size:
-        problems.append(f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}")
-    if problems:
-        raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
 
 
 def _statistics(pool: Any, table: torch.Tensor, page: int, logical_page: int) -> Statistics:
@@ -117,6 +89,8 @@ class SparseDecodeBackend(AttentionBackend):
         self._tables: StepTables | None = None  # of the step at hand
         self.variant = Variant.DENSE
         self._step: Step | None = None
+        self._quantized = isinstance(pool, QuantizedKVPool)
+        self._prefixes: torch.Tensor | None = None  # slots that the extend at hand reads and does not write
         self.streaming_share = 0.0 if pattern is None else float(pattern.float().mean())  # of this rank's heads
 
     def __getattr__(self, name: str) -> Any:
@@ -130,16 +104,25 @@ class SparseDecodeBackend(AttentionBackend):
     def begin(self, step: Step) -> None:
         """The next forward is this decode step."""
         self._step, self.variant = step, step.variant
-        if step.variant is Variant.DENSE:
+        if self._is_wrapped(decode=True):
             return
         tables = self._tables_for(len(step.rows))
         if step.changed:
             tables.set_rows(step.rows)
         tables.set_active(step.active)
 
+    def begin_extend(self, prefixes: Iterable[tuple[int, int]]) -> None:
+        """The next forward is an extend: per request its row, and how many tokens of it are in the pool already."""
+        held = [self._table[row, :tokens] for row, tokens in prefixes if tokens]
+        self._prefixes = torch.cat(held).long() if held and self._quantized else None
+
     def end(self) -> None:
-        """The step's forward has been launched."""
-        self._step, self.variant = None, Variant.DENSE
+        """The forward has been launched."""
+        self._step, self.variant, self._prefixes = None, Variant.DENSE, None
+
+    def _is_wrapped(self, decode: bool) -> bool:
+        """Whether the wrapped backend does this pass: every extend, and dense decode steps where it can read the pool."""
+        return not decode or (self.variant is Variant.DENSE and not self._quantized)
 
     def progressive_use(self, n: int) -> torch.Tensor:
         """What the progressive rows of the step just launched read, float [2, n] on the device: pages and weight, means over heads."""
@@ -159,17 +142,17 @@ class SparseDecodeBackend(AttentionBackend):
     # SGLang's interface
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        if self.variant is Variant.DENSE:
+        if self._is_wrapped(forward_batch.forward_mode.is_decode()):
             self.wrapped.init_forward_metadata(forward_batch)
         self._before_forward(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if self.variant is Variant.DENSE:
+        if self._is_wrapped(forward_batch.forward_mode.is_decode()):
             self.wrapped.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self._before_forward(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        if self.variant is Variant.DENSE:
+        if self._is_wrapped(forward_batch.forward_mode.is_decode()):
             self.wrapped.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -200,7 +183,14 @@ class SparseDecodeBackend(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        if self.variant is Variant.DENSE or not forward_batch.forward_mode.is_decode():
+        decode = forward_batch.forward_mode.is_decode()
+        if self._quantized and not save_kv_cache:
+            raise NotImplementedError(
+                f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model with kv_bits=16"
+            )
+        if self._is_wrapped(decode):
+            if self._prefixes is not None and not decode:
+                self._pool.prepare(layer.layer_id, self._prefixes)
             out: torch.Tensor = self.wrapped.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             return out
         return self._sparse(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -222,7 +212,7 @@ class SparseDecodeBackend(AttentionBackend):
         n = forward_batch.batch_size
         rows, lens, lens_cpu = forward_batch.req_pool_indices[:n], forward_batch.seq_lens[:n], forward_batch.seq_lens_cpu
         self.statistics.before_decode(rows, lens, lens_cpu)
-        if self.variant is not Variant.DENSE:
+        if not self._is_wrapped(decode=True):
             self._tables = self._tables_for(n)
             self._tables.set_lengths(self._table, rows, lens, None if lens_cpu is None else int(lens_cpu[:n].max()))
 
@@ -231,19 +221,25 @@ class SparseDecodeBackend(AttentionBackend):
     ) -> torch.Tensor:
         """q [batch, heads * head_dim]; k, v [batch, kv_heads, head_dim] of the newest tokens. Runs inside the graph where there is one."""
         tables = self._tables
-        if tables is None or kwargs or layer.logit_cap or layer.sliding_window_size > -1 or layer.is_cross_attention:
+        if tables is None or kwargs:  # what a model passes beside q, k and v shows at its first step, which is the engine's own warm-up
             raise NotImplementedError(
-                f"sparse decoding knows plain attention only, and layer {layer.layer_id} wants more ({sorted(kwargs) or 'see the model'}): "
-                "serve this model with sparse_attention=off"
+                f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs)) or 'no tables'}, and sparse decoding knows plain "
+                "attention only: serve this model with sparse_attention=off"
             )
-        if save_kv_cache and k is not None:
-            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        n, number = q.shape[0], layer.layer_id
+        n, number, pool = q.shape[0], layer.layer_id, self._pool
         q = q.reshape(n, layer.tp_q_head_num, layer.qk_head_dim)
-        keys, values = self._pool.get_key_buffer(number), self._pool.get_value_buffer(number)
+        keys: KV
+        values: KV
+        if self._quantized:
+            pool.store(number, forward_batch.out_cache_loc, k, v)
+            keys, values = pool.quantized(number)
+        else:
+            if save_kv_cache and k is not None:
+                pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+            keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
         stats, pages, lens, page = self.statistics.tables, tables.pages[:n], tables.lens[:n], self._page
         chosen = Selection(tables.index[number, :n], tables.counts[number, :n])
-        if self.variant is not Variant.REUSED:
+        if self.variant in (Variant.SELECTED, Variant.PROGRESSIVE):
             page_select(
                 q, pages, lens, block_size=page, k_min=stats.k_min[number], k_max=stats.k_max[number], per_block=stats.per_page,
                 budget_tokens=self._shape.capacity * page, budgets=tables.budgets[:n], active=tables.active[:n], into=chosen,
@@ -256,9 +252,7 @@ class SparseDecodeBackend(AttentionBackend):
             self._progressive(tables, q, keys, values, number, layer.scaling, out)
         return out.view(n, -1)
 
-    def _progressive(
-        self, tables: StepTables, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int, scale: float, out: torch.Tensor
-    ) -> None:
+    def _progressive(self, tables: StepTables, q: torch.Tensor, keys: KV, values: KV, number: int, scale: float, out: torch.Tensor) -> None:
         """Add the progressive heads to ``out``, where they are zero: their rows have no chosen pages."""
         n, stats, page = q.shape[0], self.statistics.tables, self._page
         pages, lens = tables.pages[:n], tables.ranked_lens[:n]

@@ -19,6 +19,8 @@ class AttentionConfig:
 
     ``bound`` and ``ranking``: of progressive decoding, see `ragserve_kernels.progressive_decode`; "center" ranks pages by the centre of
     their bounding box (one score per page), "minmax" by the best upper bound of their logical pages.
+
+    ``kv_bits``: of the KV pool, 16 for the plain one, 8 or 4 for `sglang_ext.attention.pool`.
     """
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
@@ -27,12 +29,15 @@ class AttentionConfig:
     heads: Path | None = None
     sink_tokens: int = 64
     local_tokens: int = 256
+    kv_bits: int = 16
     bound: Literal["lowest", "round"] = "round"
     ranking: Literal["minmax", "center"] = "minmax"
 
     def __post_init__(self) -> None:
         if self.bound not in ("lowest", "round") or self.ranking not in ("minmax", "center"):
             raise ValueError(f"bound is {self.bound!r} and ranking {self.ranking!r}: expected lowest or round, and minmax or center")
+        if self.kv_bits not in (16, 8, 4):
+            raise ValueError(f"kv_bits is {self.kv_bits}: expected 16, 8 or 4")
         if self.max_budget < self.options.budget:
             raise ValueError(f"the largest budget, {self.max_budget} tokens, is below the default one, {self.options.budget}")
 

@@ -134,10 +134,15 @@ class Planner:
             variant = Variant.DENSE
         return Step(variant, rows, active, changed)
 
-    def _row(self, req: Any, tokens: int) -> Row:
-        state = getattr(req, "ragserve_decode", None)
-        if state is None:  # a request that SGLang made for itself
+    def state(self, req: Any) -> DecodeState:
+        """A request's; one that SGLang made for itself is dense."""
+        state: DecodeState | None = getattr(req, "ragserve_decode", None)
+        if state is None:
             state = req.ragserve_decode = DecodeState(DecodeOptions())
+        return state
+
+    def _row(self, req: Any, tokens: int) -> Row:
+        state = self.state(req)
         options = state.options
         least = max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
         return Row(state, tokens, options.mode != "dense" and tokens > least)

@@ -36,6 +36,7 @@ class DecodeRuntime:
         self._page = backend.planner.page_size
         self._spans: list[tuple[int, int, int]] = []  # of the extend at hand
         self._step: Step | None = None
+        self._decoding: list[Any] = []  # requests of the latest decode step
         self._pending: deque[_Pending] = deque()
 
     def on_request(self, req: Any) -> str | None:
@@ -50,21 +51,30 @@ class DecodeRuntime:
         """Note what an extend writes (before its composed slots are filled, which is remembered), or begin a decode step."""
         mode = batch.forward_mode
         if mode.is_decode():
+            self._decoding = list(batch.reqs)
             self._step = self._planner.step(batch.reqs, batch.seq_lens_cpu.tolist())
             self.backend.begin(self._step)
         elif mode.is_extend():
             self._planner.forget()
+            self._decoding = []  # one that was taken back may be on its way in again
             ends = batch.seq_lens_cpu.tolist()
             self._spans = [
                 (req.req_pool_idx, 0 if _fills(req) else prefix, end)
                 for req, prefix, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True)
             ]
+            self.backend.begin_extend((row, start) for row, start, _ in self._spans)
+            if mode.is_mixed():  # decode rows of a prefill batch, its last ones, are dense
+                decoding = len(batch.decoding_reqs)
+                for req, end in zip(batch.reqs[-decoding:], ends[-decoding:], strict=True):
+                    self._account_dense(self._planner.state(req), end)
 
     def after_forward(self) -> None:
         """The forward has been launched: statistics of what it filled follow it on the stream."""
+        self.backend.statistics.follow()
         if self._spans:
             self.backend.statistics.after_extend(self._spans)
             self._spans = []
+            self.backend.end()
         if self._step is not None:
             step, self._step = self._step, None
             self._account(step)
@@ -72,8 +82,7 @@ class DecodeRuntime:
 
     def on_finished(self, req: Any, tokens: int) -> None:
         """A request's KV of ``tokens`` tokens goes to the cache or is freed: its last page may be just full. Adds the report."""
-        if tokens:
-            self.backend.statistics.after_extend([(req.req_pool_idx, tokens, tokens)])
+        self.backend.statistics.after_request(req.req_pool_idx, tokens)
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None or state.options.mode == "dense" or not state.steps:
             return
@@ -106,30 +115,42 @@ class DecodeRuntime:
             "default": {name: getattr(config.options, name) for name in config.options.__dataclass_fields__},
             "max_budget": config.max_budget,
             "streaming_heads": self.backend.streaming_share,
+            "kv_bits": config.kv_bits,
             "statistics_bytes": self.backend.statistics.bytes,
         }
 
     def check_integrity(self, tree: Any) -> None:
-        """Raise RuntimeError where the statistics of a page in the prefix cache are not what its keys give."""
-        slots = tree.cached_slots()
-        bad = self.backend.statistics.differing(slots // self._page) if len(slots) else []
-        if bad:
-            raise RuntimeError(f"the statistics of {len(bad)} cached pages are stale: {bad[:10]}")
+        """Raise RuntimeError where the statistics of a page are not what its keys give: pages in the prefix cache, and those of requests
+        that decode but for each one's newest full page, which the next step sees to.
+        """
+        statistics = self.backend.statistics
+        statistics.settle()
+        cached = tree.cached_slots() // self._page
+        decoding = [
+            statistics.pages_of(req.req_pool_idx, max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page)
+            for req in self._decoding
+            if req.req_pool_idx is not None and not req.finished() and not req.is_retracted
+        ]
+        for whose, pages in (("cached", cached), *(("decoding", pages) for pages in decoding)):
+            bad = statistics.differing(pages) if len(pages) else []
+            if bad:
+                raise RuntimeError(f"the statistics of {len(bad)} {whose} pages are stale: {bad[:10]}")
 
     def _account(self, step: Step) -> None:
         share = self.backend.streaming_share
         for row in step.rows:
+            if not row.sparse:
+                self._account_dense(row.state, row.tokens)
+                continue
             state, total = row.state, -(-row.tokens // self._page)
             state.steps += 1
             state.held += total
-            state.sparse_steps += row.sparse
+            state.sparse_steps += 1
             streaming = share if row.streaming else 0.0
             if streaming:
                 state.pages += streaming * self._streaming_pages(row.tokens, total)
             if row.hierarchical:
                 state.pages += (1 - streaming) * min(row.state.options.budget // self._page, total)
-            elif not row.sparse:
-                state.pages += total
         if step.variant is Variant.PROGRESSIVE:
             use = self.backend.progressive_use(len(step.rows))
             event = None
@@ -139,6 +160,12 @@ class DecodeRuntime:
                 event.record()
             self._pending.append(_Pending(event, use, step.rows))
         self._collect()
+
+    def _account_dense(self, state: DecodeState, tokens: int) -> None:
+        pages = -(-tokens // self._page)
+        state.steps += 1
+        state.held += pages
+        state.pages += pages
 
     def _collect(self) -> None:
         while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):

@@ -21,10 +21,15 @@ class Statistics:
     """Over the pool of one rank."""
 
     def __init__(self, pool: Any, req_to_token: torch.Tensor, page_size: int, logical_page: int) -> None:
-        self._kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
         self._table = req_to_token
         self._page = page_size
-        self.tables = PageStats.zeros(self._kv, page_size, logical_page)
+        self._stream: torch.cuda.Stream | None = None
+        self._quantized = pool if hasattr(pool, "page_statistics") else None
+        if self._quantized is None:
+            self._kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
+            self.tables = PageStats.zeros(self._kv, page_size, logical_page)
+        else:
+            self.tables = pool.new_statistics(logical_page)
 
     @property
     def bytes(self) -> int:
@@ -43,7 +48,28 @@ class Statistics:
             if last > first:
                 filled.append(self._table[row, first * self._page : last * self._page : self._page])
         if filled:
-            page_stats(self._kv, (torch.cat(filled) // self._page).to(torch.int32), self.tables, page_size=self._page)
+            self._make((torch.cat(filled) // self._page).to(torch.int32))
+
+    def after_request(self, row: int, tokens: int) -> None:
+        """A request ends whose first ``tokens`` tokens may be cached: its last page may be just full.
+
+        With the overlap scheduler the last token's KV is written by a step that may still run: hence after all that was launched there.
+        """
+        if not tokens or tokens % self._page:
+            return
+        page = (self._table[row, tokens - self._page : tokens - self._page + 1] // self._page).to(torch.int32)
+        if self._stream is None:
+            self._make(page)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(page.device))
+        with torch.cuda.stream(self._stream):
+            self._make(page)
+        page.record_stream(self._stream)
+
+    def follow(self) -> None:
+        """Called on the stream of the forward passes, which is not the one on which requests end."""
+        if self.tables.k_min.is_cuda:
+            self._stream = torch.cuda.current_stream(self.tables.k_min.device)
 
     def before_decode(self, rows: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor | None) -> None:
         """Pages that the step before filled: those of requests whose newest token, not yet written, begins a page."""
@@ -51,7 +77,23 @@ class Statistics:
             return
         pages = self._table[rows, (lens - 2).clamp_min(0)] // self._page
         full = (lens > 1) & ((lens - 1) % self._page == 0)
-        page_stats(self._kv, pages.masked_fill(~full, -1).to(torch.int32), self.tables, page_size=self._page)
+        self._make(pages.masked_fill(~full, -1).to(torch.int32))
+
+    def _make(self, pages: torch.Tensor) -> None:
+        """Statistics of full ``pages`` int32 [n] in all layers; negative ones are skipped."""
+        if self._quantized is not None:
+            self._quantized.page_statistics(pages, self.tables)
+        else:
+            page_stats(self._kv, pages, self.tables, page_size=self._page)
+
+    def settle(self) -> None:
+        """Wait for what the device has yet to write, before a check."""
+        if self.tables.k_min.is_cuda:
+            torch.cuda.synchronize(self.tables.k_min.device)
+
+    def pages_of(self, row: int, count: int) -> torch.Tensor:
+        """The first ``count`` pages of a request, int32 [count]."""
+        return (self._table[row, : count * self._page : self._page] // self._page).to(torch.int32)
 
     def differing(self, pages: torch.Tensor) -> list[int]:
         """Those of the full ``pages`` [n] whose statistics are not what the pool gives, by the plain implementation."""
@@ -65,7 +107,7 @@ class Statistics:
         places = {"k_min": rows, "k_max": rows, "k_center": pages.long()}
         kept = {name: getattr(self.tables, name)[:, place].clone() for name, place in places.items()}
         with forced_naive():
-            page_stats(self._kv, pages, self.tables, page_size=self._page)
+            self._make(pages)
         bad = torch.zeros(len(pages), dtype=torch.bool, device=pages.device)
         for name, place in places.items():
             table = getattr(self.tables, name)

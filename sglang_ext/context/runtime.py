@@ -56,6 +56,18 @@ class DocumentRequest:
     analysis: Analysis | None = None
 
 
+class UnsupportedPool(ValueError):
+    """Documents' KV cannot be read from the pool or written to it as it is."""
+
+
+def check_pool(pool: Any) -> None:
+    """Raise UnsupportedPool for one of quantised KV (`sglang_ext.attention.pool`)."""
+    if (bits := getattr(pool, "bits", 16)) != 16:
+        raise UnsupportedPool(
+            f"documents are composed in plain KV, and this server's has {bits} bits: use strategy 'prefix' or 'full', or --kv-bits 16"
+        )
+
+
 class ContextRuntime:
     """Admission, composition and release of composed requests; the document tiers of one rank."""
 
@@ -91,12 +103,13 @@ class ContextRuntime:
         self._stager: Stager | None = None
         self.unsupported: str | None = None
         try:
+            check_pool(model_runner.token_to_kv_pool)
             rotation = rotation_of(model_runner.model)
             self._composer = Composer(model_runner, rotation, tiers, block)
             analyser = Analyser(model_runner, texts, analysis.cut)
             self._stager = Stager(model_runner, rotation, self._locator, tiers, analyser, self._composer.gather, analysis.memory_bytes)
             self.documents.on_removed = self._stager.forget
-        except UnsupportedRope as error:
+        except (UnsupportedPool, UnsupportedRope) as error:
             self.unsupported = str(error)
             log.warning("composed contexts are off: %s", error)
         tree.is_composed = is_composed
@@ -119,14 +132,14 @@ class ContextRuntime:
             return
         try:
             plan = ContextPlan.from_json(str(text), len(req.origin_input_ids))
+            if self.unsupported:
+                raise PlanError(self.unsupported)
             if plan.operation == "document":
                 ids = array("q", req.origin_input_ids)
                 key = document_key(plan.namespace, self.fingerprint, ids)
                 req.ragserve, req.extra_key = DocumentRequest(key, plan.namespace, ids), key
                 self.documents.document_request(req, plan.namespace)
                 return
-            if self.unsupported:
-                raise PlanError(self.unsupported)
             self._attach(req, plan)
         except PlanError as error:
             self._end(req, f"ragserve: {error}")
@@ -277,7 +290,7 @@ class ContextRuntime:
         if not new or self._composer is None:
             return
         table = self.tree.req_to_token_pool.req_to_token
-        slots = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
+        slots = [table[r.req_pool_idx, : r.ragserve.slots].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
         self._clock = self._composer.fill(contexts, slots)
         self._hold(contexts)

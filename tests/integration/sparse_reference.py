@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve_kernels.page_select import page_select, summarise
 from ragserve_kernels.progressive_decode import progressive_decode
+from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 from sglang_ext.protocol import DecodeOptions
 from tests.integration.reference import Reference
 
@@ -17,14 +18,21 @@ NAME = "ragserve_sparse_reference"
 
 
 class SparseReference(Reference):
-    """Greedy continuations whose decode steps attend as ``decode`` says; prefill is dense."""
+    """Greedy continuations whose decode steps attend as ``decode`` says; prefill is dense.
 
-    def __init__(self, path: Path, page: int, logical: int, streaming: torch.Tensor | None = None, sink: int = 0, local: int = 0) -> None:
+    With ``bits`` below 16, KV is quantised when it is written: decode steps see nothing else, a prefill sees its own chunk as it is.
+    ``starts``: where the chunks of the prompt begin.
+    """
+
+    def __init__(
+        self, path: Path, page: int, logical: int, streaming: torch.Tensor | None = None, sink: int = 0, local: int = 0, bits: int = 16
+    ) -> None:
         from transformers import AttentionInterface
 
         super().__init__(path)
         self.page, self.logical = page, logical
         self.streaming, self.sink, self.local = streaming, sink, local
+        self.bits, self.starts = bits, [0]
         self.decode = DecodeOptions()
         self.step = 0
         self.chosen: dict[int, list[list[int]]] = {}
@@ -38,10 +46,20 @@ class SparseReference(Reference):
     def _attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         """q [1, heads, new, head_dim]; k, v [1, kv_heads, tokens, head_dim], the new ones last."""
         new, tokens, layer = q.shape[2], k.shape[2], module.layer_idx
+        stored_k, stored_v = self._stored(k), self._stored(v)
         if new > 1:
-            visible = torch.ones(new, tokens, dtype=torch.bool).tril(tokens - new)
-            out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
-            return out.transpose(1, 2), None
+            ends = [*self.starts[1:], new] if self.bits < 16 else [new]
+            parts = []
+            for start, end in zip(self.starts, ends, strict=False):
+                first = tokens - new + start  # of the chunk
+                seen_k = torch.cat((stored_k[:, :, :first], k[:, :, first : first + end - start]), 2)
+                seen_v = torch.cat((stored_v[:, :, :first], v[:, :, first : first + end - start]), 2)
+                visible = torch.ones(end - start, seen_k.shape[2], dtype=torch.bool).tril(first)
+                parts.append(
+                    scaled_dot_product_attention(q[:, :, start:end], seen_k, seen_v, attn_mask=visible, scale=scaling, enable_gqa=True)
+                )
+            return torch.cat(parts, 2).transpose(1, 2), None
+        k, v = stored_k, stored_v
         if layer == 0:
             self.step += 1
         options = self.decode
@@ -60,6 +78,15 @@ class SparseReference(Reference):
         group = q.shape[1] // k.shape[1]
         shown = visible.repeat_interleave(group, 0)[None, :, None]
         return scaled_dot_product_attention(q, k, v, attn_mask=shown, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        """x [1, kv_heads, tokens, head_dim] as the pool gives it back."""
+        if self.bits == 16:
+            return x
+        rows = x[0].transpose(0, 1).contiguous()
+        pool = QuantizedKV.empty(len(rows), rows.shape[1], rows.shape[2], bits=self.bits, device="cpu")
+        quantize_kv(rows, torch.arange(len(rows)), pool)
+        return dequantize_kv(pool).transpose(0, 1)[None]
 
     def _best(self, q: torch.Tensor, k: torch.Tensor, head: int) -> list[int]:
         """Pages of one KV head: the first and the newest, and those of the others with the highest upper bound of a score."""

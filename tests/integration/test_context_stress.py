@@ -1,11 +1,12 @@
 """Composed and plain requests together under forced retraction, small chunks, pages of 16, a small pool, a slow disk and clients that
-leave at every stage."""
+leave at every stage. Sparse decoding is on, for requests that ask for it, so every check is also one of all page statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +18,14 @@ import httpx
 import pytest
 
 from ragserve.prompt import PromptBuilder
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport
 from tests.conftest import MODEL, REPO
 from tests.integration.context_client import NEW, assert_same, composed, generate, missing_of, plan_of, result
 from tests.integration.reference import Reference
+from tests.integration.sparse_reference import SparseReference
 from tests.integration.test_context import prompt, rows
 
-ENGINE = {"page_size": 16, "chunked_prefill_size": 128}
+ENGINE = {"chunked_prefill_size": 128}
 STORAGE = {"backend_name": "slow", "module_path": "tests.integration.slow_storage", "class_name": "SlowStorage"}
 STRICT = {
     "SGLANG_TEST_RETRACT": "1",  # every third decode step takes requests back and admits them again
@@ -42,7 +44,8 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(start_server: Any, storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     data_dir = tmp_path_factory.mktemp("stress") / "data"
     disk = {"kv_storage": "dynamic", "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)})}
-    flags = {"engine_args": json.dumps(ENGINE), "max_total_tokens": 6144, "kv_host_bytes": 2**26, **disk}
+    sparse = {"sparse_attention": "on", "decode_mode": "dense", "decode_dense_below": 0, "decode_page_size": 16, "decode_logical_page": 4}
+    flags = sparse | {"engine_args": json.dumps(ENGINE), "max_total_tokens": 6144, "kv_host_bytes": 2**26, **disk}
     with start_server(data_dir=data_dir, env=STRICT, **flags) as running:
         yield running
 
@@ -200,6 +203,46 @@ def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(small: 
         assert len(whole) + len(lost) == len(answers)
         assert [got for got, _ in whole] == [ids for _, ids in whole]
         settled(client)
+
+
+def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(small: Any) -> None:
+    """Requests of all modes at once: every third step takes one back, whose pages are freed and written again, elsewhere."""
+    chance = random.Random(8)
+    lengths = (210, 240, 270, 300, 420, 450)  # the longest prompts are taken back first
+    prompts = [[chance.randrange(10, 8000) for _ in range(length)] for length in lengths]
+    budget = {"mode": "hierarchical", "budget": 64, "reuse": 3}
+    modes: list[dict[str, Any]] = [{"mode": "dense"}, budget, {"mode": "dense"}, {"mode": "progressive", "threshold": 1.0}, budget, budget]
+    with small.client() as client:
+        alone = [result(generate(client, ids, n_new=40)).ids for ids in prompts]
+        assert client.delete("/rag/cache").status_code == 200
+        answers = asyncio.run(_decoded_while_checked(small.url, prompts, modes))
+        for mode, answer, ids in zip(modes, answers, alone, strict=True):
+            assert mode["mode"] == "hierarchical" or answer["output_ids"] == ids, mode
+        said = [DecodeReport.from_json(answers[i]["meta_info"][DECODE_FIELD][-1]) for i in (1, 4, 5)]
+        assert all(report.sparse_steps and report.pages < report.pages_held for report in said)
+        assert min(report.steps for report in said) < 39, "a step that was taken back comes again as a prefill"
+        settled(client)
+        reference = SparseReference(MODEL, 16, 4)
+        reference.decode = DecodeOptions(mode="hierarchical", budget=64, reuse=3, dense_below=0)
+        custom = {"custom_params": {DECODE_FIELD: json.dumps({"mode": "hierarchical", "budget": 64, "reuse": 3})}}
+        sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True, **custom}
+        fresh = [chance.randrange(10, 8000) for _ in range(450)]  # alone, so never taken back, in pages used before
+        assert_same(result(generate(client, fresh, sampling_params=sampling)), reference.plain(fresh, 20))
+
+
+async def _decoded_while_checked(url: str, prompts: list[list[int]], modes: list[dict[str, Any]]) -> list[Any]:
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def one(ids: list[int], mode: dict[str, Any]) -> Any:
+            sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, "custom_params": {DECODE_FIELD: json.dumps(mode)}}
+            return (await client.post("/generate", json={"input_ids": ids, "sampling_params": sampling})).json()
+
+        asking = [asyncio.create_task(one(ids, mode)) for ids, mode in zip(prompts, modes, strict=True)]
+        while not all(task.done() for task in asking):
+            checked = await client.post("/rag/cache/verify", json={})
+            assert checked.status_code == 200, checked.text
+            await asyncio.sleep(0.1)
+        return [task.result() for task in asking]
 
 
 def test_a_question_longer_than_a_chunk(small: Any, builder: PromptBuilder, reference: Reference) -> None:

@@ -33,8 +33,9 @@ def sparse(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with (
         start_server(
             sparse_attention="on", decode_mode="dense", decode_dense_below=0, decode_page_size=PAGE, decode_logical_page=LOGICAL,
-            decode_budget=128, decode_max_budget=256, decode_heads=heads, engine_args='{"chunked_prefill_size": 256}',
-            tp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"},
+            decode_budget=128, decode_max_budget=256, decode_heads=heads, tp_size=2,
+            engine_args='{"chunked_prefill_size": 256, "enable_mixed_chunk": true}',
+            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"},
         ) as running,
         running.client() as client,
     ):  # fmt: skip
@@ -50,12 +51,15 @@ def some_ids(n: int, seed: int) -> list[int]:
     return [random.Random(seed).randrange(10, 8000) for _ in range(n)] if n else []
 
 
-def generate(client: Any, ids: list[int], n_new: int = 24, plan: ContextPlan | None = None, **decode: Any) -> dict[str, Any]:
+def generate(
+    client: Any, ids: list[int], n_new: int = 24, plan: ContextPlan | None = None, *, may_mix: bool = False, **decode: Any
+) -> dict[str, Any]:
+    """``may_mix``: ask for no logprobs, which SGLang serves in batches of decode rows only."""
     custom = {DECODE_FIELD: json.dumps(decode)} if decode else {}
     if plan is not None:
         custom[PLAN_FIELD] = plan.to_json()
     sampling = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True, "custom_params": custom or None}
-    logprobs = plan is None or plan.operation == "compose"
+    logprobs = not may_mix and (plan is None or plan.operation == "compose")
     return dict(client.post("/generate", json={"input_ids": ids, "sampling_params": sampling, "return_logprob": logprobs}).json())
 
 
@@ -162,6 +166,29 @@ def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(sparse: Any, 
         assert answer is not None
         reference.decode = DecodeOptions(**decode, dense_below=0)
         assert worst(result(answer), reference.plain(ids, n_new)) < TOLERANCE, decode
+    verify(sparse.client)
+
+
+def test_decode_rows_in_prefill_batches_are_dense_there_and_sparse_again_after(sparse: Any, reference: SparseReference) -> None:
+    """While one request decodes by budget, others are prefilled in chunks that carry its decode row along."""
+    reference.decode = DecodeOptions(mode="progressive", threshold=1.0, dense_below=0)
+    certain = {"mode": "progressive", "threshold": 1.0, "streaming": False}
+    budget = {"mode": "hierarchical", "budget": 64, "reuse": 3, "streaming": False}
+    jobs = [(some_ids(300, 51), 40, budget), (some_ids(280, 52), 40, certain)]
+    jobs += [(some_ids(700, 60 + i), 4, {"mode": "dense"}) for i in range(2)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        first = [pool.submit(generate, sparse.client, *job[:2], may_mix=True, **job[2]) for job in jobs[:2]]
+        verify(sparse.client)
+        later = [pool.submit(generate, sparse.client, *job[:2], may_mix=True, **job[2]) for job in jobs[2:]]
+        while not all(answer.done() for answer in later):
+            verify(sparse.client)
+        answers = [answer.result() for answer in (*first, *later)]
+    for (ids, n_new, decode), answer in zip(jobs, answers, strict=True):
+        if decode is not budget:
+            assert answer["output_ids"] == reference.plain(ids, n_new).ids, decode
+    said = report(answers[0])
+    assert said.steps == 39
+    assert 0 < said.sparse_steps < said.steps, "some of its steps were in prefill batches"
     verify(sparse.client)
 
 

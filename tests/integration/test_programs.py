@@ -190,18 +190,17 @@ def test_an_error_of_the_engine_reaches_the_reader(rag: Rag) -> None:
         rag.read(too_long.run(backend=endpoint), "answer")
 
 
-def test_with_an_api_key(start_server: Any) -> None:
-    with start_server(api_key="secret") as running:
-        with Client(running.url, api_key="secret") as client:
-            job = client.ingest(NAMESPACE, [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}])
-            client.wait(job, timeout_s=120)
+def test_with_an_api_key(locked_server: Any) -> None:
+    with Client(locked_server.url, api_key="secret") as client:
+        job = client.ingest(NAMESPACE, [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}])
+        client.wait(job, timeout_s=120)
 
-        @sgl.function
-        def ask(s: Any, rag: Rag) -> None:
-            rag.context(s, "What is the capital of Norway?")
-            rag.answer(s, "What is the capital of Norway?", "answer")
+    @sgl.function
+    def ask(s: Any, rag: Rag) -> None:
+        rag.context(s, "What is the capital of Norway?")
+        rag.answer(s, "What is the capital of Norway?", "answer")
 
-        with closing(Rag(running.url, namespace=NAMESPACE, api_key="secret")) as rag:
-            assert rag.read(ask.run(rag, backend=rag.endpoint()), "answer") == "Oslo"
-        with closing(Rag(running.url, namespace=NAMESPACE, api_key="wrong")) as rag, pytest.raises(Unauthorized):
-            rag.retrieve("What is the capital of Norway?")
+    with closing(Rag(locked_server.url, namespace=NAMESPACE, api_key="secret")) as rag:
+        assert rag.read(ask.run(rag, backend=rag.endpoint()), "answer") == "Oslo"
+    with closing(Rag(locked_server.url, namespace=NAMESPACE, api_key="wrong")) as rag, pytest.raises(Unauthorized):
+        rag.retrieve("What is the capital of Norway?")

@@ -48,3 +48,17 @@ def test_settings_that_are_objects_are_given_as_json(name: str) -> None:
     for wrong in ("{", "[1]"):
         with pytest.raises(InvalidRequest, match="--" + name.replace("_", "-")):
             command(**{name: wrong})
+
+
+def test_numbers_to_choose_from_are_given_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = with_settings(
+        lambda settings: (settings.kv_block_tokens, settings.kv_bits), ["kv_block_tokens", "kv_bits", "sparse_attention"]
+    )
+    assert command(kv_block_tokens="32", kv_bits="8", sparse_attention="on") == (32, 8)
+    monkeypatch.setenv("RAGSERVE_KV_BLOCK_TOKENS", "16")
+    assert command(kv_block_tokens=None, kv_bits=None, sparse_attention=None) == (16, 16)
+    for wrong in ("7", "many"):
+        with pytest.raises(InvalidRequest, match="kv_bits"):
+            command(kv_block_tokens=None, kv_bits=wrong, sparse_attention="on")
+    with pytest.raises(InvalidRequest, match="--sparse-attention on"):
+        command(kv_block_tokens=None, kv_bits="8", sparse_attention=None)

@@ -86,8 +86,7 @@ class Pool(RuleBasedStateMachine):
     def finish_row(self, row: int, keep: bool) -> None:
         tokens = self.live.pop(row)
         self.decoding.discard(row)
-        if tokens:
-            self.statistics.after_extend([(row, tokens, tokens)])
+        self.statistics.after_request(row, tokens)
         pages = [int(self.table[row, i]) // PAGE for i in range(0, tokens, PAGE)]
         borrowed = self.borrowed.pop(row, [])
         own = pages[len(borrowed) :]
@@ -132,3 +131,22 @@ def test_a_logical_page_must_divide_the_page() -> None:
     pool = SimpleNamespace(k_buffer=[torch.zeros(64, 1, 64)], v_buffer=[torch.zeros(64, 1, 64)])
     with pytest.raises(ValueError, match="logical page has 12"):
         Statistics(pool, torch.zeros(1, 64, dtype=torch.int32), PAGE, 12)
+
+
+@pytest.mark.gpu
+def test_the_last_page_of_a_request_waits_for_the_step_that_fills_it() -> None:
+    """As with the overlap scheduler: the request ends on one stream while the step that writes its last token runs on another."""
+    k = [torch.randn(64, 1, 64, device="cuda") for _ in range(2)]
+    pool = SimpleNamespace(k_buffer=k, v_buffer=[torch.zeros_like(x) for x in k])
+    statistics = Statistics(pool, torch.arange(64, dtype=torch.int32, device="cuda")[None], PAGE, 4)
+    statistics.after_extend([(0, 0, 64)])
+    forwards = torch.cuda.Stream()
+    forwards.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forwards):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        for layer in k:
+            layer[31] += 10
+        statistics.follow()
+    statistics.after_request(0, 32)
+    statistics.settle()
+    assert statistics.differing(torch.arange(4, device="cuda")) == []

@@ -73,11 +73,20 @@ class Backend:
         self.rank = 0
         self.steps: list[Any] = []
         self.extended: list[Any] = []
-        self.statistics = SimpleNamespace(after_extend=lambda spans: self.extended.append(list(spans)))
+        self.prefixes: list[Any] = []
+        self.ended: list[Any] = []
+        self.statistics = SimpleNamespace(
+            after_extend=lambda spans: self.extended.append(list(spans)),
+            after_request=lambda row, tokens: self.ended.append((row, tokens)),
+            follow=lambda: None,
+        )
         self.use = torch.zeros(2, 0)
 
     def begin(self, step: Any) -> None:
         self.steps.append(step)
+
+    def begin_extend(self, prefixes: Any) -> None:
+        self.prefixes.append(list(prefixes))
 
     def end(self) -> None:
         self.variant = Variant.DENSE
@@ -86,9 +95,11 @@ class Backend:
         return self.use
 
 
-def batch(reqs: list[Any], lengths: list[int], *, decode: bool = True, prefix: list[int] | None = None) -> Any:
-    mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode)
-    return SimpleNamespace(forward_mode=mode, reqs=reqs, seq_lens_cpu=torch.tensor(lengths), prefix_lens=prefix)
+def batch(reqs: list[Any], lengths: list[int], *, decode: bool = True, prefix: list[int] | None = None, mixed: int = 0) -> Any:
+    """``mixed``: how many of the requests, the last ones, decode in an extend."""
+    mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode, is_mixed=lambda: mixed > 0)
+    seq_lens = torch.tensor(lengths)
+    return SimpleNamespace(forward_mode=mode, reqs=reqs, seq_lens_cpu=seq_lens, prefix_lens=prefix, decoding_reqs=reqs[len(reqs) - mixed :])
 
 
 def request(runtime: Any, rid: str, options: str | None = None) -> Any:
@@ -120,7 +131,7 @@ def test_what_was_read_is_accounted_and_reported() -> None:
     assert (said[1].pages, said[1].pages_held, round(said[1].weight or 0, 6)) == (5.0, 5.0, 0.9)
     assert len(by_budget.customized_info["ragserve_decode"]) == 3, "one place per token, the report in the last"
     assert dense.customized_info is None
-    assert backend.extended == [[(1, 160, 160)]] * 3
+    assert backend.ended == [(1, 160)] * 3
 
 
 def test_an_extend_writes_from_its_prefix_and_interrupts_reuse() -> None:
@@ -135,8 +146,26 @@ def test_an_extend_writes_from_its_prefix_and_interrupts_reuse() -> None:
     runtime.before_forward(batch([request(runtime, "b"), req], [40, 103], decode=False, prefix=[16, 102]))
     runtime.after_forward()
     assert backend.extended == [[(1, 16, 40), (1, 102, 103)]]
+    assert backend.prefixes == [[(1, 16), (1, 102)]]
     runtime.before_forward(batch([req], [104]))
     assert [step.variant for step in backend.steps] == [Variant.SELECTED, Variant.REUSED, Variant.SELECTED]
+
+
+def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
+    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.protocol import DecodeReport
+
+    backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0)))
+    runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
+    req = request(runtime, "a")
+    runtime.before_forward(batch([req], [160]))
+    runtime.after_forward()
+    runtime.before_forward(batch([request(runtime, "b"), req], [40, 161], decode=False, prefix=[16, 160], mixed=1))
+    runtime.after_forward()
+    assert backend.extended == [[(1, 16, 40), (1, 160, 161)]]
+    runtime.on_finished(req, 161)
+    said = DecodeReport.from_json(req.customized_info["ragserve_decode"][-1])
+    assert said == DecodeReport("hierarchical", 2, 1, (4 + 11) / 2, (10 + 11) / 2, 15 / 21, None)
 
 
 def test_every_variant_is_captured_under_its_label() -> None:
@@ -159,8 +188,54 @@ def test_bad_options_are_the_reason_of_a_refusal() -> None:
     assert req.ragserve_decode.options.mode == "dense", "the request lives on until it is ended"
 
 
+def layered(wishes: list[dict[str, Any]], sinks: bool) -> torch.nn.Module:
+    """A model of attention layers, with what each wants beside plain attention."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    plain = {"num_heads": 4, "head_dim": 64, "scaling": 1.0, "num_kv_heads": 2}
+    model = torch.nn.ModuleList(RadixAttention(**(plain | wish), layer_id=i) for i, wish in enumerate(wishes))
+    if sinks:
+        model[0].sinks = torch.nn.Parameter(torch.zeros(4))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wishes", "sinks", "reason"),
+    [
+        ([{}, {"logit_cap": 30.0}], False, "layer 1 caps its logits"),
+        ([{}, {}, {"sliding_window_size": 128}, {"sliding_window_size": 128}], False, "layer 2 attends in a sliding window"),
+        ([{"is_cross_attention": True}], False, "layer 0 is not causal self-attention"),
+        ([{"v_head_dim": 128}], False, "layer 0 has heads of other than 64 dimensions"),
+        ([{}, {"num_heads": 8}], False, "layer 1 has another number of heads"),
+        ([{}, {}], True, "learned attention sinks (0.sinks)"),
+        ([], False, "no layers of SGLang's RadixAttention"),
+        ([{}, {}], False, None),
+    ],
+    ids=["cap", "window", "cross", "dimensions", "heads", "sinks", "no layers", "plain"],
+)
+def test_models_whose_layers_want_more_than_plain_attention_are_refused_at_the_start(
+    wishes: list[dict[str, Any]], sinks: bool, reason: str | None
+) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from sglang_ext.attention.checks import check_engine
+
+    pool = MHATokenToKVPool(
+        64, page_size=16, dtype=torch.float32, head_num=2, head_dim=64, layer_num=2, device="cpu", enable_memory_saver=False
+    )
+    args = SimpleNamespace(radix_cache_backend="ragserve")
+    runner = SimpleNamespace(server_args=args, page_size=16, token_to_kv_pool=pool, dtype=torch.float32)
+    runner.model = layered(wishes, sinks)
+    if reason is None:
+        check_engine(runner, AttentionConfig())
+        return
+    with pytest.raises(ValueError, match="sparse_attention=on") as refused:
+        check_engine(runner, AttentionConfig())
+    assert reason in str(refused.value)
+
+
 def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
-    from sglang_ext.attention.backend import check_engine
+    from sglang_ext.attention.checks import check_engine
 
     args = SimpleNamespace(
         enable_lora=True, enable_pdmux=False, enable_two_batch_overlap=False, speculative_algorithm="EAGLE", radix_cache_backend=None

@@ -1,0 +1,77 @@
+"""`ragserve calibrate-decode`: from which context length on sparse decoding is faster on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragserve.commands.options import ENGINE_SETTINGS, with_settings
+from ragserve.config import Settings
+
+if TYPE_CHECKING:
+    from ragserve.crossover import Point
+    from ragserve.engine.local import LocalEngine
+
+SETTINGS = (
+    "model",
+    "data_dir",
+    *ENGINE_SETTINGS,
+    "decode_mode",
+    "decode_budget",
+    "decode_reuse",
+    "decode_threshold",
+    "decode_page_size",
+    "decode_logical_page",
+    "decode_ranking",
+    "decode_bound",
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate-decode")(with_settings(calibrate_decode, SETTINGS))
+
+
+def calibrate_decode(
+    settings: Settings,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once: with more, sparse decoding pays sooner.")] = 4,
+    max_tokens: Annotated[int | None, typer.Option(min=1024, help="Longest context to measure. Default: what the engine takes.")] = None,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request generates.")] = 96,
+) -> None:
+    """Time dense and sparse decode steps over lengths of context and leave a profile in the data folder.
+
+    `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless --decode-dense-below says otherwise.
+    Stop a server on the same machine first: it would be measured with it.
+    """
+    from ragserve.bench.report import environment
+    from ragserve.bench.server import free_port
+    from ragserve.crossover import FILE_NAME, DecodeProfile, crossover, measure, options_of
+    from ragserve.engine.once import run_once
+
+    options = options_of(settings)
+    place = settings.data_dir / FILE_NAME
+    served: dict[str, str] = {}
+
+    async def work(engine: LocalEngine) -> list[Point]:
+        served["fingerprint"] = engine.info.fingerprint
+        return await measure(engine, options, batch=batch, max_tokens=max_tokens, tokens=tokens, report=_say)
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
+        own = {"data_dir": Path(folder), "port": free_port(), "kv_disk_bytes": 0, "sparse_attention": "on", "decode_dense_below": 0}
+        points = run_once(settings.model_copy(update=own), work)
+    ran = environment()
+    found = DecodeProfile(
+        crossover(points), options, batch, tuple(points), Path(settings.model).name, ran["gpu"] or ran["cpu"], time.strftime("%Y-%m-%d")
+    )
+    found.save(place, served["fingerprint"])
+    longest = points[-1]
+    faster = longest.dense_ms / longest.sparse_ms
+    typer.echo(f"dense up to {found.dense_below} tokens; at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast")
+    typer.echo(f"written: {place}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
