@@ -1,11 +1,11 @@
 """Decode speed on an H200: our backend beside plain SGLang with FlashInfer and with its Triton kernels, Llama-3.1-8B shape, CUDA graphs on.
 
-    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--embedded]
+    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--short | --embedded]
 
 BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16 (pages of 16 tokens, not 64).
 Each is an engine of its own in a process of its own, N of them at a time, each on its GPU; on one GPU three starts do not fit into 8
 minutes, so name two and then the third. OUT gets decode-BACKEND.json after every row and decode.json at the end, with the speed-up over
-plain FlashInfer. ``--embedded``: the small model and short contexts, to try the script.
+plain FlashInfer. ``--short``: three points. ``--embedded``: the small model and short contexts, to try the script.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from ragserve.bench.decode import BACKENDS, run
 from ragserve.bench.fan_out import fan_out
 
 POINTS = ((8192, 1), (8192, 4), (8192, 16), (32_768, 1), (32_768, 4), (32_768, 16), (100_000, 1), (100_000, 4))
+SHORT = ((8192, 1), (32_768, 16), (100_000, 4))
 SMALL = ((600, 1), (600, 2))
 
 
-def child(backend: str, out: Path, embedded: bool) -> None:
+def child(backend: str, out: Path, given: argparse.Namespace) -> None:
     path = out / f"decode-{backend}.json"
 
     def write(report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
-    run(backend, SMALL if embedded else POINTS, write=write, shape="embedded" if embedded else "llama-3.1-8b")
+    points = SMALL if given.embedded else SHORT if given.short else POINTS
+    run(backend, points, write=write, shape="embedded" if given.embedded else "llama-3.1-8b")
 
 
-def parent(backends: list[str], out: Path, gpus: int, embedded: bool) -> int:
+def parent(out: Path, given: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    extra = ["--embedded"] if embedded else []
-    failed = fan_out({name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in backends}, gpus)
+    extra = ["--embedded"] * given.embedded + ["--short"] * given.short
+    failed = fan_out({name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in given.backends}, given.gpus)
     merge(out)
     return len(failed)
 
@@ -51,7 +53,8 @@ def merge(out: Path) -> None:
             rows.append(
                 {"backend": report["backend"], **row, "times flashinfer": None if rival is None else round(rival / row["ms a step"], 2)}
             )
-    (out / "decode.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    engines = {report["backend"]: {key: value for key, value in report.items() if key not in ("backend", "rows")} for report in reports}
+    (out / "decode.json").write_text(json.dumps({"engines": engines, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     for row in sorted(rows, key=lambda r: (r["context"], r["batch"], r["backend"], r["mode"])):
         print(row)
 
@@ -61,13 +64,14 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("backends", nargs="*", default=["ragserve", "flashinfer", "triton"], choices=list(BACKENDS))
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()
     if given.child:
-        child(given.backends[0], given.out, given.embedded)
+        child(given.backends[0], given.out, given)
         return 0
-    return parent(given.backends, given.out, given.gpus, given.embedded)
+    return parent(given.out, given)
 
 
 if __name__ == "__main__":

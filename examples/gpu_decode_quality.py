@@ -73,6 +73,8 @@ def save(report: Any, path: Path) -> None:
 async def measure(engine: Any, name: str, sets: list[Path], rows: int, report: dict[str, Any], out: Path) -> None:
     builder = PromptBuilder.load(engine.info.tokenizer)
     modes = [DENSE, *([] if "centre" in name else BUDGETS + FRESH), *THRESHOLDS]
+    if "bits" in name:  # beside those of plain KV, not a study of their own
+        modes = [DENSE, *BUDGETS[2:], *THRESHOLDS[3:4]]
     for path in sets:
         asked = await asyncio.to_thread(prompts, path, rows, builder)
         if not asked:
