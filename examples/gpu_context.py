@@ -1,11 +1,12 @@
-"""Composed contexts on a CUDA machine: are they right, and how soon is the first token there? About seven minutes on an H200.
+"""Composed contexts on a CUDA machine: are they right, and how soon is the first token there?
 
-    python examples/gpu_context.py OUT_FOLDER [--parts speed] [--lengths 8192,32768,102400] [--document-tokens 512,4096]
+    python examples/gpu_context.py OUT_FOLDER --parts kernels,answers
+    python examples/gpu_context.py OUT_FOLDER --parts speed [--lengths 2048,8192] [--document-tokens 4096] [--merge EARLIER.json]
 
 Three parts, each in a process of its own with a time limit, each leaving its JSON in OUT_FOLDER whatever becomes of the others:
 `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic against each other), `speed`
-(`ragserve.bench.context` with the shape of Llama-3.1-8B and random weights). Needs SGLang 0.5.16 and this project, installed without
-dependencies so that SGLang finds its plugin, and no web server. Exits with 1 if a part failed.
+(`ragserve.bench.context` with the shape of Llama-3.1-8B and random weights, up to nine minutes). Needs SGLang 0.5.16 and this project,
+installed without dependencies so that SGLang finds its plugin, and no web server. Exits with 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ SEEN_BY_GPU = (
     "tests/kernels/test_rotate_gather.py",
     "tests/unit/documents/test_document_cuda.py",
 )
-LIMITS_S = {"kernels": 150, "answers": 180, "speed": 420}
+LIMITS_S = {"kernels": 150, "answers": 180, "speed": 560}
 CROWDS = 3
 BFLOAT16 = 0.15  # difference of log-probabilities that rounding explains
 NEW = 12  # tokens of an answer
@@ -202,17 +204,22 @@ def answers(out: Path, attention: str, questions: int) -> bool:
     return all(value for name, value in found.items() if name.startswith("right"))
 
 
-def speed(out: Path, engine: dict[str, Any], strategies: list[str], lengths: list[int], document_tokens: list[int]) -> bool:
+def speed(options: argparse.Namespace) -> bool:
     from ragserve.bench import context
 
+    tiers = ("", *options.tiers.split(","))
+    cases = [case for case in context.CASES if case.strategy in options.strategies.split(",")]
+    kept = [replace(case, tiers=tuple(tier for tier in case.tiers if tier in tiers)) for case in cases]
     context.run(  # raises, after the last one, if a case failed
-        out,
-        shape="llama-3.1-8b",
-        lengths=lengths,
-        document_tokens=document_tokens,
-        cases=[case for case in context.CASES if case.strategy in strategies],
-        mem_fraction_static=0.75,
-        engine_args=engine,
+        options.out,
+        shape=options.shape,
+        lengths=[int(n) for n in options.lengths.split(",")],
+        document_tokens=[int(n) for n in options.document_tokens.split(",")],
+        cases=[case for case in kept if case.tiers],
+        profile=options.profile,
+        merge=options.merge,
+        **({"mem_fraction_static": 0.75} if options.attention != "torch_native" else {}),
+        engine_args=engine_args(options.attention) | options.engine,
     )
     return True
 
@@ -226,8 +233,12 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--part", choices=tuple(LIMITS_S), help="this one only, in this process")
     parser.add_argument("--parts", default=",".join(LIMITS_S))
-    parser.add_argument("--lengths", default="8192,32768,102400")
-    parser.add_argument("--document-tokens", default="512,4096")
+    parser.add_argument("--lengths", default="2048,8192,32768,102400", help="of `speed`")
+    parser.add_argument("--document-tokens", default="512", help="of `speed`; the first one with all strategies")
+    parser.add_argument("--tiers", default="device,host,disk", help="of `speed`")
+    parser.add_argument("--shape", default="llama-3.1-8b", help="of `speed`")
+    parser.add_argument("--profile", action="store_true", help="`speed` counts launches, copies and waits of some requests, too")
+    parser.add_argument("--merge", type=Path, help="an earlier report of `speed`, whose rows stay unless they are measured again")
     parser.add_argument("--questions", type=int, default=8, help="of `answers`, 2 to 8")
     parser.add_argument("--attention", default="flashinfer", help="of `speed`; FlashInfer compiles for two minutes on a new machine")
     parser.add_argument("--strategies", default="full,prefix,concat,epic,cacheblend,samkv", help="of `speed`")
@@ -235,13 +246,12 @@ def main() -> int:
     parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options of `speed`, as JSON")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    numbers = [[int(n) for n in text.split(",")] for text in (options.lengths, options.document_tokens)]
     if options.part == "kernels":
         return not kernels(options.out)
     if options.part == "answers":
         return not answers(options.out, options.answers_attention, options.questions)
     if options.part == "speed":
-        return not speed(options.out, engine_args(options.attention) | options.engine, options.strategies.split(","), *numbers)
+        return not speed(options)
     failed = []
     for part in options.parts.split(","):
         started = time.monotonic()

@@ -136,6 +136,7 @@ class ContextReport:
     query_ms: float = 0.0  # SamKV's query pass, of all requests in it
     select_ms: float = 0.0
     ask_ms: float = 0.0  # part of recompute_ms: the question over its composed context, where the rule asks for that
+    recompute_graph: bool = False  # whether the pass was one CUDA graph
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

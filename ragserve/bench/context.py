@@ -1,7 +1,8 @@
 """Time to the first token of composed contexts beside full and prefix prefill, and where it goes: by length, document size, tier, strategy.
 
 Runs the engine in this process group, without retrieval: documents are random tokens of fixed length, so that lengths are exact. All
-strategies answer in the same engine and run; quality is `ragserve eval`'s business.
+strategies answer in the same engine and run, in turn and in an order that moves on by one each round, so that none is always first. With
+random weights what they answer means nothing; quality is `ragserve eval`'s business.
 """
 
 from __future__ import annotations
@@ -10,57 +11,65 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import in_process, report
+from ragserve.bench import auto, in_process, trace
+from ragserve.bench.context_rows import Measured
 from ragserve.config import load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.once import run_once
 from ragserve.errors import EngineError, RagserveError
-from sglang_ext.protocol import Span
+from ragserve.strategies import StrategySpec
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 SYSTEM_TOKENS = 32
 QUESTION_TOKENS = 32
 VOCABULARY = (10, 8000)
 TIERS = ("device", "host", "disk")
-LONG = 16_384  # tokens from which on one run of `full` is enough, after one warm-up
+SHORT = 2048  # up to here `auto` is measured
+AUTO_OF = "samkv"  # what it chooses from, beside exact prefill
 WARM_UPS = 2
+# Milliseconds from which on a case is measured fewer times: (warm-ups, repeats)
+SLOW: tuple[tuple[float, tuple[int, int]], ...] = ((3000.0, (1, 1)), (400.0, (1, 3)))
 SETTLE_S = 1.5  # of requests that are not measured: after a flush the system still writes, and a GPU that idled is slow at first
 FLUSH_S = 120.0
 NOTHING_WRITTEN_S = 0.1  # a flush that is done sooner had nothing to do
 STAGES = ("load", "query", "select", "compose", "ask", "recompute", "extend")
+_BOTH = ("device", "host")
 
 
 @dataclass(frozen=True)
 class Case:
     """A strategy with options, and the tiers that its documents are taken from; exact strategies have none.
 
-    ``early``: measured at all lengths before the other cases. ``every_size``: from device and host with all sizes of documents, not the
-    first one only.
+    ``every_size``: with all sizes of documents, not the first one only. ``profiled``: its launches are counted where that is asked for.
     """
 
     name: str
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     tiers: tuple[str, ...] = ("",)
-    early: bool = False
-    every_size: bool = False
+    every_size: bool = True
+    profiled: bool = False
 
 
+_SAMKV = {"keep": 0.15}
 CASES = (
-    Case("full", "full", early=True),
-    Case("prefix, question new", "prefix", early=True),
-    Case("concat, 15 % kept", "concat", {"keep": 0.15}, ("device", "host", "disk"), early=True, every_size=True),
-    Case("concat, all kept", "concat", {}, ("device", "host")),
-    Case("epic 16", "epic", {"first": 16}, ("device", "host"), every_size=True),
-    Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, ("device",)),
-    Case("samkv, 15 % kept", "samkv", {"keep": 0.15}, ("device", "host", "disk")),
-    Case("samkv, 15 % kept, 10 % of them recomputed", "samkv", {"keep": 0.15, "recompute": "sentences", "share": 0.1}, ("device", "host")),
-    Case("samkv, 15 % kept, by layer", "samkv", {"keep": 0.15, "selection": "layers"}, ("host",)),
+    Case("full", "full", every_size=False),
+    Case("prefix, question new", "prefix", every_size=False, profiled=True),
+    Case("concat, 15 % kept", "concat", {"keep": 0.15}, TIERS, profiled=True),
+    Case("concat, all kept", "concat", {}, _BOTH),
+    Case("epic 16", "epic", {"first": 16}, _BOTH, profiled=True),
+    Case("cacheblend 15 %", "cacheblend", {"share": 0.15}, _BOTH, every_size=False),
+    Case("concat, sentences 5 %", "concat", {"recompute": "sentences", "share": 0.05}, _BOTH, profiled=True),
+    Case("concat, sentences 10 %", "concat", {"recompute": "sentences", "share": 0.1}, _BOTH),
+    Case("samkv, 15 % kept, none recomputed", "samkv", _SAMKV | {"recompute": "none"}, TIERS),
+    Case("samkv, 15 % kept, outliers", "samkv", _SAMKV, _BOTH),
+    Case("samkv, 15 % kept, sentences 10 %", "samkv", _SAMKV | {"recompute": "sentences", "share": 0.1}, TIERS, profiled=True),
 )
 
 
@@ -73,12 +82,16 @@ def run(
     shape: str = "embedded",
     cases: Sequence[Case] = CASES,
     repeats: int = 5,
+    profile: bool = False,
+    merge: Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A row per length, document size, case and tier, the JSON written anew after each length. A case that fails is a row with its error.
+    """A row per length, document size, case and tier, the JSON written anew after each. A case that fails is a row with its error.
 
     Raises EngineError after the last case where any failed.
-    ``shape``: `embedded` (the small model) or one of `in_process.SHAPES`, with random weights. ``settings`` are the server's.
+    ``shape``: `embedded` (the small model) or one of `in_process.SHAPES`, with random weights. ``profile``: count launches, copies and
+    waits of one request of some cases, too. ``merge``: an earlier report whose rows stay unless they are measured again. ``settings`` are
+    the server's.
     """
     lengths = lengths[:1] if quick else lengths
     with tempfile.TemporaryDirectory(prefix="ragserve-context-") as folder:
@@ -89,16 +102,27 @@ def run(
             flags["dtype"] = "bfloat16"
             needed = (sum(lengths) + len(lengths) * 1024 + 4096) * in_process.kv_bytes_per_token(shape)
             flags = {"kv_host_bytes": needed, "kv_disk_bytes": 2 * needed, **flags}
-        measured = _Measured(out_dir / f"context-{shape}.json" if out_dir else None, shape, repeats)
+        workload = {
+            "model": shape,
+            "system tokens": SYSTEM_TOKENS,
+            "question tokens": QUESTION_TOKENS,
+            f"repeats after {WARM_UPS} warm-ups": repeats,
+        }
+        measured = Measured(out_dir / f"context-{shape}.json" if out_dir else None, workload, merge)
 
         async def work(engine: Any) -> None:
-            measured.describe(engine.info)
+            measured.workload |= {"device": engine.info.device, "attention": engine.info.attention_backend}
             for size in document_tokens:
-                for part in _order(cases, first_size=size == document_tokens[0]):
-                    for length in lengths:
-                        async for row in _rows(engine, length, size, part, measured.full_ms, repeats):
+                wanted = [case for case in cases if case.every_size or size == document_tokens[0]]
+                for length in lengths:
+                    async for row in _rows(engine, length, size, wanted, measured.full_ms, repeats):
+                        measured.add(row)
+                    if profile and size == document_tokens[0]:
+                        await _profiles(engine, length, size, wanted, measured)
+                if size == document_tokens[0]:
+                    for length in (each for each in lengths if each <= SHORT and len(lengths) > 1):
+                        async for row in _auto_rows(engine, length, size, wanted, measured, repeats):
                             measured.add(row)
-                        measured.save()
                 await engine.control("check")
                 await engine.control("clear")
 
@@ -109,84 +133,113 @@ def run(
     return result
 
 
-def _order(cases: Sequence[Case], *, first_size: bool) -> list[list[tuple[str, Case]]]:
-    """Tiers and cases in parts: what matters most first, disk last. In each the tiers come from the top: those above have been evicted."""
-    parts: list[list[tuple[str, Case]]] = [[], [], []]
-    for tier in ("", *TIERS):
-        for case in cases:
-            if tier in case.tiers and (first_size or (case.every_size and tier != "disk")):
-                parts[2 if tier == "disk" else 0 if case.early else 1].append((tier, case))
-    return [part for part in parts if part]
-
-
-class _Measured:
-    """Rows so far."""
-
-    def __init__(self, out: Path | None, shape: str, repeats: int) -> None:
-        self._out = out
-        self.workload: dict[str, Any] = {
-            "model": shape,
-            "system tokens": SYSTEM_TOKENS,
-            "question tokens": QUESTION_TOKENS,
-            f"repeats after {WARM_UPS} warm-ups": repeats,
-        }
-        self._rows: list[dict[str, Any]] = []
-        self.full_ms: dict[int, float] = {}  # TTFT of `full` by length
-        self.failed: list[str] = []
-
-    def describe(self, info: Any) -> None:
-        self.workload |= {"device": info.device, "attention": info.attention_backend}
-
-    def add(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        if "error" in row:
-            self.failed.append(row["error"])
-        print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
-
-    def save(self) -> None:
-        if self._out is not None:
-            report.save(report.assemble("context", self.workload, self._rows, note=_NOTE), self._out)
-
-    def show(self) -> dict[str, Any]:
-        return report.write("context", self.workload, self._rows, out=self._out, note=_NOTE)
-
-
-_NOTE = (
-    "Milliseconds. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's query pass) and select; compose, ask (what"
-    " the question attends to), recompute and extend: the work on the device; other: messages between processes, admission, launching, "
-    "sampling and the way back. Medians."
-)
-
-
-async def _rows(
-    engine: Any, length: int, size: int, part: Sequence[tuple[str, Case]], full_ms: dict[int, float], repeats: int
-) -> AsyncIterator[dict[str, Any]]:
+def _request(length: int, size: int) -> tuple[GenerateRequest, random.Random]:
+    """Documents of random tokens, the same at each call, and what questions are drawn from."""
     draw = random.Random(length * 1000 + size)
     end = SYSTEM_TOKENS + length
     context = [draw.randrange(*VOCABULARY) for _ in range(end)]
     spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, end)) for a in range(SYSTEM_TOKENS, end, size)))
-    request = GenerateRequest("bench", context, f"bench-{length}-{size}", sampling=Sampling(max_new_tokens=2), spans=spans)
-    cached = False
-    for tier, case in part:
-        asked = replace(request, strategy=case.strategy, options=case.options)
-        row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": case.name, "tier": tier or None}
-        try:
-            if tier and not cached:
-                await _cache(engine, asked, draw)
-                cached = True
-            long = case.strategy == "full" and length > LONG
-            warm_ups, count = (1, 1) if long else (WARM_UPS, repeats)
-            runs = [await _first_token(engine, asked, tier, draw) for _ in range(warm_ups + count)][warm_ups:]
-        except RagserveError as error:
-            yield row | {"error": str(error)}
+    return GenerateRequest("bench", context, f"bench-{length}-{size}", sampling=Sampling(max_new_tokens=2), spans=spans), draw
+
+
+async def _rows(
+    engine: Any, length: int, size: int, cases: Sequence[Case], full_ms: dict[int, float], repeats: int
+) -> AsyncIterator[dict[str, Any]]:
+    """Exact strategies and documents on the device first, those below afterwards: what is above has been evicted by then."""
+    request, draw = _request(length, size)
+    for tiers in (("", "device"), ("host",), ("disk",)):
+        group = [(tier, case) for case in cases for tier in tiers if tier in case.tiers]
+        if tiers[-1] == "device" and any(tier or case.tiers != ("",) for tier, case in group):
+            await _cache(engine, request, draw)
+        found = await _in_turn(engine, request, group, draw, repeats)
+        for (tier, case), (runs, error) in zip(group, found, strict=True):
+            row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": case.name, "tier": tier or None}
+            if error:
+                yield row | {"error": error}
+                continue
+            times = [run.ttft_ms for run in runs]
+            ttft = statistics.median(times)
+            if case.strategy == "full":
+                full_ms[length] = ttft
+            row |= {"ttft ms": round(ttft, 2), "fastest ms": round(min(times), 2), "slowest ms": round(max(times), 2), "runs": len(runs)}
+            row["times sooner than full"] = round(full_ms[length] / ttft, 1) if length in full_ms else None
+            yield row | _breakdown(runs)
+
+
+async def _in_turn(
+    engine: Any, request: GenerateRequest, group: Sequence[tuple[str, Case]], draw: random.Random, repeats: int
+) -> list[tuple[list[_Run], str]]:
+    """Runs of each case after its warm-ups, or why it failed; a round is one run of each that needs more."""
+    runs: list[list[_Run]] = [[] for _ in group]
+    errors = [""] * len(group)
+
+    def times(own: list[_Run]) -> tuple[int, int]:
+        """Warm-ups and repeats."""
+        for above, (warm_ups, count) in SLOW:
+            if own and own[-1].ttft_ms > above:
+                return warm_ups, min(count, repeats)
+        return WARM_UPS, repeats
+
+    for round_ in range(WARM_UPS + repeats):
+        for at in _rotated(len(group), round_):
+            tier, case = group[at]
+            if errors[at] or len(runs[at]) >= sum(times(runs[at])):
+                continue
+            try:
+                runs[at].append(await _first_token(engine, replace(request, strategy=case.strategy, options=case.options), tier, draw))
+            except RagserveError as error:
+                errors[at] = str(error)
+    return [(own[times(own)[0] :], error) for own, error in zip(runs, errors, strict=True)]
+
+
+def _rotated(count: int, by: int) -> Iterator[int]:
+    return ((at + by) % count for at in range(count))
+
+
+async def _profiles(engine: Any, length: int, size: int, cases: Sequence[Case], measured: Measured) -> None:
+    """What one request of each profiled case launches, with its documents on the device."""
+    request, draw = _request(length, size)
+    await _cache(engine, request, draw)
+    for case in cases:
+        tier = case.tiers[0]
+        if not case.profiled or tier not in ("", "device"):
             continue
-        times = [run.ttft_ms for run in runs]
-        ttft = statistics.median(times)
-        if case.strategy == "full":
-            full_ms[length] = ttft
-        row |= {"ttft ms": round(ttft, 2), "fastest ms": round(min(times), 2), "slowest ms": round(max(times), 2)}
-        row["times sooner than full"] = round(full_ms[length] / ttft, 1) if length in full_ms else None
-        yield row | _breakdown(runs)
+        asked = replace(request, strategy=case.strategy, options=case.options)
+        await _first_token(engine, asked, tier, draw)
+
+        async def once(asked: GenerateRequest = asked, tier: str = tier) -> None:
+            await _first_token(engine, asked, tier, draw)
+
+        measured.add_profile(
+            {"context tokens": length, "document tokens": size, "strategy": case.name} | await trace.profiled(engine, once)
+        )
+
+
+async def _auto_rows(
+    engine: Any, length: int, size: int, cases: Sequence[Case], measured: Measured, repeats: int
+) -> AsyncIterator[dict[str, Any]]:
+    """`auto` beside `full`, calibrated by this run's rows: at short contexts it must not lose what the choice costs."""
+    request, draw = _request(length, size)
+    question = [draw.randrange(*VOCABULARY) for _ in range(QUESTION_TOKENS)]
+    specs = {case.name: StrategySpec(case.strategy, case.options) for case in cases}
+    samples = measured.samples({name: spec.label for name, spec in specs.items() if spec.name == AUTO_OF}, SYSTEM_TOKENS, QUESTION_TOKENS)
+    await _cache(engine, request, draw)
+    for tier in _BOTH:
+        if tier == "host":
+            await engine.control("evict", tiers=["device"])
+        started = time.perf_counter()
+        chosen = await auto.choose(engine, samples, request, question)
+        choice_ms = (time.perf_counter() - started) * 1e3
+        exact = chosen.spec.name in EXACT_STRATEGIES
+        group = [("", Case("full", "full")), ("" if exact else tier, Case("auto", chosen.spec.name, dict(chosen.spec.options)))]
+        (full, lost), (own, failed) = await _in_turn(engine, request, group, draw, repeats)
+        row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": "auto", "tier": tier, "chosen": chosen.reason}
+        if lost or failed:
+            yield row | {"error": lost or failed}
+            continue
+        exact_ms, ttft = (statistics.median(run.ttft_ms for run in runs) for runs in (full, own))
+        row |= {"ttft ms": round(ttft, 2), "runs": len(own), "choice ms": round(choice_ms, 2)}
+        yield row | {"times sooner than full": round(exact_ms / (ttft + choice_ms), 2)} | _breakdown(own)
 
 
 async def _cache(engine: Any, request: GenerateRequest, draw: random.Random) -> None:
@@ -237,4 +290,6 @@ def _breakdown(runs: Sequence[_Run]) -> dict[str, Any]:
     columns["queue ms"] = [max(0.0, queue - each) for queue, each in zip(queued, waited, strict=True)]
     columns["other ms"] = [run.ttft_ms - sum(times[i] for times in columns.values()) for i, run in enumerate(runs)]
     row = {name: round(statistics.median(times), 2) for name, times in columns.items()}
-    return {"kept": reports[-1].kept, "recomputed": reports[-1].recomputed, **row}
+    last = reports[-1]
+    by_graph = {"recompute graph": last.recompute_graph} if last.recomputed else {}
+    return {"kept": last.kept, "recomputed": last.recomputed, **by_graph, **row}

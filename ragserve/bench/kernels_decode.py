@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ragserve.bench import kernels_flashinfer
 from ragserve.bench.kernels_decode_cases import LOGICAL, TOKEN_BYTES, Case, layer_ms, random_case
 from ragserve.bench.kernels_decode_progressive import progressive_rows, real_rows
+from ragserve.bench.kernels_decode_stats import page_stats_rows
 from ragserve.bench.kernels_flashinfer import RivalMissing
 from ragserve.bench.kernels_parts import chosen_parts, run_parts
 from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, agree, bandwidth, copy_gb_per_s, require_cuda
@@ -218,6 +219,7 @@ PARTS: dict[str, Callable[[float, bool], list[Row]]] = {
     "selected pages": selected_rows,
     "progressive decode": progressive_rows,
     "quantised KV": quantised_rows,
+    "page statistics": page_stats_rows,
 }
 REAL = "progressive decode, real keys"
 

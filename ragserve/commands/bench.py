@@ -14,7 +14,9 @@ from ragserve.errors import InvalidRequest
 
 
 class Name(enum.StrEnum):
-    """The benchmarks, in the order in which ``all`` runs them: each a module of ``ragserve.bench`` with ``run(out_dir, quick=...)``."""
+    """The benchmarks, in the order in which ``all`` runs them: each a module of ``ragserve.bench`` with ``run(out_dir, quick=...)``, but
+    ``kernels``, which is both halves, and ``all``.
+    """
 
     INDEX = "index"
     RETRIEVAL = "retrieval"
@@ -24,7 +26,11 @@ class Name(enum.StrEnum):
     REPLAY = "replay"
     KERNELS_COMPOSE = "kernels-compose"
     KERNELS_DECODE = "kernels-decode"
+    KERNELS = "kernels"
     ALL = "all"
+
+
+_KERNELS = [Name.KERNELS_COMPOSE, Name.KERNELS_DECODE]  # what `kernels` runs, and what has parts
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +63,7 @@ def bench(
     types = tuple(kind.strip() for kind in index_types.split(",") if kind.strip())
     if unknown := [kind for kind in types if kind not in get_args(IndexType)]:
         raise InvalidRequest(f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(get_args(IndexType))}.")
-    if part and name not in (Name.KERNELS_COMPOSE, Name.KERNELS_DECODE):
+    if part and name not in _KERNELS:
         raise InvalidRequest("--part chooses parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode.")
     options: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data or (), "index_types": types},
@@ -65,12 +71,14 @@ def bench(
         "kernels-decode": {"parts": part or (), "model": model, "data": data or ()},
         "replay": {"traces": data or (), "n_queries": queries},
     }
-    chosen = [each for each in Name if each is not Name.ALL] if name is Name.ALL else [name]
+    chosen: list[Name] = list(_KERNELS) if name is Name.KERNELS else [name]
+    if name is Name.ALL:
+        chosen = [each for each in Name if each not in (Name.ALL, Name.KERNELS)]
     if name is Name.ALL and not data:
         typer.secho("retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW)
         chosen.remove(Name.RETRIEVAL)
     if name is Name.ALL:  # asked for by name: those of the kernels measure nothing without a GPU, and replay has data of its own
-        chosen = [each for each in chosen if each is not Name.REPLAY and not each.value.startswith("kernels")]
+        chosen = [each for each in chosen if each not in (Name.REPLAY, *_KERNELS)]
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value.replace('-', '_')}")
         module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))

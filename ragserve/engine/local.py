@@ -11,6 +11,7 @@ import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
@@ -144,6 +145,21 @@ class LocalEngine:
         if failed:
             raise EngineError(f"The document cache failed to {operation}: {failed[0]}", hint="See the server's log.")
         return dict(replies[0].response[0])
+
+    @contextlib.asynccontextmanager
+    async def profiled(self, folder: Path) -> AsyncIterator[None]:
+        """Meanwhile the scheduler is profiled by torch; at the end it writes its trace into ``folder``."""
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        from sglang_ext.launch import tokenizer_manager
+
+        manager = tokenizer_manager()
+        wanted = ProfileReq(output_dir=str(folder), activities=["CPU", "GPU"], with_stack=False, record_shapes=False)
+        await manager.start_profile(wanted)
+        try:
+            yield
+        finally:
+            await manager.stop_profile()
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         """One SGLang request. A task of its own reads its stream to the end, so that an abort never leaves a request behind there."""

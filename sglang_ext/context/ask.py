@@ -1,63 +1,146 @@
-"""What questions attend to in their composed contexts: a pass of the questions alone that writes no KV."""
+"""What questions attend to in their composed contexts: a pass of the questions alone.
+
+A question whose slots are in the step already writes its K and V there, where its extend writes them again over the repaired context; so
+the pass is the recompute pass with the question's tokens as its rows, by CUDA graph where that fits. A question that comes in chunks
+has not got all of its slots yet, and is kept beside the pool.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from sglang_ext.analysis.passes import Kv, LayerState, Text, run
+from sglang_ext.context.gather import upload
+from sglang_ext.context.recompute import RecomputeJob, recompute
+
+if TYPE_CHECKING:
+    from sglang_ext.context.graphs import RecomputeGraphs
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
     """``ids`` int64 [q] at positions from ``start`` on; ``kept`` int64 [S] or [layers, S] and ``slots`` int64 [S]: its composed context.
-    Documents begin at position ``first``. On the model's device."""
+    Documents begin at position ``first``. ``own`` int64 [q]: the question's slots, where it has all of them. On the model's device."""
 
     ids: torch.Tensor
     start: int
     first: int
     kept: torch.Tensor
     slots: torch.Tensor
+    own: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.start + torch.arange(len(self.ids), device=self.ids.device)
+
+    def job(self) -> RecomputeJob | None:
+        """The question as rows over its context and itself, the same in every layer."""
+        if self.own is None:
+            return None
+        seen = len(self.slots) + 1 + torch.arange(len(self.ids), device=self.ids.device)
+        return RecomputeJob(
+            ids=self.ids,
+            positions=self.positions,
+            slots=torch.cat((self.slots, self.own)),
+            seen=seen[None],
+            targets=self.own[None],
+            alone=None,
+            recomputed=0,
+        )
 
 
-def attention(model_runner: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
+class LastQueries:
+    """Keeps, of the upper half of the layers, the queries of some rows of a pass, [rows, heads, head_dim] each, and their scale."""
+
+    def __init__(self, layers: int, rows: torch.Tensor) -> None:
+        """``rows``: int64, read while the pass runs."""
+        self.lowest = layers // 2
+        self.queries: list[tuple[torch.Tensor, float]] = []
+        self._rows = rows
+
+    def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
+        """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same memory each time."""
+        at = layer - self.lowest
+        if at == len(self.queries):
+            self.queries.append((q.index_select(0, self._rows), scaling))
+        elif at >= 0:
+            torch.index_select(q, 0, self._rows, out=self.queries[at][0])
+
+
+def attention(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None = None) -> list[torch.Tensor]:
     """f32 [start - first] on the CPU for each question: how much its last token attends to each document token.
 
     Summed over the upper half of the layers is the largest probability of any head; a token that a layer does not keep has none there.
     """
-    pool, group = model_runner.token_to_kv_pool, model_runner.tp_group
-    upper = range(pool.layer_num // 2, pool.layer_num)
+    group, layers = model_runner.tp_group, model_runner.token_to_kv_pool.layer_num
+    placed = [question for question in questions if question.own is not None]
+    found = dict(zip(placed, _in_place(model_runner, placed, graphs), strict=True))
+    beside = [question for question in questions if question.own is None]
+    found |= zip(beside, _beside(model_runner, beside), strict=True)
+    sizes = [len(question.slots) for question in questions]
+    largest = torch.cat([torch.stack(found[question]) for question in questions], dim=1)
+    if group is not None and group.world_size > 1:  # every rank has some of the heads; all must choose the same
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+    parts = [_by_token(question, own, layers // 2) for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)]
+    whole = torch.cat(parts).cpu()  # the choice is made on the host: the one time that a step waits for the device
+    return list(whole.split([len(part) for part in parts]))
+
+
+def _in_place(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None) -> list[list[torch.Tensor]]:
+    """By question and upper layer, f32 [S]; for questions that have their slots."""
+    jobs = [job for question in questions if (job := question.job()) is not None]
+    if not jobs:
+        return []
+    pool = model_runner.token_to_kv_pool
+    ends = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64)
+    last = LastQueries(pool.layer_num, upload(ends - 1, jobs[0].ids.device))
+    if recompute(model_runner, jobs, graphs, last) and graphs is not None:
+        last = graphs.last
+    return [
+        [
+            _largest(q[number], pool.get_key_buffer(last.lowest + at)[job.slots], scaling)[: len(question.slots)]
+            for at, (q, scaling) in enumerate(last.queries)
+        ]
+        for number, (question, job) in enumerate(zip(questions, jobs, strict=True))
+    ]
+
+
+def _beside(model_runner: Any, questions: Sequence[Question]) -> list[list[torch.Tensor]]:
+    """As `_in_place`, for questions without slots of their own."""
+    found: list[list[torch.Tensor]] = [[] for _ in questions]
+    if not questions:
+        return found
+    pool = model_runner.token_to_kv_pool
+    lowest = pool.layer_num // 2
 
     def context(question: Question, layer: int) -> Kv:
         return pool.get_key_buffer(layer)[question.slots], pool.get_value_buffer(layer)[question.slots]
 
-    texts = [
-        Text(question.ids, question.start + torch.arange(len(question.ids), device=question.ids.device), partial(context, question))
-        for question in questions
-    ]
-    found: list[list[torch.Tensor]] = [[] for _ in questions]  # by upper layer, [S]
+    texts = [Text(question.ids, question.positions, partial(context, question)) for question in questions]
 
     def observe(layer: int, states: Sequence[LayerState]) -> None:
-        if layer not in upper:
+        if layer < lowest:
             return
         for own, question, state in zip(found, questions, states, strict=True):
-            keys = torch.cat((pool.get_key_buffer(layer)[question.slots].to(state.k.dtype), state.k)).float()
-            last = state.q[-1].float().unflatten(0, (keys.shape[1], -1))  # [kv_heads, group, head_dim]
-            weights = (torch.einsum("hgd,shd->hgs", last, keys) * state.scaling).softmax(-1)
-            own.append(weights[..., : len(question.slots)].amax((0, 1)))
+            keys = torch.cat((pool.get_key_buffer(layer)[question.slots].to(state.k.dtype), state.k))
+            own.append(_largest(state.q[-1], keys, state.scaling)[: len(question.slots)])
 
     run(model_runner, texts, observe)
-    sizes = [len(question.slots) for question in questions]
-    largest = torch.cat([torch.stack(own) for own in found], dim=1)
-    if group is not None and group.world_size > 1:  # every rank has some of the heads; all must choose the same
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
-    parts = [_by_token(question, own, upper.start) for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)]
-    whole = torch.cat(parts).cpu()  # the choice is made on the host: the one time that a step waits for the device
-    return list(whole.split([len(part) for part in parts]))
+    return found
+
+
+def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The largest probability that a head of q [heads, head_dim] gives each of the keys [n, kv_heads, head_dim], f32 [n]."""
+    grouped = q.float().unflatten(0, (keys.shape[1], -1))  # [kv_heads, group, head_dim]
+    weights = (torch.einsum("hgd,shd->hgs", grouped, keys.float()) * scaling).softmax(-1)
+    return weights.amax((0, 1))
 
 
 def _by_token(question: Question, largest: torch.Tensor, lowest: int) -> torch.Tensor:

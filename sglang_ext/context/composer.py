@@ -57,6 +57,7 @@ class ComposedContext:
     clock: StageClock | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by the tier that they came from
     recomputed: int = 0
+    by_graph: bool = False  # they were computed by a CUDA graph
     waiting_since: float | None = None
     below_device: bool = False  # take documents from host or disk even where the device has them
     load_ms: float = 0.0
@@ -123,38 +124,44 @@ class Composer:
         """How many CUDA graphs of the recompute pass there are."""
         return 0 if self._graphs is None else len(self._graphs)
 
-    def fill(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> StageClock:
-        """Write the kept KV of each context into its slots int64 [S], recompute, and note in the contexts what was done and when."""
+    def fill(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> StageClock:
+        """Write the kept KV of each context into its slots, recompute, and note in the contexts what was done and when.
+
+        ``rows``: int64, a context's S slots and behind them those that its question has by now.
+        """
+        slots = [row[: context.slots] for context, row in zip(contexts, rows, strict=True)]
         clock = StageClock(self._device)
         self.gather([filling_of(context, target) for context, target in zip(contexts, slots, strict=True)])
         clock.mark("compose")
-        self._ask(contexts, slots)
+        self._ask(contexts, rows)
         clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
-        recompute(self._runner, [job for job in jobs if job is not None], self._graphs)
+        by_graph = recompute(self._runner, [job for job in jobs if job is not None], self._graphs)
         clock.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
             context.recomputed = 0 if job is None else job.recomputed
+            context.by_graph = by_graph and job is not None
             context.by_tier = tokens_by_tier(context)
             context.clock = clock
         return clock
 
-    def _ask(self, contexts: Sequence[ComposedContext], slots: Sequence[torch.Tensor]) -> None:
+    def _ask(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> None:
         """For rules that choose by what the question attends to: one pass of all questions over their composed contexts."""
-        asking = [(context, target) for context, target in zip(contexts, slots, strict=True) if context.selection.asks]
+        asking = [(context, row) for context, row in zip(contexts, rows, strict=True) if context.selection.asks]
         if not asking:
             return
-        found = attention(self._runner, [self._question(context, target) for context, target in asking])
+        found = attention(self._runner, [self._question(context, row) for context, row in asking], self._graphs)
         for (context, _), looked_at in zip(asking, found, strict=True):
             chosen = context.draft.recomputed(context.selection.kept, context.in_order, looked_at)
             context.decided = replace(context.selection, recomputed=chosen, asks=False)
 
-    def _question(self, context: ComposedContext, target: torch.Tensor) -> Question:
+    def _question(self, context: ComposedContext, row: torch.Tensor) -> Question:
         start = context.plan.question_start
         ids = upload(np.array(context.ids[start:], dtype=np.int64), self._device)
         kept = upload(context.selection.kept.numpy(), self._device)
-        return Question(ids, start, context.plan.spans[0].end, kept, target)
+        own = row[context.slots : context.slots + len(ids)]
+        return Question(ids, start, context.plan.spans[0].end, kept, row[: context.slots], own if len(own) == len(ids) else None)
 
     def _job(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
         selection = context.selection
@@ -203,6 +210,7 @@ def report_of(context: ComposedContext) -> ContextReport:
         query_ms=context.query_ms,
         select_ms=context.select_ms,
         ask_ms=stages.get("ask", 0.0),
+        recompute_graph=context.by_graph,
     )
 
 

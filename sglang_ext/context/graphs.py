@@ -38,6 +38,7 @@ class StaticRows:
         self._seen, self._targets = zeros(max_rows, torch.int32), zeros(max_rows, torch.int64)
         self._slots = zeros(max_slots, torch.int64)
         self._slot_start, self._row_start = zeros(REQUESTS, torch.int32), zeros(REQUESTS + 1, torch.int32)
+        self.last = zeros(REQUESTS, torch.int64)  # each job's last row; 0 where there is none
 
     def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
         """Whether the jobs are few and small enough, and the same in every layer."""
@@ -59,6 +60,8 @@ class StaticRows:
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             target[: len(joined)].copy_(joined)
             target[len(joined) : size].fill_(padding)
+        last_rows = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64) - 1
+        self.last[: len(jobs)].copy_(upload(last_rows, self._device), non_blocking=True)
         slots = torch.cat([job.slots for job in jobs])
         self._slots[: len(slots)].copy_(slots)
         for starts, counts in ((self._slot_start, [len(job.slots) for job in jobs]), (self._row_start, [len(job.ids) for job in jobs])):
@@ -87,21 +90,23 @@ class RecomputeGraphs:
     def __init__(self, model_runner: Any) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture
 
+        from sglang_ext.context.ask import LastQueries
         from sglang_ext.context.recompute import run_layers
 
         keys = model_runner.token_to_kv_pool.get_key_buffer(0)
         self._static = StaticRows(SIZES[-1], len(keys), keys.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.last = LastQueries(model_runner.token_to_kv_pool.layer_num, self._static.last)
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:
             for size in reversed(SIZES):
                 ids, positions, rows = static.ids[:size], static.positions[:size], static.rows(size)
                 for _ in range(2):  # compiles kernels and lets libraries choose theirs
-                    run_layers(model_runner, rows, ids, positions)
+                    run_layers(model_runner, rows, ids, positions, watch=self.last)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=capture.stream, capture_error_mode="thread_local"):
-                    run_layers(model_runner, rows, ids, positions)
+                    run_layers(model_runner, rows, ids, positions, watch=self.last)
                 self._graphs[size] = graph
         torch.cuda.synchronize()
 

@@ -6,7 +6,7 @@ sorted by position, so that is a prefix length per row and layer. All requests o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ from sglang_ext.context.rows import Rows
 
 if TYPE_CHECKING:
     from sglang_ext.context.graphs import RecomputeGraphs
+
+Watch = Callable[[int, torch.Tensor, float], None]
+"""Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of their scores."""
 
 
 @dataclass(slots=True)
@@ -95,8 +98,9 @@ class RecomputeJob:
 class _Pass:
     """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the composed slots itself."""
 
-    def __init__(self, model_runner: Any, rows: Rows, jobs: Sequence[RecomputeJob] = ()) -> None:
+    def __init__(self, model_runner: Any, rows: Rows, jobs: Sequence[RecomputeJob] = (), watch: Watch | None = None) -> None:
         """``jobs``: those of the rows, where some have rows to choose."""
+        self._watch = watch
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._tp_group = model_runner.tp_group
@@ -110,6 +114,8 @@ class _Pass:
         number = layer.layer_id
         keys, values = self.token_to_kv_pool.get_key_buffer(number), self.token_to_kv_pool.get_value_buffer(number)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self._watch is not None:
+            self._watch(number, q, layer.scaling)
         if number != 1 or not self._chooses:
             return self._rows.step(number, q, k, v, keys, values, layer.scaling).flatten(1)
         self.going_on = rows = self._choose(v, values)
@@ -140,20 +146,31 @@ class _Pass:
 
 
 @torch.no_grad()
-def recompute(model_runner: Any, jobs: Sequence[RecomputeJob], graphs: RecomputeGraphs | None = None) -> None:
-    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV."""
-    if not jobs or (graphs is not None and graphs.replay(jobs)):
-        return
+def recompute(model_runner: Any, jobs: Sequence[RecomputeJob], graphs: RecomputeGraphs | None = None, watch: Watch | None = None) -> bool:
+    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Whether a CUDA graph did it: ``watch``
+    is not called then, `RecomputeGraphs.last` has the jobs' last queries."""
+    if not jobs:
+        return False
+    if graphs is not None and graphs.replay(jobs):
+        return True
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
-    run_layers(model_runner, Rows.of(jobs), ids, positions, jobs)
+    run_layers(model_runner, Rows.of(jobs), ids, positions, jobs, watch)
+    return False
 
 
-def run_layers(model_runner: Any, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, jobs: Sequence[RecomputeJob] = ()) -> None:
+def run_layers(
+    model_runner: Any,
+    rows: Rows,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    jobs: Sequence[RecomputeJob] = (),
+    watch: Watch | None = None,
+) -> None:
     """Tokens ``ids`` at ``positions``, int64 [rows] each, through all layers; ``jobs`` where some have rows to choose."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     model = model_runner.model
-    backend: Any = _Pass(model_runner, rows, jobs)
+    backend: Any = _Pass(model_runner, rows, jobs, watch)
     batch = forward_batch(ids, positions)
     hidden, residual = model.model.embed_tokens(ids), None
     with forward_context(ForwardContext(attn_backend=backend)):

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.protocol import ContextPlan
 
+Ints = npt.NDArray[np.int64]
 DEFAULT_SHARE = 0.15
 POWER = 1.0  # of the question's attention in a sentence's score; README.md has the measurements behind this and OPENING
 OPENING = 0.25  # of the attention to a document's tokens that its first sentence counts with
@@ -55,9 +59,10 @@ class Kept:
 
     def weight(self) -> torch.Tensor:
         """f32 [document tokens]: the share of the layers that keep each."""
-        rows = self.kept if self.kept.dim() == 2 else self.kept[None]
+        rows = np.atleast_2d(self.kept.numpy())
         inside = rows[rows >= self.first] - self.first
-        return torch.bincount(inside, minlength=self.plan.question_start - self.first).float() / len(rows)
+        counts = np.bincount(inside, minlength=self.plan.question_start - self.first)
+        return torch.from_numpy(counts.astype(np.float32) / np.float32(len(rows)))
 
     def best(self, score: torch.Tensor, share: float) -> torch.Tensor:
         """Positions, ascending, of the share of the kept document tokens with the highest ``score`` [document tokens] times weight."""
@@ -69,10 +74,10 @@ class Kept:
 
     def without_choice(self, share: float) -> torch.Tensor | None:
         """What every score would choose: nothing where no document token is kept, all where ``share`` covers all; else None."""
-        weight = self.weight()
-        candidates = weight.nonzero()[:, 0]
+        weight = self.weight().numpy()
+        candidates = np.flatnonzero(weight)
         covered = share_of(share, round(float(weight.sum()))) >= len(candidates)
-        return self.first + candidates if covered else None
+        return torch.from_numpy(self.first + candidates) if covered else None
 
     def among(self, positions: torch.Tensor) -> torch.Tensor:
         """Those of the positions that some layer keeps."""
@@ -83,6 +88,7 @@ Chooser = Callable[[Kept, Rule], torch.Tensor]
 _rules: dict[str, Chooser] = {}
 _ANALYSED: set[str] = set()
 _ASKING: set[str] = set()
+_outliers_of: WeakKeyDictionary[Analysis, tuple[Ints, Ints]] = WeakKeyDictionary()
 _SINKS = 3  # first tokens of a document, where models park attention
 
 
@@ -161,39 +167,52 @@ def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
     "Part 2", "It" link what the document holds to another one. Sentences are taken by score until the share is spent, equal ones in the
     order of the text; the last one is cut. Where the question attends to nothing that is kept, sensitivity alone decides.
     """
-    weight = kept.weight()
+    weight = kept.weight().numpy()
     live = weight > 0
-    lengths = torch.tensor([analysis.n_tokens for analysis in kept.analyses])
-    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    start = lengths.cumsum(0) - lengths
-    sentence = torch.cat([analysis.begins for analysis in kept.analyses]).long().cumsum(0) - 1
-    count = int(sentence[-1]) + 1
-    attention = torch.zeros_like(weight) if kept.attention is None else kept.attention * live
-    attention = attention.masked_fill(torch.arange(len(weight)) - start[document] < _SINKS, 0.0)
-    looked_at = torch.zeros(count).scatter_reduce(0, sentence, attention, "amax")
-    linked = OPENING * torch.zeros(len(lengths)).scatter_reduce(0, document, attention, "amax")
-    looked_at[sentence[start]] = looked_at[sentence[start]].maximum(linked)
-    sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]) * weight
-    mean = torch.zeros(count).index_add(0, sentence, sensitivity) / torch.zeros(count).index_add(0, sentence, live.float()).clamp(min=1)
-    score = mean * (looked_at**POWER if bool((looked_at > 0).any()) else 1.0)
-    candidates = live.nonzero()[:, 0]
-    order = score[sentence[candidates]].argsort(dim=0, descending=True, stable=True)
-    taken = order[: share_of(wanted.share, round(float(weight.sum())))]
-    return kept.first + candidates[taken].sort().values
+    lengths = np.array([analysis.n_tokens for analysis in kept.analyses])
+    start = np.cumsum(lengths) - lengths  # of documents
+    begin = np.flatnonzero(torch.cat([analysis.begins for analysis in kept.analyses]).numpy())  # of sentences
+    attention = np.zeros_like(weight) if kept.attention is None else kept.attention.numpy() * live
+    for sink in range(_SINKS):
+        attention[start[sink < lengths] + sink] = 0.0
+    looked_at = np.maximum.reduceat(attention, begin)
+    opening = np.searchsorted(begin, start)
+    looked_at[opening] = np.maximum(looked_at[opening], OPENING * np.maximum.reduceat(attention, start))
+    sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]).numpy() * weight
+    held = np.add.reduceat(live, begin, dtype=np.int64)
+    score = np.add.reduceat(sensitivity, begin) / np.maximum(held, 1)
+    if (looked_at > 0).any():
+        score *= looked_at**POWER
+    order = np.argsort(-score, kind="stable")
+    quota = np.zeros_like(held)
+    before = np.cumsum(held[order]) - held[order]
+    quota[order] = np.clip(share_of(wanted.share, round(float(weight.sum()))) - before, 0, held[order])
+    sentence = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(live)))
+    nth = np.cumsum(live) - 1
+    nth -= (np.cumsum(held) - held)[sentence]  # of the sentence's kept tokens
+    return torch.from_numpy(kept.first + np.flatnonzero(live & (nth < quota[sentence])))
 
 
 @rule("outliers", analysed=True)
 def _outliers(kept: Kept, wanted: Rule) -> torch.Tensor:
     """SamKV, section 3.3: initial and local blocks, and the outlier tokens of a layer's static analysis that the layer keeps."""
     n = kept.plan.question_start - kept.first
-    rows = kept.kept if kept.kept.dim() == 2 else kept.kept[None]
-    chosen = torch.zeros(n, dtype=torch.bool)
-    flagged = torch.cat([analysis.outliers() for analysis in kept.analyses], dim=1)
-    mask = torch.zeros(len(rows), n + 1, dtype=torch.bool)  # the last column takes the system text
-    mask.scatter_(1, torch.where(rows >= kept.first, rows - kept.first, n), True)
-    chosen |= (flagged & mask[:, :n]).any(0)
+    held = np.zeros((len(kept.kept) if kept.kept.dim() == 2 else 1, n), dtype=bool)
+    for row, positions in zip(held, np.atleast_2d(kept.kept.numpy()), strict=True):
+        row[positions[positions >= kept.first] - kept.first] = True
+    chosen = np.zeros(n, dtype=bool)
     for span, analysis in zip(kept.plan.spans[1:], kept.analyses, strict=True):
-        start, blocks = span.start - kept.first, analysis.blocks
-        chosen[start : start + min(kept.initial_blocks * analysis.block, analysis.n_tokens)] = True
-        chosen[start + max(0, blocks - analysis.local_blocks) * analysis.block : start + analysis.n_tokens] = True
-    return kept.among(kept.first + chosen.nonzero()[:, 0])
+        own, part = chosen[span.start - kept.first : span.end - kept.first], held[:, span.start - kept.first : span.end - kept.first]
+        layer, token = _flagged(analysis)
+        own[token[part[layer if len(held) > 1 else 0, token]]] = True
+        own[: kept.initial_blocks * analysis.block] = True
+        own[max(0, analysis.blocks - analysis.local_blocks) * analysis.block :] = True
+    return torch.from_numpy(kept.first + np.flatnonzero(chosen & held.any(0)))
+
+
+def _flagged(analysis: Analysis) -> tuple[Ints, Ints]:
+    """Layers and tokens of an analysis' outliers; found once, because they never change."""
+    if analysis not in _outliers_of:
+        layer, token = analysis.outliers().numpy().nonzero()
+        _outliers_of[analysis] = layer, token
+    return _outliers_of[analysis]

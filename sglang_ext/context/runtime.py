@@ -290,7 +290,7 @@ class ContextRuntime:
         if not new or self._composer is None:
             return
         table = self.tree.req_to_token_pool.req_to_token
-        slots = [table[r.req_pool_idx, : r.ragserve.slots].to(torch.int64) for r in new]
+        slots = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
         self._clock = self._composer.fill(contexts, slots)
         self._hold(contexts)

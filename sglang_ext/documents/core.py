@@ -38,6 +38,7 @@ class Tiers:
         self.counts: Counter[str] = Counter()  # hits_device, hits_host, hits_disk, misses, dropped_writes
         self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk
         self.writing: set[str] = set()  # not to be found by path: neither finished nor, when removed meanwhile, ever to be
+        self.closed = False
         self._stopping = False
         self._trashed = self._swept = 0  # removals of whole namespaces, and how many of them have given their space back
         self._host_evictions = 0
@@ -168,6 +169,23 @@ class Tiers:
         except OSError as error:
             self.faults("io", f"reading the record of document {key}: {error}")
         return None
+
+
+class Locked:
+    """``with`` the lock held and the store open. RuntimeError where it was closed."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def __enter__(self) -> Tiers:
+        self._tiers.lock.acquire()
+        if self._tiers.closed:
+            self._tiers.lock.release()
+            raise RuntimeError("the document store is closed")
+        return self._tiers
+
+    def __exit__(self, *exc: object) -> None:
+        self._tiers.lock.release()
 
 
 def _batches(found: list[Found]) -> Iterator[list[Found]]:

@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.documents import report
 from sglang_ext.documents.adapter import BackendTier, by_pool_index
-from sglang_ext.documents.core import Tiers
+from sglang_ext.documents.core import Locked, Tiers
 from sglang_ext.documents.disk import Faults, FileTier, open_disk
 from sglang_ext.documents.files import Found
 from sglang_ext.documents.host import HostEntry, HostTier, fill_pages
@@ -77,7 +77,6 @@ class TierStore:
         self._writes = WriteBack(self._tiers, queue_bytes=disk.queue_bytes if disk is not None else 0)
         self._promoter = Promoter(self._tiers)
         self._summaries = Summaries(self._tiers)
-        self._closed = False
         if self._tiers.io is not None:
             self._tiers.io.write(self._tiers.scan)  # the first write job: what comes after it knows what is there
 
@@ -403,9 +402,9 @@ class TierStore:
         """Stop; what is not on disk yet (see ``flush``) is lost. Idempotent. Tickets that were not done end with reason `closed`."""
         tiers = self._tiers
         with tiers.lock:
-            if self._closed:
+            if tiers.closed:
                 return
-            self._closed = True
+            tiers.closed = True
             tiers.stop()
         if tiers.io is not None:
             tiers.io.close()
@@ -419,12 +418,12 @@ class TierStore:
 
     # helpers
 
-    def _open(self) -> _Locked:
-        return _Locked(self._tiers, self)
+    def _open(self) -> Locked:
+        return Locked(self._tiers)
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._tiers.closed
 
     def _keys(self, tiers: Tiers, namespace: str | None) -> set[str]:
         keys = {key for key, entry in tiers.host.entries.items() if namespace in (None, entry.namespace)}
@@ -442,21 +441,3 @@ class TierStore:
                 raise ValueError(f"{name} is {value.dtype} {list(value.shape)}, expected {shape.dtype} {list(expected)}")
         if meta.fingerprint != self.fingerprint:
             raise ValueError(f"document {meta.key} was computed by another model ({meta.fingerprint}, this store is of {self.fingerprint})")
-
-
-class _Locked:
-    """``with`` the store's lock held and the store open."""
-
-    def __init__(self, tiers: Tiers, store: TierStore) -> None:
-        self._tiers = tiers
-        self._store = store
-
-    def __enter__(self) -> Tiers:
-        self._tiers.lock.acquire()
-        if self._store.closed:
-            self._tiers.lock.release()
-            raise RuntimeError("the document store is closed")
-        return self._tiers
-
-    def __exit__(self, *exc: object) -> None:
-        self._tiers.lock.release()

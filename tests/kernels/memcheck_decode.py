@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import test_page_select as ps
+import test_page_stats as st
 import test_progressive_decode as pd
 import test_quantize_kv as qk
 import test_sparse_decode as sd
@@ -33,6 +34,9 @@ def main() -> None:
     ps.test_best_blocks(device, None, 1, "center")
     ps.test_more_blocks_than_registers_hold(device, 17000)
     print("page_select done", flush=True)
+    for dtype, page_size, logical in ((torch.bfloat16, 64, 16), (torch.float32, 128, 1)):
+        st.test_against_the_keys(device, dtype, page_size, logical)
+    print("page_stats done", flush=True)
     pd.test_stops_where_the_estimate_passes(device, 8.0, "round", 0.95)
     pd.test_layouts(device, 1, 16, 128, torch.bfloat16)
     pd.test_quantised(device, 4)

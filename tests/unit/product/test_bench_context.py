@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import context, in_process
+from ragserve.bench import auto, context, in_process, trace
 from ragserve.bench.context import Case
+from ragserve.bench.context_rows import Measured
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.caching import Whereabouts
 from ragserve.errors import EngineError
-from sglang_ext.protocol import ContextReport
+from sglang_ext.protocol import ContextReport, Span
 
 
 class Engine:
@@ -40,48 +42,51 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         exact = request.strategy in ("full", "prefix")
         self.asked.append((request.strategy, "" if exact else self.tier))
-        report = None if exact else ContextReport(request.strategy, 64, 64, 3, {self.tier: 64}, 1.0, 2.0, 3.0, 4.0)
+        report = None if exact else ContextReport(request.strategy, 64, 64, 3, {self.tier: 64}, 1.0, 2.0, 3.0, 4.0, recompute_graph=True)
         yield GenerateChunk("", EngineUsage(), EngineTimings(queue_ms=5.0), None, report)
         yield GenerateChunk("", EngineUsage(), EngineTimings(), "length", report)
 
 
 CASES = (
-    Case("all", "full", early=True),
-    Case("some", "concat", {"keep": 0.5}, ("device", "disk"), early=True, every_size=True),
-    Case("more", "epic", {}, ("device", "host")),
+    Case("all", "full", every_size=False),
+    Case("some", "concat", {"keep": 0.5}, ("device", "disk")),
+    Case("more", "epic", {}, ("device", "host"), every_size=False),
 )
 
 
-def rows(engine: Engine, full_ms: dict[int, float], *, first_size: bool = True) -> list[dict[str, Any]]:
+def rows(engine: Engine, full_ms: dict[int, float], cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
     async def collect() -> list[dict[str, Any]]:
-        parts = context._order(CASES, first_size=first_size)
-        return [row for part in parts async for row in context._rows(engine, 64, 16, part, full_ms, 2)]
+        return [row async for row in context._rows(engine, 64, 16, cases, full_ms, 2)]
 
     return asyncio.run(collect())
 
 
-def test_what_matters_most_is_measured_first_and_the_disk_last_after_warm_ups() -> None:
+def test_strategies_take_turns_and_start_in_turn_and_each_tier_comes_below_the_one_before() -> None:
     engine, full_ms = Engine(), {}
     found = rows(engine, full_ms)
-    wanted = [("full", ""), ("concat", "device"), ("epic", "device"), ("epic", "host"), ("concat", "disk")]
-    assert engine.asked == [each for each in wanted for _ in range(context.WARM_UPS + 2)]
-    assert [(row["strategy"], row["tier"]) for row in found[1:]] == [
-        ("some", "device"),
-        ("more", "device"),
-        ("more", "host"),
-        ("some", "disk"),
+    first = [("full", ""), ("concat", "device"), ("epic", "device")]
+    rounds = [first[by:] + first[:by] for by in (0, 1, 2, 0)]  # two to warm up, two that count
+    assert engine.asked[:12] == [each for round_ in rounds for each in round_]
+    assert engine.asked[12:] == [("epic", "host")] * 4 + [("concat", "disk")] * 4
+    assert [(row["strategy"], row["tier"], row["runs"]) for row in found] == [
+        ("all", None, 2),
+        ("some", "device", 2),
+        ("more", "device", 2),
+        ("more", "host", 2),
+        ("some", "disk", 2),
     ]
     assert set(full_ms) == {64}
     for row in found[1:]:
         assert (row["kept"], row["recomputed"], row["compose ms"], row["load ms"], row["extend ms"]) == (64, 3, 1.0, 2.0, 4.0)
+        assert row["recompute graph"] is True
         assert row["queue ms"] == 3.0, "what the load took is not counted twice"
         assert row["other ms"] == pytest.approx(row["ttft ms"] - 1.0 - 2.0 - 3.0 - 4.0 - 3.0, abs=0.2)
         assert row["fastest ms"] <= row["ttft ms"] <= row["slowest ms"]
 
 
-def test_further_sizes_of_documents_have_fewer_cases() -> None:
-    found = rows(Engine(), {64: 100.0}, first_size=False)
-    assert [(row["strategy"], row["tier"]) for row in found] == [("some", "device")]
+def test_slow_cases_run_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "SLOW", ((-1.0, (1, 1)),))
+    assert [row["runs"] for row in rows(Engine(), {})] == [1] * 5
 
 
 def test_documents_from_another_tier_are_an_error_of_their_case_only() -> None:
@@ -92,14 +97,88 @@ def test_documents_from_another_tier_are_an_error_of_their_case_only() -> None:
     assert "should have come from disk" in errors["some", "disk"]
 
 
-def test_a_failed_case_ends_the_benchmark_in_failure_after_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    engine = Engine(sticky=True)
+def measure(engine: Engine, monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> dict[str, Any]:
     engine.info = SimpleNamespace(device="cpu", attention_backend="none")
     monkeypatch.setattr(context, "run_once", lambda settings, work: asyncio.run(work(engine)))
+    context.run(out, lengths=(64,), cases=CASES, repeats=1, **options)
+    return json.loads((out / "context-embedded.json").read_text())
+
+
+def test_a_failed_case_ends_the_benchmark_in_failure_after_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"2 cases failed.*should have come from host"):
-        context.run(tmp_path, lengths=(64,), document_tokens=(16,), cases=CASES, repeats=1)
+        measure(Engine(sticky=True), monkeypatch, tmp_path, document_tokens=(16,))
     assert len(json.loads((tmp_path / "context-embedded.json").read_text())["rows"]) == 5
+
+
+def test_further_sizes_of_documents_have_fewer_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = measure(Engine(), monkeypatch, tmp_path, document_tokens=(16, 32))["rows"]
+    assert [(row["strategy"], row["tier"]) for row in found if row["document tokens"] == 32] == [("some", "device"), ("some", "disk")]
+
+
+def test_earlier_rows_stay_unless_they_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = {"context tokens": 64, "document tokens": 16}
+    earlier = [place | {"strategy": "all", "tier": None, "ttft ms": -1}, place | {"strategy": "gone", "tier": "host", "ttft ms": -2}]
+    (tmp_path / "earlier.json").write_text(json.dumps({"rows": earlier}))
+    found = measure(Engine(), monkeypatch, tmp_path, document_tokens=(16,), merge=tmp_path / "earlier.json")["rows"]
+    assert earlier[1] in found
+    (again,) = [row for row in found if row["strategy"] == "all"]
+    assert again["ttft ms"] >= 0
+    assert len(found) == 6
+
+
+def test_a_trace_in_figures() -> None:
+    def event(cat: str, name: str, start: float, ms: float, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": start * 1e3, "dur": ms * 1e3, "args": args}
+
+    found = trace.summary(
+        [
+            event("kernel", "gemm", 0, 2),
+            event("kernel", "gemm", 1, 2),  # on another stream at the same time
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 5, 1, bytes=2**20),
+            event("cuda_runtime", "cudaLaunchKernel", 0, 0.5),
+            event("cuda_driver", "cuGraphLaunch", 0, 0.5),
+            event("cuda_runtime", "cudaStreamSynchronize", 3, 1),
+            event("cpu_op", "aten::mm", 0, 1),
+            {"ph": "M", "name": "process_name"},
+        ]
+    )
+    assert (found["device span ms"], found["device busy ms"], found["kernels"]) == (6.0, 4.0, 2)
+    assert (found["launches"], found["graphs"], found["waits"]) == (2, 1, {"cudaStreamSynchronize": [1, 1.0]})
+    assert found["copies, MiB, ms"] == {"Memcpy HtoD (Pinned -> Device)": [1, 1.0, 1.0]}
+    assert found["kernels by time"] == {"gemm": [2, 4.0]}
 
 
 def test_bytes_per_token_of_a_shape() -> None:
     assert in_process.kv_bytes_per_token("llama-3.1-8b") == 128 * 1024
+
+
+class Caching(Engine):
+    """All documents on one tier, nothing in the prefix cache."""
+
+    async def where(self, namespace: str, documents: list[list[int]]) -> Whereabouts:
+        some = tuple(True for _ in documents)
+        return Whereabouts(some, some, ("disk",) * len(documents), "disk", None, 0, 0, 16, 1, {})
+
+    async def prefix(self, namespace: str, input_ids: list[int]) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("composed_ms", "chosen"), [(20.0, "samkv"), (99.0, "prefix")])
+def test_auto_chooses_by_what_the_run_measured(composed_ms: float, chosen: str) -> None:
+    measured = Measured(None, {})
+    for length in (64, 640):
+        place = {"context tokens": length, "document tokens": 16}
+        measured.add(place | {"strategy": "full", "tier": None, "ttft ms": 100.0 * length / 64})
+        measured.add(place | {"strategy": "prefix, question new", "tier": None, "ttft ms": 5.0})
+        measured.add(place | {"strategy": "some", "tier": "device", "ttft ms": composed_ms * length / 64})
+        measured.add(place | {"strategy": "other", "tier": "device", "ttft ms": 1.0})
+    samples = measured.samples({"some": "samkv:keep=0.15"}, 32, 32)
+    assert {(sample.tokens, sample.cached) for sample in samples if not sample.strategy} == {(128, 0), (128, 96), (704, 0), (704, 672)}
+    assert [(sample.strategy, sample.tokens) for sample in samples if sample.strategy] == [
+        ("samkv:keep=0.15", 96),
+        ("samkv:keep=0.15", 672),
+    ]
+    engine = Caching()
+    engine.info = SimpleNamespace(device="cpu", fingerprint="f", strategies=("full", "prefix", "samkv"))
+    request = GenerateRequest("r", [1] * 96, "n", spans=(Span(0, 32), Span(32, 96)))
+    assert asyncio.run(auto.choose(engine, samples, request, [1] * 32)).spec.name == chosen

@@ -1,0 +1,47 @@
+"""Is strategy `auto` ever slower than `full`? It chooses for short contexts with a cost model fitted to what the same run measured."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ragserve.auto import Choice, Chooser
+from ragserve.costs import FILE_NAME, Sample, fit
+from ragserve.engine.base import GenerateRequest
+from ragserve.gate import Entry, Gate
+from ragserve.prompt import Prompt, Segment
+
+
+class _Forced(Gate):
+    """Lets these strategies pass as verified: with random weights there is no quality to verify."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        super().__init__((), "", model="")
+        self._labels = labels
+
+    def entries(self) -> Mapping[str, Entry]:
+        return {label: _Passed({}, "", "", "") for label in self._labels}
+
+
+class _Passed(Entry):
+    @property
+    def verified(self) -> bool:
+        return True
+
+
+async def choose(engine: Any, samples: Sequence[Sample], request: GenerateRequest, question: Sequence[int]) -> Choice:
+    """What `auto` does with a request where it is calibrated by ``samples`` and all strategies in them are verified.
+
+    Raises InvalidRequest where there are too few of exact prefill.
+    """
+    with tempfile.TemporaryDirectory(prefix="ragserve-auto-") as folder:
+        place = Path(folder) / FILE_NAME
+        fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")).save(place, engine.info.fingerprint)
+        chooser = Chooser(engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place)
+        segments = [Segment("document" if number else "system", span.start, span.end) for number, span in enumerate(request.spans)]
+        whole = [*request.input_ids, *question]
+        segments.append(Segment("question", len(request.input_ids), len(whole)))
+        return await chooser.choose(Prompt(whole, tuple(segments), len(request.spans) - 1, 0, 0), request.namespace)
