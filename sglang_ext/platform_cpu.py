@@ -41,3 +41,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        from torch.profiler import ProfilerActivity
+
+        return ProfilerActivity.CPU

@@ -154,7 +154,8 @@ class LocalEngine:
         from sglang_ext.launch import tokenizer_manager
 
         manager = tokenizer_manager()
-        wanted = ProfileReq(output_dir=str(folder), activities=["CPU", "GPU"], with_stack=False, record_shapes=False)
+        activities = ["CPU", "GPU"] if self.info.device == "cuda" else ["CPU"]
+        wanted = ProfileReq(output_dir=str(folder), activities=activities, with_stack=False, record_shapes=False)
         await manager.start_profile(wanted)
         try:
             yield

@@ -11,27 +11,33 @@ import torch
 class StageClock:
     """Starts now; ``mark`` ends a stage.
 
-    On CUDA marks are events on the current stream, so a stage's time is that of its work and not of launching it. ``stages`` waits for
-    the last mark: ask when the batch's results are waited for anyway.
+    On CUDA marks are events on the current stream, so a stage's time is that of its work and not of launching it. A stage that ran
+    beside an earlier one on another stream counts with what it took longer. ``stages`` waits for the last mark: ask when the batch's
+    results are waited for anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = [("", self._now())]
 
-    def mark(self, stage: str) -> None:
-        self._marks.append((stage, self._now()))
+    def mark(self, stage: str, stream: Any = None) -> None:
+        """``stream``: the CUDA stream that the stage ends on, if that is not the current one."""
+        self._marks.append((stage, self._now(stream)))
 
     def stages(self) -> dict[str, float]:
         """Milliseconds by stage."""
         if self._cuda:
             self._marks[-1][1].synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return {stage: begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3 for (_, begin), (stage, end) in pairs}
+        start, stages, until = self._marks[0][1], {}, 0.0
+        for stage, mark in self._marks[1:]:
+            ended = start.elapsed_time(mark) if self._cuda else (mark - start) * 1e3
+            stages[stage] = max(0.0, ended - until)
+            until = max(until, ended)
+        return stages
 
-    def _now(self) -> Any:
+    def _now(self, stream: Any = None) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(stream or torch.cuda.current_stream())
         return event

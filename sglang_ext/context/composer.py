@@ -132,7 +132,7 @@ class Composer:
         slots = [row[: context.slots] for context, row in zip(contexts, rows, strict=True)]
         clock = StageClock(self._device)
         self.gather([filling_of(context, target) for context, target in zip(contexts, slots, strict=True)])
-        clock.mark("compose")
+        clock.mark("compose", self.gather.loading)
         self._ask(contexts, rows)
         clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]

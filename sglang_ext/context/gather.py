@@ -9,6 +9,7 @@ what lies in one host page.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,11 @@ import torch
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels import rotate_gather as op
+from sglang_ext.context.loads import LayerLoads
 from sglang_ext.context.rope import Rotation
 
 Ints = npt.NDArray[np.int64]
+_LAYERS_AT_ONCE = 4  # in one launch from host: work on the first ones begins after an eighth of a model of 32
 PADDING_SLOT = 0  # SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not keep
 _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -51,10 +54,17 @@ class Buffers:
 
 
 class Gather:
-    """Copies into the KV pool of one rank, or into buffers like it, on the current stream."""
+    """Copies into the KV pool of one rank, or into buffers like it, on the current stream.
 
-    def __init__(self, pool: Any, rotation: Rotation, host: torch.Tensor, block: int) -> None:
-        """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim], pinned if the pool is on CUDA."""
+    What comes from host into the pool comes layer by layer on a stream of its own where the kernel runs: ``loads`` knows what is still on
+    its way, and whoever asks the pool for a layer's K or V waits for that layer only.
+    """
+
+    def __init__(self, pool: Any, rotation: Rotation, host: torch.Tensor, block: int, layers_at_once: int = _LAYERS_AT_ONCE) -> None:
+        """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim], pinned if the pool is on CUDA.
+
+        ``layers_at_once``: how many layers one launch brings from host.
+        """
         self._pool = pool
         self._rotation = rotation
         self._host = host
@@ -66,6 +76,12 @@ class Gather:
         self._kv: kernels.KVLayers | None = None
         if kernels.use_triton(first) and rotation.neox and first.shape[-1] in kernels.HEAD_DIMS and first.dtype in kernels.FLOAT_DTYPES:
             self._kv = kernels.KVLayers(pool.k_buffer, pool.v_buffer)
+        self._parts: list[tuple[int, kernels.KVLayers]] = []  # of the pool, with their first layers
+        if self._kv is not None:
+            for at in range(0, self._layers, layers_at_once):
+                own = slice(at, at + layers_at_once)
+                self._parts.append((at, kernels.KVLayers(pool.k_buffer[own], pool.v_buffer[own])))
+        self.loads = LayerLoads(pool, self._device) if self._parts and self._device.type == "cuda" else None
 
     def warm(self) -> None:
         """Compile the kernels now instead of while the first request waits. Before any document is there; writes to the padding slot."""
@@ -75,6 +91,17 @@ class Gather:
         self._host[:1].zero_()  # the slot must stay finite: some attention kernels read it and multiply by zero
         for source in (slot, first) if len(self._host) else (slot,):
             self([Filling(first, slot, first, first, [source])])
+        self.finish()
+
+    @property
+    def loading(self) -> torch.cuda.Stream | None:
+        """The stream on which layers are still coming from host, if any are that nobody has waited for."""
+        return self.loads.stream if self.loads else None
+
+    def finish(self) -> None:
+        """What is launched next on the current stream finds all layers filled."""
+        if self.loads:
+            self.loads.finish()
 
     def __call__(self, fillings: Sequence[Filling], into: Buffers | None = None) -> None:
         """Fill the slots of these requests, S of each; ``into`` other buffers than the pool's, whose rows the slots then are."""
@@ -97,7 +124,8 @@ class Gather:
         starts = upload(np.cumsum([0, *lengths[:-1]], dtype=np.int64), self._device)
         taken = _joined(there)
         if self._kv is not None:
-            self._launch(op.DeviceSource(self._kv, taken, starts), rows, shifts, slots, target)
+            source = op.DeviceSource(self._kv, taken, starts)
+            self._gather(source, self._target(target), self._moves(rows), slots, upload(shifts, self._device))
             return
 
         def read(layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,11 +148,12 @@ class Gather:
             numbered.append(np.column_stack((np.arange(at, at + len(row)), row[:, 1] % self._block, row[:, 2:])))
             at += len(row)
         if self._kv is not None:
-            arena, half = self._host.view(-1), self._host[0].numel() // 2
-            base = upload(of_run * (2 * half), self._device)
-            capacity = torch.full_like(base, self._block)
-            source = op.HostSource(arena, arena[half:], base, capacity, self._layers, self._kv.kv_heads, self._kv.head_dim)
-            self._launch(source, numbered, own_shifts, slots, target)
+            first_element = of_run * (2 * (self._host[0].numel() // 2))
+            if target.k is not self._pool.k_buffer:
+                self._load(first_element, numbered, own_shifts, slots, [(0, self._target(target))])
+                return
+            with contextlib.nullcontext() if self.loads is None else self.loads.stream_behind(slots):
+                self._load(first_element, numbered, own_shifts, slots, self._parts, self.loads)
             return
         page_of = torch.from_numpy(of_run)
 
@@ -135,25 +164,45 @@ class Gather:
 
         self._by_torch(read, numbered, own_shifts, slots, target)
 
-    def _launch(
-        self, source: op.DeviceSource | op.HostSource, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor, target: Buffers
+    def _load(
+        self,
+        base: Ints,
+        rows: Sequence[Ints],
+        shifts: Ints,
+        slots: torch.Tensor,
+        parts: Sequence[tuple[int, kernels.KVLayers]],
+        loads: LayerLoads | None = None,
     ) -> None:
-        if self._kv is None:
-            raise RuntimeError("the kernel does not fit this pool")
+        """From host, a launch for each part of the layers. ``base``: a run's page begins at that element of the arena."""
+        arena, half = self._host.view(-1), self._host[0].numel() // 2
+        moves, shift = self._moves(rows), upload(shifts, self._device)
+        per_layer = half // self._layers
+        bases = upload(base + np.array([[at * per_layer] for at, _ in parts]), self._device)
+        capacity = torch.full_like(bases[0], self._block)
+        for own, (at, into) in zip(bases, parts, strict=True):
+            source = op.HostSource(arena, arena[half:], own, capacity, into.layers, into.kv_heads, into.head_dim)
+            self._gather(source, into, moves[at : at + into.layers], slots, shift)
+            if loads is not None:
+                loads.launched(at + into.layers)
+
+    def _target(self, target: Buffers) -> kernels.KVLayers:
+        """With addresses that a kernel can read; those of the pool are on the device already."""
+        if self._kv is not None and target.k is self._pool.k_buffer:
+            return self._kv
+        return kernels.KVLayers(target.k, target.v)
+
+    def _moves(self, rows: Sequence[Ints]) -> torch.Tensor:
+        """Runs of each layer as the kernel takes them, int32 [layers, n, 4]."""
         n = max(len(row) for row in rows)
         moves = np.full((len(rows), n, 4), -1, dtype=np.int32)
         for layer, row in enumerate(rows):
             moves[layer, : len(row)] = row
-        on_device = upload(moves, self._device).expand(self._layers, -1, -1).contiguous()
-        op.rotate_gather(
-            source,
-            kernels.KVLayers(target.k, target.v),
-            on_device,
-            slots,
-            upload(shifts, self._device),
-            self._frequencies,
-            block_tokens=self._block,
-        )
+        return upload(moves, self._device).expand(self._layers, -1, -1).contiguous()
+
+    def _gather(
+        self, source: op.DeviceSource | op.HostSource, into: kernels.KVLayers, moves: torch.Tensor, slots: torch.Tensor, shift: torch.Tensor
+    ) -> None:
+        op.rotate_gather(source, into, moves, slots, shift, self._frequencies, block_tokens=self._block)
 
     def _by_torch(self, read: _Read, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor, target: Buffers) -> None:
         cos, sin = self._rotation.angles(torch.from_numpy(shifts).to(self._device))

@@ -93,10 +93,11 @@ class RecomputeGraphs:
         from sglang_ext.context.ask import LastQueries
         from sglang_ext.context.recompute import run_layers
 
-        keys = model_runner.token_to_kv_pool.get_key_buffer(0)
+        self._pool = model_runner.token_to_kv_pool
+        keys = self._pool.get_key_buffer(0)
         self._static = StaticRows(SIZES[-1], len(keys), keys.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.last = LastQueries(model_runner.token_to_kv_pool.layer_num, self._static.last)
+        self.last = LastQueries(self._pool.layer_num, self._static.last)
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:
@@ -120,6 +121,7 @@ class RecomputeGraphs:
         count = sum(len(job.positions) for job in jobs)
         size = next(size for size in SIZES if size >= count)
         self._static.load(jobs, size)
+        self._pool.get_key_buffer(self._pool.layer_num - 1)  # a graph does not ask: wait for all that is still coming from host
         self._graphs[size].replay()
         return True
 

@@ -7,11 +7,12 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_ext.analysis.passes import Kv, LayerState, Text, run
 from sglang_ext.context.composer import ComposedContext, filling_of
-from sglang_ext.context.gather import Buffers, Gather
+from sglang_ext.context.gather import Buffers, Gather, upload
 from sglang_ext.context.samkv import Ask
 
 
@@ -31,7 +32,7 @@ def question_queries(model_runner: Any, gather: Gather, contexts: Sequence[Compo
     texts = []
     for context, part in zip(contexts, parts, strict=True):
         start = context.plan.question_start
-        ids = torch.tensor(context.ids[start:], dtype=torch.int64).to(device)
+        ids = upload(np.array(context.ids[start:], dtype=np.int64), device)
         texts.append(Text(ids, start + torch.arange(len(ids), device=device), partial(_before, beside, part)))
     found: list[dict[Ask, list[torch.Tensor]]] = [{"mean": [], "last": []} for _ in texts]
 

@@ -293,10 +293,12 @@ class ContextRuntime:
         slots = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
         self._clock = self._composer.fill(contexts, slots)
-        self._hold(contexts)
+        self._hold(contexts, self._composer.gather.loading)
 
     def after_forward(self, batch: Any) -> None:
         """The extend batch's forward pass has run, or, on CUDA, has been launched: analyse the documents that are complete in it."""
+        if self._composer is not None:
+            self._composer.gather.finish()  # attention in every layer has waited; whatever did not ask the pool has to
         if self._clock is not None:
             self._clock.mark("extend")
             self._clock = None
@@ -318,8 +320,9 @@ class ContextRuntime:
                 r.customized_info = {**(r.customized_info or {}), PLAN_FIELD: [report.to_json()]}
                 context_metrics().observe(report)
 
-    def _hold(self, contexts: list[ComposedContext]) -> None:
-        """Unlock device documents (later writes to their slots are behind us on the stream); host pages when the copies have run.
+    def _hold(self, contexts: list[ComposedContext], loading: torch.cuda.Stream | None = None) -> None:
+        """Unlock device documents (later writes to their slots are behind us on the stream); host pages when the copies have run, which
+        ``loading`` is the stream of, if it is not the current one.
 
         Device locks decide what SGLang can evict and admit, so they must end at the same step on every rank.
         """
@@ -334,7 +337,7 @@ class ContextRuntime:
             self._locator.unlock(context)
         if below:
             event = torch.cuda.Event()
-            event.record()
+            event.record() if loading is None else event.record(loading)
             self._held.add(event, lambda: self._unpin(below))
 
     def _unpin(self, sources: Sequence[HostSource]) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from ragserve.prompt import PromptBuilder
 from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport
 from tests.conftest import MODEL, REPO
 from tests.integration.context_client import NEW, assert_same, composed, generate, missing_of, plan_of, result
-from tests.integration.reference import Reference
+from tests.integration.reference import Reference, chosen_sentences
 from tests.integration.sparse_reference import SparseReference
 from tests.integration.test_context import prompt, rows
 
@@ -251,6 +252,9 @@ def test_a_question_longer_than_a_chunk(small: Any, builder: PromptBuilder, refe
     assert len(long) - spans[-1][1] > 2 * ENGINE["chunked_prefill_size"]
     with small.client() as client:
         assert_same(result(composed(client, long, spans)), reference.composed(long, spans, NEW))
+        wanted = chosen_sentences(reference, AutoTokenizer.from_pretrained(MODEL), long, spans, 0.1)
+        asked, named = (result(composed(client, long, spans, recompute=recompute, share=0.1)) for recompute in ("sentences", wanted))
+        assert asked == named, "it is asked as a whole before its first chunk has slots for all of it"
         settled(client)
 
 

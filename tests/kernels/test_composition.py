@@ -29,9 +29,16 @@ class Pool:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.layer_num = LAYERS
+        self._counter: Any = None
         self.k_buffer, self.v_buffer = ([torch.randn(slots, HEADS, DIM, device=device) for _ in range(LAYERS)] for _ in "kv")
 
+    def register_layer_transfer_counter(self, counter: Any) -> None:
+        self._counter = counter
+
     def get_key_buffer(self, layer: int) -> torch.Tensor:
+        """As SGLang's, which asks the counter first."""
+        if self._counter is not None:
+            self._counter.wait_until(layer)
         return self.k_buffer[layer]
 
     def get_value_buffer(self, layer: int) -> torch.Tensor:
@@ -81,10 +88,12 @@ def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool
     written = torch.cat([filling.slots for filling in fillings]).tolist()
     before = [[buffer.clone() for buffer in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
     with forced_naive(not triton):
-        Gather(pool, ROTATION, host, BLOCK)(fillings)
-    for layer, slot, k, v in wanted:
-        assert_close(pool.k_buffer[layer][slot].cpu(), k, torch.float32)
-        assert torch.equal(pool.v_buffer[layer][slot].cpu(), v.cpu())
+        gather = Gather(pool, ROTATION, host, BLOCK, layers_at_once=draw.choice((1, LAYERS)))
+        gather(fillings)
+    for layer, slot, k, v in wanted:  # whoever asks the pool for a layer finds it filled, whatever is still on its way
+        assert_close(pool.get_key_buffer(layer)[slot].cpu(), k, torch.float32)
+        assert torch.equal(pool.get_value_buffer(layer)[slot].cpu(), v.cpu())
+    gather.finish()
     untouched = [slot for slot in range(400) if slot not in written]
     for buffers, old in zip((pool.k_buffer, pool.v_buffer), before, strict=True):
         assert all(torch.equal(now[untouched], was[untouched]) for now, was in zip(buffers, old, strict=True))
