@@ -83,7 +83,8 @@ class Settings(BaseSettings):
     kv_storage_args: dict[str, Any] = Field(default_factory=dict, description="Options of that storage backend.")
     kv_analysis: Literal["ingest", "lazy"] = Field(
         "ingest",
-        description="When documents are analysed for samkv: with their prefill (it takes about 3 more) or at their first use.",
+        description="When documents are analysed, which takes about 3 prefills more. ingest: with a warm-up; those that only queries "
+        "brought, at the first query whose strategy or rule needs it. lazy: all at that query.",
     )
     kv_analysis_bytes: int = Field(256 * 2**20, ge=2**20, description="Memory for documents' analyses; others are read from the tiers.")
     kv_block_tokens: Annotated[Literal[0, 8, 16, 32, 64], BeforeValidator(int)] = Field(

@@ -44,7 +44,8 @@ class ContextPlan:
     """How to serve one request.
 
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the ids is extended over the
-    composed slots. ``document``: the ids are one document alone, to be cached. Raises PlanError on construction from bad data.
+    composed slots. ``document``: the ids are one document alone, to be cached; its option ``analyse`` false leaves the analysis to the
+    first request that needs it. Raises PlanError on construction from bad data.
     """
 
     operation: Operation
@@ -56,6 +57,12 @@ class ContextPlan:
     @property
     def question_start(self) -> int:
         return self.spans[-1].end if self.spans else 0
+
+    @property
+    def analyse(self) -> bool:
+        """Of a document: whether it is analysed as soon as it is prefilled, where the engine does that at all."""
+        analyse: bool = self.options.get("analyse", True)
+        return analyse
 
     def to_json(self) -> str:
         return json.dumps(
@@ -90,6 +97,8 @@ class ContextPlan:
 
     def _check(self, n_ids: int) -> None:
         if self.operation == "document":
+            if set(self.options) - {"analyse"} or not isinstance(self.analyse, bool):
+                raise PlanError("a document's plan has one option, analyse: true or false")
             return
         if not self.spans:
             raise PlanError("nothing to compose: the plan has no spans")

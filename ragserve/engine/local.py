@@ -44,7 +44,7 @@ class LocalEngine:
         self._info: EngineInfo | None = None
         self._fingerprint = ""
         self._pumps: set[asyncio.Task[None]] = set()
-        self._documents = Documents(self._run, _new_rid)
+        self._documents = Documents(self._run, self._run_together, _new_rid)
 
     async def start(self) -> EngineInfo:
         """Warm up with one request, so that the first user does not pay for it, and read what is serving."""
@@ -112,8 +112,8 @@ class LocalEngine:
         return self._documents.generate(request)
 
     async def warm(self, request: GenerateRequest) -> None:
-        """Prefill every span of a request that is not cached yet, into all tiers."""
-        await self._documents.prefill(request, list(request.spans))
+        """Prefill every span of a request that is not cached yet, into all tiers, and analyse it if the settings say so."""
+        await self._documents.prefill(request, request.spans, analyse=True)
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         """Where these documents are cached, see `ragserve.engine.caching`."""
@@ -197,13 +197,51 @@ class LocalEngine:
                     finished = bool(out.get("meta_info", {}).get("finish_reason"))
                     yield reader.read(out)
         except TimeoutError:
-            raise EngineError(
-                f"No answer within {self._settings.engine_timeout_s:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
-            ) from None
+            raise self._late() from None
         finally:
             if not finished:
                 abandoned = True
                 manager.abort_request(rid)
+
+    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
+        """SGLang requests that reach the scheduler as one message, and so its batch together; to their ends. Raises the first's error."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from sglang_ext.launch import tokenizer_manager
+
+        manager = tokenizer_manager()
+        fields = {name: [request[name] for request in requests] for name in requests[0]} | {"stream": True}
+        failures: list[Exception] = []
+
+        async def read() -> None:
+            try:
+                async for out in manager.generate_request(GenerateReqInput(**fields), None):
+                    try:
+                        StreamReader(0).read(out)
+                    except RagserveError as error:  # the others go on
+                        failures.append(error)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        task = asyncio.create_task(read())
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+        try:
+            async with asyncio.timeout(self._settings.engine_timeout_s):
+                await task
+        except TimeoutError:
+            raise self._late() from None
+        finally:
+            if not task.done() or task.cancelled():
+                for request in requests:
+                    manager.abort_request(request["rid"])
+        if failures:
+            raise _translate(failures[0]) from failures[0]
+
+    def _late(self) -> EngineError:
+        return EngineError(
+            f"No answer within {self._settings.engine_timeout_s:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
+        )
 
     def stop(self) -> None:
         """Ask the server around this engine to end, as SIGTERM does."""

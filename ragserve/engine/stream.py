@@ -66,12 +66,13 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     return fields | {"extra_key": f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)}
 
 
-def document_payload(request: GenerateRequest, span: Span, rid: str) -> dict[str, Any]:
-    """A document request: one document of a composed request prefilled alone, for the cache."""
+def document_payload(request: GenerateRequest, span: Span, rid: str, *, analyse: bool) -> dict[str, Any]:
+    """A document request: one document of a composed request prefilled alone, for the cache; ``analyse``: and analysed."""
     ids = request.input_ids[span.start : span.end]
     document = replace(request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False)
     fields = payload(document, rid)
-    fields["sampling_params"]["custom_params"] = {PLAN_FIELD: ContextPlan("document", request.namespace).to_json()}
+    plan = ContextPlan("document", request.namespace, options={"analyse": analyse})
+    fields["sampling_params"]["custom_params"] = {PLAN_FIELD: plan.to_json()}
     return fields
 
 

@@ -39,7 +39,8 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class AnalysisConfig:
-    """``at_ingestion``: analyse documents when they are prefilled, not at their first use. ``memory_bytes``: of analyses kept decoded."""
+    """``at_ingestion``: analyse documents when they are prefilled, unless their plans say otherwise; else at the first use that needs it.
+    ``memory_bytes``: of analyses kept decoded."""
 
     at_ingestion: bool = True
     memory_bytes: int = 256 * 2**20
@@ -53,6 +54,7 @@ class DocumentRequest:
     key: str
     namespace: str
     ids: array[int]
+    analyse: bool
     analysis: Analysis | None = None
 
 
@@ -137,7 +139,8 @@ class ContextRuntime:
             if plan.operation == "document":
                 ids = array("q", req.origin_input_ids)
                 key = document_key(plan.namespace, self.fingerprint, ids)
-                req.ragserve, req.extra_key = DocumentRequest(key, plan.namespace, ids), key
+                analyse = plan.analyse and self._analysis.at_ingestion
+                req.ragserve, req.extra_key = DocumentRequest(key, plan.namespace, ids, analyse), key
                 self.documents.document_request(req, plan.namespace)
                 return
             self._attach(req, plan)
@@ -302,13 +305,13 @@ class ContextRuntime:
         if self._clock is not None:
             self._clock.mark("extend")
             self._clock = None
-        if self._stager is None or not self._analysis.at_ingestion:
+        if self._stager is None:
             return
         for req in batch.reqs:
             document = getattr(req, "ragserve", None)
             if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
                 continue  # an ordinary request, or a document that was removed meanwhile
-            if req.extend_range.end >= len(document.ids):
+            if document.analyse and req.extend_range.end >= len(document.ids):
                 document.analysis = self._stager.analyse(document.key, document.ids)
 
     def before_result(self, batch: Any) -> None:

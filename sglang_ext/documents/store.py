@@ -74,9 +74,10 @@ class TierStore:
         index = DiskIndex(disk.budget_bytes if disk is not None and own else None)
         index.complete = not own
         self._tiers = Tiers(shape, layout, host, index, tier, faults, metrics)
-        self._writes = WriteBack(self._tiers, queue_bytes=disk.queue_bytes if disk is not None else 0)
-        self._promoter = Promoter(self._tiers)
         self._summaries = Summaries(self._tiers)
+        queue_bytes = disk.queue_bytes if disk is not None else 0
+        self._writes = WriteBack(self._tiers, queue_bytes=queue_bytes, late_summary=self._summaries.put)
+        self._promoter = Promoter(self._tiers)
         if self._tiers.io is not None:
             self._tiers.io.write(self._tiers.scan)  # the first write job: what comes after it knows what is there
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,10 @@ class _Write:
 class WriteBack:
     """Every method but ``drain`` wants the store's lock held."""
 
-    def __init__(self, tiers: Tiers, *, queue_bytes: int) -> None:
+    def __init__(self, tiers: Tiers, *, queue_bytes: int, late_summary: Callable[[str, bytes], object]) -> None:
+        """``late_summary``: called with the lock held for a document whose summary came while it was being written without."""
         self._tiers = tiers
+        self._late_summary = late_summary
         self._limit = queue_bytes
         self._writes: dict[str, _Write] = {}
         self._waiting: OrderedDict[str, None] = OrderedDict()
@@ -168,6 +171,8 @@ class WriteBack:
                     tiers.make_disk_room(0)  # the budget may have become smaller meanwhile
                     tiers.moved["to_disk"] += record.file_bytes
                     tiers.metrics.moved.labels("to_disk").inc(record.file_bytes)
+                    if write.entry is not None and write.entry.summary and not summary:
+                        self._late_summary(write.key, write.entry.summary)
         finally:
             with tiers.lock:
                 tiers.index.reserved -= reserved

@@ -126,6 +126,7 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
         ('{"v":1,"op":"compose","namespace":"n","strategy":"epic","spans":[[0,2]],"options":{"first":-1}}', "first must be"),
         ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"share":7}}', "share must be"),
         ('{"v":1,"op":"document","namespace":"../n","strategy":"","spans":[],"options":{}}', "namespace a name"),
+        ('{"v":1,"op":"document","namespace":"n","strategy":"","spans":[],"options":{"analyse":1}}', "one option, analyse"),
         ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,Infinity]],"options":{}}', "not a context plan"),
         ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{"kept":[1' + "0" * 30 + "]}}", "kept must"),
         ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"seed":1' + "0" * 30 + "}}", "seed must"),

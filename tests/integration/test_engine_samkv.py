@@ -94,6 +94,24 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
     assert client.get("/rag/cache").json()["analyses"]["computed"] == computed
 
 
+def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> None:
+    """Nothing is ingested: all documents come with the queries, and are first met by strategies that know them as tokens only."""
+    client = server.client
+
+    def ask(strategy: str, **options: Any) -> int:
+        """Analyses made for one query."""
+        before = client.get("/rag/cache").json()["analyses"]["computed"]
+        body = {"query": "Who built the bridge of Arnholm?", "namespace": "unanalysed", "strategy": strategy}
+        body |= {"documents": [{"text": f"The bridge of Arnholm, part {i}. It was built by Lena Torv. " * 3} for i in range(3)]}
+        answer = client.post("/rag/query", json=body | {"strategy_options": {"force": True, **options}})
+        assert answer.json()["context"]["strategy"] == strategy
+        return int(client.get("/rag/cache").json()["analyses"]["computed"]) - before
+
+    assert [ask("concat"), ask("epic"), ask("cacheblend")] == [0, 0, 0]
+    assert ask("concat", recompute="sensitivity") == 3
+    assert ask("samkv") == 0
+
+
 @pytest.mark.parametrize(
     ("n_documents", "options"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
+from sglang_ext.documents.disk import FileTier
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig
 
@@ -46,6 +47,23 @@ def test_a_summary_survives_a_restart_and_reads_no_page(tmp_path: Path, late: bo
         assert store.verify().ok
         flushed(store)
         assert store.stat()["disk"]["bytes"] == sum(path.stat().st_size for path in files_of(tmp_path))
+
+
+def test_a_summary_that_comes_while_its_document_is_written_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        write = FileTier.write
+
+        def slowly(tier: FileTier, *args: Any) -> bool:
+            assert store.put_summary(document.key, SUMMARY), "what goes to disk was put together without it"
+            return write(tier, *args)
+
+        monkeypatch.setattr(FileTier, "write", slowly)
+        document.put(store)
+        flushed(store)
+        store.drop_host()
+        assert summary_of(store, document.key) == SUMMARY
+        assert document.load_and_check(store)
 
 
 def test_a_damaged_summary_is_none_and_the_document_stays(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""Documents of a composed request that are not cached: prefilled together, once for everyone who waits, and then the request is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+
+from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.documents import ROUNDS, Documents
+from ragserve.engine.stream import DocumentsMissing
+from ragserve.errors import EngineError
+from sglang_ext.protocol import PLAN_FIELD, Span
+
+
+class Engine:
+    """Keeps documents by their ids. ``hold`` makes prefills wait; ``loses`` keeps none; ``fails`` is raised by the next prefill."""
+
+    def __init__(self) -> None:
+        self.cached: set[tuple[int, ...]] = set()
+        self.messages: list[list[dict[str, Any]]] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.loses = False
+        self.fails: Exception | None = None
+        self.documents = Documents(self._run, self._run_together, lambda name: f"{name}-{len(self.messages)}")
+
+    async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
+        plan = fields["sampling_params"].get("custom_params")
+        if plan is not None:
+            spans = json.loads(plan[PLAN_FIELD])["spans"]
+            missing = [i for i, (a, b) in enumerate(spans) if tuple(fields["input_ids"][a:b]) not in self.cached]
+            if missing:
+                raise DocumentsMissing(missing)
+        yield GenerateChunk("composed" if plan else "exact", EngineUsage(prompt_tokens), EngineTimings(), "stop")
+
+    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
+        self.messages.append(list(requests))
+        await self.hold.wait()
+        if self.fails is not None:
+            failure, self.fails = self.fails, None
+            raise failure
+        if not self.loses:
+            self.cached |= {tuple(request["input_ids"]) for request in requests}
+
+    @property
+    def prefilled(self) -> list[list[list[int]]]:
+        return [[request["input_ids"] for request in message] for message in self.messages]
+
+    @property
+    def analysed(self) -> list[bool]:
+        plans = (request["sampling_params"]["custom_params"][PLAN_FIELD] for message in self.messages for request in message)
+        return [json.loads(plan)["options"]["analyse"] for plan in plans]
+
+
+def request(*documents: list[int], namespace: str = "n") -> GenerateRequest:
+    ids: list[int] = []
+    spans = []
+    for document in documents:
+        spans.append(Span(len(ids), len(ids) + len(document)))
+        ids += document
+    return GenerateRequest("q", [*ids, 99], namespace, "concat", spans=tuple(spans))
+
+
+async def answer(engine: Engine, asked: GenerateRequest) -> GenerateChunk:
+    chunks = [chunk async for chunk in engine.documents.generate(asked)]
+    return chunks[-1]
+
+
+def test_all_that_a_query_lacks_is_prefilled_in_one_message_and_not_analysed() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.cached.add((1, 1))
+        chunk = await answer(engine, request([1, 1], [2], [3, 3], [2]))
+        assert (chunk.text, chunk.fallback) == ("composed", None)
+        assert engine.prefilled == [[[2], [3, 3]]], "what is cached is left alone, and a document that comes twice is prefilled once"
+        assert engine.analysed == [False, False]
+        assert [r["rid"] for r in engine.messages[0]] == ["q-document-0"] * 2
+        await answer(engine, request([3, 3], [2]))
+        assert len(engine.messages) == 1
+
+    asyncio.run(work())
+
+
+def test_queries_share_prefills_but_wait_for_no_analysis() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.hold.clear()
+        warming = asyncio.create_task(engine.documents.prefill(request([1], [2]), request([1], [2]).spans, analyse=True))
+        queries = [asyncio.create_task(answer(engine, request(*each))) for each in ([[1], [2]], [[2], [3]])]
+        elsewhere = asyncio.create_task(answer(engine, request([2], namespace="other")))
+        await asyncio.sleep(0.01)
+        queries[0].cancel()
+        engine.hold.set()
+        assert (await queries[1]).text == (await elsewhere).text == "composed"
+        await warming
+        assert engine.prefilled == [[[1], [2]], [[1], [2]], [[3]], [[2]]]
+        assert engine.analysed == [True, True, False, False, False, False]
+
+    asyncio.run(work())
+
+
+def test_an_error_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.hold.clear()
+        engine.fails = EngineError("no memory")
+        queries = [asyncio.create_task(answer(engine, request([1], [2]))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        engine.hold.set()
+        for query in queries:
+            with pytest.raises(EngineError, match="no memory"):
+                await query
+        assert (await answer(engine, request([1], [2]))).text == "composed"
+        assert len(engine.messages) == 2
+
+    asyncio.run(work())
+
+
+def test_documents_that_do_not_stay_are_answered_exactly() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.loses = True
+        chunk = await answer(engine, request([1], [2]))
+        assert chunk.text == "exact"
+        assert chunk.fallback is not None
+        assert "did not stay in the cache" in chunk.fallback
+        assert len(engine.messages) == ROUNDS
+
+    asyncio.run(work())
