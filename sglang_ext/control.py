@@ -80,6 +80,12 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
+def _slots(runtime: Any, body: dict[str, Any]) -> Answer:
+    """KV slots that running requests hold: now, the most since the last time somebody asked, and all there are."""
+    found: Answer = runtime.slots.take()
+    return found
+
+
 def _check_integrity(runtime: Any) -> None:
     from sglang_ext.hooks import attention
 
@@ -147,6 +153,7 @@ def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
     "prefix": _prefix,
+    "slots": _slots,
     "stat": _stat,
     "verify": _verify,
     "where": _where,

@@ -122,6 +122,7 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
     if _runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
     extend = batch.forward_mode.is_extend()
+    _runtime.slots.count()
     if _attention is not None:
         _attention.before_forward(batch)
     if extend:

@@ -49,6 +49,13 @@ def kv_bytes_per_token(shape: str) -> int:
     return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
 
 
+def embedded_kv_bytes_per_token() -> int:
+    """Of the embedded model in float32."""
+    config = json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
+
+
 def dummy_model(shape: str, folder: Path) -> str:
     """A folder with the shape's configuration and the small model's tokenizer; with ``load_format=dummy`` SGLang makes up the weights."""
     model = folder / shape

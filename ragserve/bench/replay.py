@@ -1,8 +1,5 @@
 """Replaying a retrieval trace: what each tier of the document cache catches, and the time to the first token, beside the prefix cache.
 
-A trace is two files: ``NAME.trace.jsonl``, a query a line, ``{"doc_ids": [...]}`` in rank order (``"question"`` if it is known), and
-``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text": ..., "title": ...}`` (the title may be left out).
-
 Queries come one after another, as they did, to a real engine whose KV pool holds a share of all documents' tokens. Each share is an engine
 of its own, in a process of its own, on one folder: the documents warmed by the first are found by the others. Strategies answer the same
 prompts; ``prefix`` is SGLang's exact prefix cache. After every query each tier must be within its budget.
@@ -11,10 +8,8 @@ prompts; ``prefix`` is SGLang's exact prefix cache. After every query each tier 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -26,19 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.bench import report
+from ragserve.bench import in_process, report
+from ragserve.bench.traces import SEED, Query, Trace, cache, everything_of, read_trace
 from ragserve.errors import InvalidRequest, RagserveError
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
 
-SEED = 0
 SHARES = (0.05, 0.2, 1.0)
 HOST_SHARE, DISK_SHARE = 0.3, 1.2  # of the documents' KV
 NEW_TOKENS = 8
 AT_ONCE = 4  # of the last case: load on every tier at the same time
 TIERS = ("device", "host", "disk")
-_WARM_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -61,80 +55,18 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Query:
-    """One prompt: ids of the whole, spans of system text and documents; the documents' ids and whose they are."""
+def run(
+    out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (), n_queries: int = 120, shares: Sequence[float] = SHARES
+) -> dict[str, Any]:
+    """A row per trace, share and case, beside those of other shares on the same workload in the file. Raises InvalidRequest for no trace.
 
-    ids: list[int]
-    spans: list[tuple[int, int]]
-    documents: list[str]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A part of a trace as prompts; ``unique`` are the documents' token ids by name."""
-
-    name: str
-    queries: list[Query]
-    unique: dict[str, list[int]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.unique.values()))
-
-
-def read_trace(path: Path, n_queries: int, model: str, *, seed: int = SEED) -> Trace:
-    """``n_queries`` of the trace, drawn with this seed and in its order, as prompts of the model. Raises InvalidRequest for a bad file."""
-    from ragserve.prompt import PromptBuilder, PromptDocument
-
-    name = path.name.removesuffix(".trace.jsonl")
-    texts = _documents(path, name)
-    rows = _lines(path)
-    try:
-        chosen = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))]
-        lists = [[str(i) for i in row["doc_ids"]] for row in chosen]
-        missing = {i for some in lists for i in some} - texts.keys()
-    except (KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path}: a line without doc_ids ({error!r}).") from None
-    if missing or not chosen:
-        raise InvalidRequest(f"{path}: {len(chosen)} queries, {len(missing)} of their documents are not beside it.")
-    builder = PromptBuilder.load(model)
-    queries, unique = [], {}
-    for row, names in zip(chosen, lists, strict=True):
-        documents = [PromptDocument(i, *texts[i]) for i in dict.fromkeys(names)]
-        question = str(row.get("question") or f"What is said about {texts[names[0]][1][:40]}?")
-        prompt = builder.build(question, documents, max_prompt_tokens=2**20)
-        spans = [(s.start, s.end) for s in prompt.segments if s.kind != "question"]
-        queries.append(Query(prompt.input_ids, spans, [document.key for document in documents]))
-        unique.update({s.key: prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind == "document"})
-    return Trace(name, queries, unique)
-
-
-def _documents(path: Path, name: str) -> dict[str, tuple[str, str]]:
-    for candidate in (path.with_name(f"{name}.docs.jsonl"), path.with_name(f"{name}.docs.jsonl.gz")):
-        if candidate.exists():
-            try:
-                return {str(row["id"]): (str(row.get("title", "")), str(row["text"])) for row in _lines(candidate)}
-            except KeyError as error:
-                raise InvalidRequest(f"{candidate}: a document without {error}.") from None
-    raise InvalidRequest(f"There are no documents beside {path}.", hint=f"Expected {name}.docs.jsonl or {name}.docs.jsonl.gz.")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-            return [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{path} cannot be read as JSON lines: {error}", hint="See `ragserve bench --help` for the format.") from None
-
-
-def run(out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (), n_queries: int = 120) -> dict[str, Any]:
-    """A row per trace, share and case. Raises InvalidRequest without a trace."""
+    ``shares``: of the documents' tokens, KV slots.
+    """
     from ragserve.config import DEFAULT_MODEL
 
     if not traces:
         raise InvalidRequest("replay needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it.")
-    n_queries, shares = (min(n_queries, 24), SHARES[1:2]) if quick else (n_queries, SHARES)
+    n_queries, shares = (min(n_queries, 24), shares[:1]) if quick else (n_queries, shares)
     rows: list[dict[str, Any]] = []
     workload: dict[str, Any] = {"model": "ragserve-tiny", "queries": n_queries, "drawn with seed": SEED}
     out = out_dir / "replay.json" if out_dir else None
@@ -147,14 +79,30 @@ def run(out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (
             for share in shares:
                 rows += _engine(trace, share, Path(folder))
                 if out is not None:  # what is measured is kept, whatever becomes of the rest
-                    report.write("replay", workload, rows, out=out)
-    note = (
-        "Per cent of the documents asked for, by the fastest tier that had all of it on arrival; for prefix, of the prompts' tokens. "
-        "KV slots: as a share of the documents' tokens. Every tier is empty at first; warmed: all documents are on disk, from where they "
-        "come to host and stay there; on the device are those that were computed on it. "
-        "metadata: of the bytes of KV alone. Every tier was within its budget after every query."
-    )
-    return report.write("replay", workload, rows, out=out, note=note)
+                    report.save(report.assemble("replay", workload, _with_earlier(out, workload, rows), note=_NOTE), out)
+    return report.write("replay", workload, _with_earlier(out, workload, rows), out=out, note=_NOTE)
+
+
+_NOTE = (
+    "Per cent of the documents asked for, by the fastest tier that had all of it on arrival; for prefix, of the prompts' tokens. "
+    "KV slots: as a share of the documents' tokens. Every tier is empty at first; warmed: all documents are on disk, from where they "
+    "come to host and stay there; on the device are those that were computed on it. "
+    "metadata: of the bytes of KV alone. Every tier was within its budget after every query."
+)
+
+
+def _with_earlier(out: Path | None, workload: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These rows, and those that the file has of other shares, if it is about the same workload; by trace and share."""
+    earlier: list[dict[str, Any]] = []
+    if out is not None and out.exists():
+        try:
+            before = json.loads(out.read_text(encoding="utf-8"))
+            earlier = list(before["rows"]) if before["workload"] == workload else []
+            fresh = {(row["trace"], row["KV slots"]) for row in rows}
+            earlier = [row for row in earlier if (row["trace"], row["KV slots"]) not in fresh]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(f"{out} is not a report of this benchmark: {error!r}.", hint="Move it away, or give --out.") from error
+    return sorted([*earlier, *rows], key=lambda row: (row["trace"], float(row["KV slots"].rstrip("%"))))
 
 
 def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
@@ -179,7 +127,7 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     queries = [Query(ids, [(a, b) for a, b in spans], documents) for ids, spans, documents in job["queries"]]
     trace = Trace(job["name"], queries, job["unique"])
-    kv_bytes = trace.tokens * _token_bytes()
+    kv_bytes = trace.tokens * in_process.embedded_kv_bytes_per_token()
     settings = load(
         data_dir=Path(job["folder"]) / "data",
         port=_port(),
@@ -193,15 +141,6 @@ def main(job_path: str, result_path: str) -> None:
         return await _Replay(engine, trace, job["share"]).run()
 
     Path(result_path).write_text(json.dumps(run_once(settings, work)))
-
-
-def _token_bytes() -> int:
-    """Of the embedded model's KV in float32."""
-    from ragserve.config import DEFAULT_MODEL
-
-    config = json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
 def _port() -> int:
@@ -233,25 +172,9 @@ class _Replay:
 
     async def _warm(self, namespace: str) -> None:
         """All documents and the system text on disk, and on disk only."""
-        from ragserve.engine.base import GenerateRequest
-        from sglang_ext.protocol import Span
-
-        first = self._trace.queries[0]
-        everything = [first.ids[slice(*first.spans[0])], *self._trace.unique.values()]
-        for at in range(0, len(everything), _WARM_GROUP):
-            group = everything[at : at + _WARM_GROUP]
-            found = await self._engine.where(namespace, group)
-            ids: list[int] = []
-            spans = []
-            for document, below in zip(group, found.below, strict=True):
-                if below == "absent":
-                    spans.append(Span(len(ids), len(ids) + len(document)))
-                    ids += document
-            if spans:
-                await self._engine.warm(GenerateRequest("warm", ids, namespace, spans=tuple(spans)))
-        await self._engine.control("flush")
+        await cache(self._engine, namespace, self._trace)
         await self._engine.control("evict", tiers=list(TIERS[:2]))
-        where = await self._engine.where(namespace, everything)
+        where = await self._engine.where(namespace, everything_of(self._trace))
         if set(where.fastest()) != {"disk"}:
             raise RagserveError(f"after warming, documents are on {Counter(where.fastest())}, not all on disk")
 

@@ -24,6 +24,7 @@ class Name(enum.StrEnum):
     API = "api"
     CONTEXT = "context"
     REPLAY = "replay"
+    LOAD = "load"
     KERNELS_COMPOSE = "kernels-compose"
     KERNELS_DECODE = "kernels-decode"
     KERNELS = "kernels"
@@ -48,7 +49,7 @@ def bench(
         list[Path] | None,
         typer.Option(
             help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv). kernels-decode: a set of "
-            "questions (.jsonl, .jsonl.gz) with long documents, whose queries and keys are measured. replay: NAME.trace.jsonl, "
+            "questions (.jsonl, .jsonl.gz) with long documents, whose queries and keys are measured. replay, load: NAME.trace.jsonl, "
             '{"doc_ids": [...]} a line, with NAME.docs.jsonl[.gz], {"id", "text"} a line, beside it.'
         ),
     ] = None,
@@ -56,7 +57,17 @@ def bench(
         list[str] | None, typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept.")
     ] = None,
     model: Annotated[str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")] = DEFAULT_MODEL,
-    queries: Annotated[int, typer.Option(min=1, help="replay: queries drawn from the trace.")] = 120,
+    queries: Annotated[int, typer.Option(min=1, help="replay, load: queries drawn from the trace.")] = 120,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(help="replay: KV slots as a share of the documents' tokens; repeatable. The file's rows of other shares are kept."),
+    ] = None,
+    passages: Annotated[
+        int, typer.Option(min=0, help="load: passages of a query; more than the trace has for one: also those of the next. 0: as it has.")
+    ] = 0,
+    strategies: Annotated[
+        str | None, typer.Option(help="load: strategies to compare, as `ragserve eval` takes them; full first, to compare with.")
+    ] = None,
     index_types: Annotated[str, typer.Option(help="retrieval: index types to compare, separated by commas.")] = "flat",
 ) -> None:
     """Measure, each figure beside its rival in the same run."""
@@ -69,7 +80,8 @@ def bench(
         "retrieval": {"data": data or (), "index_types": types},
         "kernels-compose": {"parts": part or ()},
         "kernels-decode": {"parts": part or (), "model": model, "data": data or ()},
-        "replay": {"traces": data or (), "n_queries": queries},
+        "replay": {"traces": data or (), "n_queries": queries} | ({"shares": share} if share else {}),
+        "load": {"traces": data or (), "n_queries": queries, "passages": (passages,)} | ({"strategies": strategies} if strategies else {}),
     }
     chosen: list[Name] = list(_KERNELS) if name is Name.KERNELS else [name]
     if name is Name.ALL:
@@ -77,8 +89,8 @@ def bench(
     if name is Name.ALL and not data:
         typer.secho("retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW)
         chosen.remove(Name.RETRIEVAL)
-    if name is Name.ALL:  # asked for by name: those of the kernels measure nothing without a GPU, and replay has data of its own
-        chosen = [each for each in chosen if each not in (Name.REPLAY, *_KERNELS)]
+    if name is Name.ALL:  # asked for by name: those of the kernels measure nothing without a GPU, and these two have data of their own
+        chosen = [each for each in chosen if each not in (Name.REPLAY, Name.LOAD, *_KERNELS)]
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value.replace('-', '_')}")
         module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))

@@ -27,6 +27,7 @@ from sglang_ext.context.locate import Locator
 from sglang_ext.context.metrics import context_metrics
 from sglang_ext.context.resident import DeviceDocuments
 from sglang_ext.context.rope import UnsupportedRope, rotation_of
+from sglang_ext.context.slots import SlotCount
 from sglang_ext.context.staging import Stager
 from sglang_ext.context.strategies import Shape, draft
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key
@@ -99,6 +100,7 @@ class ContextRuntime:
         self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
         self._held = Held()  # host pages that a running copy still reads
         self._clock: StageClock | None = None  # of the batch whose forward pass is being run
+        self.slots = SlotCount(tree)
         self.documents = DeviceDocuments(model_runner, tree, tiers)
         self._locator = Locator(tree, tiers, self.documents.is_removed, block, tp_group)
         self._composer: Composer | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import replay
+from ragserve.bench import replay, traces
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.caching import Whereabouts
@@ -36,8 +36,8 @@ def test_prompts_are_those_of_the_product(tmp_path: Path, packed: bool) -> None:
     documents = [{"id": i, "text": f"Fact {i} is true.", "title": f"T{i}"} for i in range(5)]
     queries = [{"doc_ids": [i, i + 1, i], "question": f"Is fact {i} true?"} for i in range(4)]
     path = write(tmp_path, queries, documents, packed=packed)
-    trace = replay.read_trace(path, 3, DEFAULT_MODEL)
-    assert [query.ids for query in trace.queries] == [query.ids for query in replay.read_trace(path, 3, DEFAULT_MODEL).queries]
+    trace = traces.read_trace(path, 3, DEFAULT_MODEL)
+    assert [query.ids for query in trace.queries] == [query.ids for query in traces.read_trace(path, 3, DEFAULT_MODEL).queries]
     assert trace.name == "t"
     assert len(trace.queries) == 3
     builder = PromptBuilder.load(DEFAULT_MODEL)
@@ -47,25 +47,25 @@ def test_prompts_are_those_of_the_product(tmp_path: Path, packed: bool) -> None:
         assert len(query.documents) == 2, "the same document is not put into a prompt twice"
         assert query.ids[: query.spans[0][1]] == builder.system_ids()
         assert [query.ids[a:b] for a, b in query.spans[1:]] == [trace.unique[name] for name in query.documents]
-    order = [query.documents[0] for query in replay.read_trace(path, 9, DEFAULT_MODEL).queries]
+    order = [query.documents[0] for query in traces.read_trace(path, 9, DEFAULT_MODEL).queries]
     assert order == ["0", "1", "2", "3"], "in the order of the trace"
 
 
 def test_bad_traces_are_refused(tmp_path: Path) -> None:
     document = {"id": 1, "text": "x"}
     with pytest.raises(InvalidRequest, match="not beside it"):
-        replay.read_trace(write(tmp_path, [{"doc_ids": [1, 2]}], [document]), 1, DEFAULT_MODEL)
+        traces.read_trace(write(tmp_path, [{"doc_ids": [1, 2]}], [document]), 1, DEFAULT_MODEL)
     with pytest.raises(InvalidRequest, match="without doc_ids"):
-        replay.read_trace(write(tmp_path, [{"ids": [1]}], [document]), 1, DEFAULT_MODEL)
+        traces.read_trace(write(tmp_path, [{"ids": [1]}], [document]), 1, DEFAULT_MODEL)
     with pytest.raises(InvalidRequest, match="without 'text'"):
-        replay.read_trace(write(tmp_path, [{"doc_ids": [1]}], [{"id": 1}]), 1, DEFAULT_MODEL)
+        traces.read_trace(write(tmp_path, [{"doc_ids": [1]}], [{"id": 1}]), 1, DEFAULT_MODEL)
     (tmp_path / "t.docs.jsonl.gz").unlink()
     with pytest.raises(InvalidRequest, match="no documents beside"):
-        replay.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
+        traces.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
     (tmp_path / "t.trace.jsonl").write_text("{")
     (tmp_path / "t.docs.jsonl").write_text(json.dumps(document))
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        replay.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
+        traces.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
     with pytest.raises(InvalidRequest, match="needs a trace"):
         replay.run(None)
 
@@ -109,7 +109,7 @@ class Engine:
 def test_documents_are_counted_where_they_are_on_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [{"id": i, "text": f"Fact {i} is true."} for i in range(4)]
     path = write(tmp_path, [{"doc_ids": [0, 1]}, {"doc_ids": [1, 2]}, {"doc_ids": [0, 3]}], documents)
-    trace, engine = replay.read_trace(path, 3, DEFAULT_MODEL), Engine()
+    trace, engine = traces.read_trace(path, 3, DEFAULT_MODEL), Engine()
     monkeypatch.setattr(replay, "CASES", replay.CASES[:3])
     prefix, cold, warmed = asyncio.run(replay._Replay(engine, trace, 0.2).run())  # type: ignore[arg-type]
     assert prefix["prefix %"] == 25.0

@@ -1,0 +1,57 @@
+"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, by strategy, and the KV slots they hold. Eight minutes on an H200.
+
+    python examples/gpu_load.py OUT_FOLDER TRACE_FOLDER [--passages 48,5] [--seconds 330] [--strategies LIST]
+
+TRACE_FOLDER holds one NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it (`ragserve.bench.traces`). `ragserve.bench.load` with the
+shape of Llama-3.1-8B and random weights, one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds``
+bounds what comes after the start of the engine; FlashInfer takes about two minutes of that start on a new machine. Needs SGLang 0.5.16
+and this project, installed without dependencies so that SGLang finds its plugin. Exits with 1 if a strategy failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from ragserve.bench import load
+from ragserve.bench.load import Effort
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--passages", default="48", help="of one query, separated by commas; 0: as many as the trace has")
+    parser.add_argument("--queries", type=int, default=120)
+    parser.add_argument("--strategies", default=load.STRATEGIES)
+    parser.add_argument("--arrivals-s", type=float, default=15.0, help="of each rate")
+    parser.add_argument("--rates", type=int, default=3, help="tried for each strategy")
+    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--attention", default="flashinfer", help="FlashInfer compiles for two minutes on a new machine; or triton")
+    parser.add_argument("--shape", default="llama-3.1-8b", help="or embedded: the small model, to try this without a GPU")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options, as JSON")
+    options = parser.parse_args()
+    started = time.monotonic()
+    gpu = {"attention_backend": options.attention, "sampling_backend": "pytorch"} if options.shape != "embedded" else {}
+    settings = {"mem_fraction_static": 0.75} if gpu else {}
+    report = load.run(
+        options.out,
+        traces=sorted(options.traces.glob("*.trace.jsonl")),
+        n_queries=options.queries,
+        passages=[int(n) for n in options.passages.split(",")],
+        strategies=options.strategies,
+        shape=options.shape,
+        effort=Effort(options.arrivals_s, options.rates, seconds=options.seconds),
+        engine_args=gpu | options.engine,
+        **settings,
+    )
+    failed = [row for row in report["rows"] if "error" in row]
+    print(f"{len(report['rows'])} rows, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

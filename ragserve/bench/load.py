@@ -1,0 +1,300 @@
+"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, the highest rate with p99 TTFT within a limit.
+
+One engine, documents computed and analysed beforehand and then held in host memory only, so that composed contexts are filled from there.
+For each strategy a short closed loop finds about what the engine can do; then rates are tried, each with the same arrivals (only faster or
+slower) and the same queries in the same order. Strategies other than ``full`` are tried at ``full``'s highest rate first: there the KV
+slots of all are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench import in_process, report
+from ragserve.bench.offered import SEED, Outcome, capacity, offer
+from ragserve.bench.traces import Trace, cache, everything_of, read_trace
+from ragserve.config import DEFAULT_MODEL, load
+from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.once import run_once
+from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.strategies import StrategySpec, parse
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
+
+STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sentences"
+NEW_TOKENS = 32
+AT_ONCE = 32  # of the closed loop
+IDLE_S = 20.0
+_CACHED = "load"  # the namespace whose documents are cached
+
+
+@dataclass(frozen=True)
+class Effort:
+    """``arrivals_s``: of one rate; ``rates``: tried for each strategy; ``probe_s``: of the closed loop; ``limit_s``: for p99 of TTFT.
+
+    ``seconds``: from the start of the measurement on; when the next rate would not end within it, it is not begun.
+    """
+
+    arrivals_s: float = 15.0
+    rates: int = 3
+    probe_s: float = 4.0
+    limit_s: float = 2.0
+    seconds: float = math.inf
+
+
+def run(
+    out_dir: Path | None,
+    *,
+    quick: bool = False,
+    traces: Sequence[Path] = (),
+    n_queries: int = 120,
+    passages: Sequence[int] = (0,),
+    strategies: str = STRATEGIES,
+    shape: str = "embedded",
+    effort: Effort | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """A row per trace, number of passages and strategy; the JSON is written anew after each. Raises InvalidRequest without a trace.
+
+    ``passages``: of one query; 0 as many as the trace has, more: see `traces.read_trace`. ``shape``: `embedded` (the small model) or one
+    of `in_process.SHAPES`, with random weights. ``settings`` are the server's.
+    """
+    if not traces:
+        raise InvalidRequest("load needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it.")
+    effort = effort or (Effort(3.0, 2, 1.0) if quick else Effort())
+    specs = parse(strategies)
+    parts = [read_trace(path, min(n_queries, 8) if quick else n_queries, DEFAULT_MODEL, passages=n) for path in traces for n in passages]
+    with tempfile.TemporaryDirectory(prefix="ragserve-load-") as folder:
+        flags: dict[str, Any] = {"data_dir": Path(folder) / "data", "port": 30998, "kv_disk_bytes": 0, "kv_analysis_bytes": 4 * 2**30}
+        if shape != "embedded":
+            flags |= {"model": in_process.dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
+            settings = {**settings, "engine_args": {"load_format": "dummy", **settings.get("engine_args", {})}}
+        flags["kv_host_bytes"] = _host_bytes(parts, shape)
+        flags |= settings
+        found = _Report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
+
+        async def work(engine: Any) -> None:
+            found.describe(engine.info)
+            for trace in parts:
+                await _Load(engine, trace, effort, found).run(specs)
+            await engine.control("check")
+
+        run_once(load(**flags), work)
+    return found.show()
+
+
+def _host_bytes(parts: Sequence[Trace], shape: str) -> int:
+    """Room for all documents of all traces, each with a page that is not full."""
+    token = in_process.kv_bytes_per_token(shape) if shape != "embedded" else in_process.embedded_kv_bytes_per_token()
+    return sum(trace.tokens + 32 * (len(trace.unique) + 1) for trace in parts) * token + 2**28
+
+
+_NOTE = (
+    "The highest rate whose p99 of TTFT, from the arrival on, was within the limit, the next one tried that was not, and figures of the "
+    "first. Arrivals are drawn once and sped up; requests are sent whether or not the engine keeps up. Documents are in host memory only "
+    "at the beginning; for prefix the prefix cache is empty at the beginning of each rate. KV slots a request: of its context and its "
+    "answer, mean. most KV slots: held at once by all running requests, at full's highest rate, where they compare, and at the strategy's "
+    "own. A query has as many passages as said: those of its own line of the trace, then those of the lines drawn after it; the question "
+    "is made up where the trace has none."
+)
+
+
+class _Report:
+    """Rows so far."""
+
+    def __init__(self, out: Path | None, shape: str, effort: Effort) -> None:
+        self._out = out
+        self._rows: list[dict[str, Any]] = []
+        self._workload: dict[str, Any] = {
+            "model": shape,
+            "answer tokens": NEW_TOKENS,
+            "p99 TTFT limit s": effort.limit_s,
+            "seconds of arrivals": effort.arrivals_s,
+            "drawn with seed": SEED,
+        }
+
+    def describe(self, info: Any) -> None:
+        self._workload |= {"device": info.device, "attention": info.attention_backend, "KV slots": info.max_total_tokens}
+
+    def trace(self, trace: Trace) -> None:
+        tokens = [query.spans[-1][1] - query.spans[0][1] for query in trace.queries]
+        figures = f"{len(trace.queries)} queries, {len(trace.unique)} documents, {min(tokens):,} to {max(tokens):,} tokens of context"
+        self._workload[f"{trace.name}, {len(trace.queries[0].documents)} passages"] = figures
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
+        if self._out is not None:
+            report.save(report.assemble("load", self._workload, self._rows, note=_NOTE), self._out)
+
+    def show(self) -> dict[str, Any]:
+        return report.write("load", self._workload, self._rows, out=self._out, note=_NOTE)
+
+
+class _Load:
+    """All strategies over one trace."""
+
+    def __init__(self, engine: Any, trace: Trace, effort: Effort, found: _Report) -> None:
+        self._engine = engine
+        self._trace = trace
+        self._effort = effort
+        self._found = found
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = self._clock() + effort.seconds
+        self._order = random.Random(SEED).sample(range(len(trace.queries)), len(trace.queries))
+        self._runs = 0
+        self._full_rate: float | None = None
+        self._full_slots = 0.0
+
+    async def run(self, specs: Sequence[StrategySpec]) -> None:
+        self._found.trace(self._trace)
+        started = self._clock()
+        await cache(self._engine, _CACHED, self._trace)
+        await self._engine.control("evict", tiers=["device"])
+        where = set((await self._engine.where(_CACHED, everything_of(self._trace))).fastest())
+        if where != {"host"}:
+            raise RagserveError(f"after warming, documents are on {', '.join(sorted(where))}, not all on host")
+        print(f"{len(self._trace.unique)} documents cached in {self._clock() - started:.0f} s", flush=True)
+        for spec in specs:
+            self._found.add(await self._row(spec))
+
+    async def _row(self, spec: StrategySpec) -> dict[str, Any]:
+        row: dict[str, Any] = {"trace": self._trace.name, "passages": len(self._trace.queries[0].documents), "strategy": spec.label}
+        try:
+            await self._check(spec)
+            tried, most = await self._rates(spec)
+        except RagserveError as error:  # the others go on
+            return row | {"error": str(error)}
+        good = max((each for each in tried if each.within(self._effort.limit_s)), key=lambda each: each.rate, default=None)
+        bad = [each.rate for each in tried if not each.within(self._effort.limit_s)]
+        row |= {"requests/s": _rounded(good.rate) if good else None, "too many/s": _rounded(min(bad)) if bad else None}
+        if spec.name == "full" and good is not None:
+            self._full_rate = good.rate
+        if good is None:
+            return row | {"tried": _tried(tried, self._effort.limit_s)}
+        slots = statistics.mean(_slots(chunk) for chunk in good.last)
+        if spec.name == "full":
+            self._full_slots = slots
+        kept = [chunk.context.kept / chunk.context.document_tokens for chunk in good.last if chunk.context is not None]
+        recomputed = [chunk.context.recomputed / chunk.context.document_tokens for chunk in good.last if chunk.context is not None]
+        common = [most[i] for i, each in enumerate(tried) if each.rate == self._full_rate and each is not None]
+        row |= {
+            "requests": good.arrivals,
+            "ttft ms p50": round(1e3 * report.percentile(good.ttft_s, 50), 1),
+            "ttft ms p99": round(1e3 * good.p99_s, 1),
+            "answer tokens/s": round(sum(chunk.usage.completion for chunk in good.last) / good.seconds, 1),
+            "kept %": round(100 * statistics.mean(kept), 1) if kept else None,
+            "recomputed %": round(100 * statistics.mean(recomputed), 1) if recomputed else None,
+            "prefix %": round(100 * statistics.mean(chunk.usage.cached / chunk.usage.prompt for chunk in good.last), 1),
+            "KV slots a request": round(slots),
+            "of full's %": round(100 * slots / self._full_slots, 1) if self._full_slots else None,
+            "most KV slots at full's rate": common[0] if common else None,
+            "most KV slots": most[tried.index(good)],
+        }
+        return row | {"answered otherwise": sum(c.fallback is not None for c in good.last), "tried": _tried(tried, self._effort.limit_s)}
+
+    async def _rates(self, spec: StrategySpec) -> tuple[list[Outcome], list[int]]:
+        """What was tried, and the most KV slots held in each."""
+        tried: list[Outcome] = []
+        most: list[int] = []
+        limit = self._effort.limit_s
+        make = self._maker(spec)
+        guess = await capacity(self._engine, make, AT_ONCE, self._effort.probe_s)
+        await self._idle()
+        print(f"{spec.label}: {guess:.2f} first tokens a second with {AT_ONCE} requests in flight", flush=True)
+        low, high = 0.0, math.inf
+        first = self._full_rate if self._full_rate is not None and spec.name != "full" else None
+        while len(tried) < self._effort.rates:
+            if self._clock() + self._effort.arrivals_s + 2 * limit > self._deadline:
+                print(f"{spec.label}: no time for another rate", flush=True)
+                break
+            rate = first if first is not None and not tried else _next_rate(low, high, guess)
+            await self._engine.control("slots")
+            outcome = await offer(self._engine, self._maker(spec), rate, self._effort.arrivals_s, limit)
+            most.append((await self._engine.control("slots"))["most"])
+            await self._idle()
+            tried.append(outcome)
+            print(f"  {_tried([outcome], limit)}, {outcome.arrivals} requests, {outcome.errors[:1] or ''}", flush=True)
+            if outcome.within(limit):
+                low = max(low, rate)
+            else:
+                high = min(high, rate)
+        if not tried:
+            raise RagserveError("there was no time left to try a rate")
+        return tried, most
+
+    def _maker(self, spec: StrategySpec) -> Callable[[int], GenerateRequest]:
+        """Requests of one run, by number: the same queries in the same order for all."""
+        self._runs += 1
+        run = self._runs
+        # Documents' cache is what composed contexts read; the prefix cache is to begin empty, and its keys are namespaces'.
+        namespace = f"run-{run}" if spec.name in EXACT_STRATEGIES else _CACHED
+        queries = [self._trace.queries[i] for i in self._order]
+        requests = [
+            GenerateRequest(
+                "load",
+                query.ids,
+                namespace,
+                spec.name,
+                Sampling(NEW_TOKENS, ignore_eos=True),
+                tuple(Span(a, b) for a, b in query.spans),
+                spec.options,
+            )
+            for query in queries
+        ]
+        return lambda number: replace(requests[number % len(requests)], rid=f"load-{run}-{number}")
+
+    async def _check(self, spec: StrategySpec) -> None:
+        """One request alone. Raises RagserveError where something else than the strategy, or another tier than host, answers it."""
+        last = None
+        async for chunk in self._engine.generate(self._maker(spec)(0)):
+            last = chunk
+        await self._idle()
+        if last is None or last.finish_reason != "length" or last.usage.completion != NEW_TOKENS:
+            raise RagserveError(f"a request alone is not answered as it should be: {last}")
+        if spec.name in EXACT_STRATEGIES:
+            return
+        if last.fallback or last.context is None or set(last.context.by_tier) != {"host"}:
+            raise RagserveError(f"a request alone is not composed from host: {last.fallback or last.context}")
+
+    async def _idle(self) -> None:
+        """Nothing runs and every slot is free or can be evicted. Raises RagserveError where that does not come."""
+        until = self._clock() + IDLE_S
+        while (held := (await self._engine.control("slots"))["now"]) > 0:
+            if self._clock() > until:
+                raise RagserveError(f"{held} KV slots are held {IDLE_S:g} s after the last request ended")
+            await asyncio.sleep(0.05)
+
+
+def _next_rate(low: float, high: float, guess: float) -> float:
+    """Between what was served and what was not; beyond them by a third where one is not known yet."""
+    if low and math.isfinite(high):
+        return (low + high) / 2
+    if low:
+        return max(1.35 * low, 0.8 * guess)
+    return 0.65 * high if math.isfinite(high) else max(0.8 * guess, 0.05)
+
+
+def _slots(chunk: GenerateChunk) -> int:
+    """Of a finished request: its context, question and answer."""
+    left_out = 0 if chunk.context is None else chunk.context.document_tokens - chunk.context.kept
+    return chunk.usage.prompt - left_out + chunk.usage.completion
+
+
+def _rounded(rate: float) -> float:
+    return round(rate, 2)
+
+
+def _tried(outcomes: Sequence[Outcome], limit_s: float) -> str:
+    return ", ".join(
+        f"{_rounded(each.rate)}/s {'within' if each.within(limit_s) else 'not within'} "
+        f"(p99 {'given up' if each.broken else f'{1e3 * each.p99_s:.0f} ms'})"
+        for each in outcomes
+    )
