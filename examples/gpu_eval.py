@@ -4,8 +4,8 @@
 
 What `ragserve eval` does, for machines that have SGLang and this checkout on the path but not the rest of the product. Rows are in
 OUT_DIR/rows-*.jsonl as soon as they are known; after ``--seconds``, or on any failure, the report covers the rows that there are, and the
-same command goes on where it stopped. OUT_DIR/ragserve-gate.json says which strategies it verified, for a data or model folder. The
-attention backend is SGLang's default unless RAGSERVE_ATTENTION names another.
+same command goes on where it stopped. OUT_DIR/ragserve-gate.json says which strategies it verified: copy it into a data folder, or beside
+the model. The attention backend is SGLang's default unless RAGSERVE_ATTENTION names another.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> int:
         broken = True
         rows, served = known(plan, given.out)
     report = write(plan, rows, served, given.out / "eval.json")
-    entries = gate.measured(report["rows"], report["environment"], model=report["workload"]["model"])
+    entries = gate.measured(report)
     gate.record(given.out / gate.FILE_NAME, served["engine"]["fingerprint"], entries)
     print("verified: " + (", ".join(label for label, entry in entries.items() if entry.verified) or "none"))
     cut = sum(row["documents_dropped"] for row in report["rows"])

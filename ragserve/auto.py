@@ -50,7 +50,7 @@ class Chooser:
         costs = self._profile()
         if costs is None:
             return Choice(_EXACT, "no cost profile of this machine: run ragserve calibrate")
-        verified = [label for label, entry in self._gate.entries().items() if entry.verified and label in costs.composed]
+        verified = [label for label in self._gate.verified() if label in costs.composed]
         verified = [label for label in verified if parse(label)[0].name in self._engine.info.strategies]
         if not verified:
             return Choice(_EXACT, "no composed strategy is both verified (ragserve eval --write-gate) and calibrated")

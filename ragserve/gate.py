@@ -1,14 +1,16 @@
 """Which composed strategies may answer: those that `ragserve eval --write-gate` has measured to be as good as full prefill.
 
 Composed KV is approximate, and how approximate depends on the model, the strategy's options and the data. So what was not measured, or
-was measured and fell short, is refused unless it is forced. The record is a JSON file in the data folder; a model's folder may bring one.
+was measured and fell short, is refused unless it is forced. The record is a JSON file in the data folder; a model's folder may bring
+one, measured on another machine. It is of the model's weights (`EngineInfo.fingerprint`), and counts where they are computed with in the
+same precision or a finer one: what composing changes was compared with full prefill in one engine, and only coarser rounding can add.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ MIN_FULL_F1 = 20.0  # percent; where full itself answers less, equal scores prov
 MAX_KL = 0.02  # nats, mean over a set: enough by itself
 MAX_FALLBACKS = 0.01  # share of answers that another strategy gave
 FORCE = "force"  # the option of a request that passes by the gate
+_MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one strategy, written with its options: figures by set, and where and when they were measured."""
+    """What is known of one strategy, written with its options: figures by set, and where, when and how exactly they were measured."""
 
     sets: Mapping[str, Figures]
     model: str
     date: str
     hardware: str
+    dtype: str
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def shortfalls(self) -> list[str]:
@@ -74,16 +78,22 @@ class Entry:
 
     @property
     def verified(self) -> bool:
+        """By its figures."""
         return bool(self.sets) and not self.shortfalls()
+
+    def counts_for(self, dtype: str) -> bool:
+        """Whether the figures say something about an engine of this precision (see `EngineInfo.dtype`)."""
+        return self.dtype == dtype or _MANTISSA.get(self.dtype, 99) <= _MANTISSA.get(dtype, 0)
 
 
 class Gate:
-    """Reads the files, again when they change. ``fingerprint`` is the model's; ``places`` the files, of which earlier ones win."""
+    """Reads the files, again when they change; of ``places`` earlier ones win. ``fingerprint`` and ``dtype`` are the engine's."""
 
-    def __init__(self, places: Iterable[Path], fingerprint: str, *, model: str) -> None:
+    def __init__(self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str) -> None:
         self._places = tuple(places)
         self._fingerprint = fingerprint
         self._model = model
+        self._dtype = dtype
         self._stamps: tuple[int, ...] = ()
         self._entries: dict[str, Entry] = {}
 
@@ -91,7 +101,7 @@ class Gate:
     def of(cls, settings: Settings, info: EngineInfo) -> Gate:
         """The data folder's file, then the one that the model's folder may bring."""
         places = (settings.data_dir / FILE_NAME, Path(info.model) / FILE_NAME)
-        return cls(places, info.fingerprint, model=Path(info.model).name)
+        return cls(places, info.fingerprint, model=Path(info.model).name, dtype=info.dtype)
 
     def entries(self) -> Mapping[str, Entry]:
         """Of this model, by strategy. A file that cannot be read counts as absent and is logged."""
@@ -104,14 +114,19 @@ class Gate:
             self._stamps = stamps
         return self._entries
 
+    def verified(self) -> list[str]:
+        """The strategies that may answer."""
+        return [label for label, entry in self.entries().items() if entry.verified and entry.counts_for(self._dtype)]
+
     def check(self, label: str) -> None:
         """Raises InvalidRequest (code ``strategy_not_verified``) with what to do, unless the strategy is verified."""
-        entry = self.entries().get(label)
-        if entry is not None and entry.verified:
+        entry, known = self.entries().get(label), self.verified()
+        if label in known:
             return
         if entry is None:
-            known = [name for name, each in self.entries().items() if each.verified]
             reason = f"has not been verified for {self._model}" + (f" (verified: {'; '.join(sorted(known))})" if known else "")
+        elif entry.verified:
+            reason = f"was verified for {self._model} in {entry.dtype}, and this engine computes in {self._dtype}, which is coarser"
         else:
             reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
         raise InvalidRequest(
@@ -131,15 +146,17 @@ class Gate:
             return {}
 
 
-def measured(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], *, model: str) -> dict[str, Entry]:
-    """Entries from the lines of an evaluation (`ragserve.eval.summary`), of strategies that were measured beside `full`."""
+def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
+    """Entries from an evaluation's report (`ragserve.eval.summary`), of strategies that were measured beside `full`."""
+    workload, environment = report["workload"], report["environment"]
     groups: dict[str, dict[str, Figures]] = {}
     names = Figures.__dataclass_fields__
-    for row in rows:
+    for row in report["rows"]:
         if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
             groups.setdefault(row["strategy"], {})[row["set"]] = Figures(**{name: row[name] for name in names})
     hardware = environment["gpu"] or environment["cpu"]
-    return {label: Entry(sets, model, environment["date"], hardware, environment["versions"]) for label, sets in groups.items()}
+    where = workload["model"], environment["date"], hardware, workload["dtype"], environment["versions"]
+    return {label: Entry(sets, *where) for label, sets in groups.items()}
 
 
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:

@@ -53,7 +53,7 @@ def calibrate(
     async def work(engine: LocalEngine) -> list[Sample]:
         served["fingerprint"] = engine.info.fingerprint
         gate = Gate.of(settings, engine.info)
-        specs: list[StrategySpec] = given or [parse(label)[0] for label, entry in gate.entries().items() if entry.verified]
+        specs: list[StrategySpec] = given or [parse(label)[0] for label in gate.verified()]
         if not specs:
             raise InvalidRequest(
                 "No composed strategy is verified for this model, so auto has nothing to choose from.",

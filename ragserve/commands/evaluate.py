@@ -108,7 +108,7 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
     report = write(plan, rows, served, out)
     if write_gate:
         place = plan.settings.data_dir / gate.FILE_NAME
-        entries = gate.measured(report["rows"], report["environment"], model=report["workload"]["model"])
+        entries = gate.measured(report)
         gate.record(place, served["engine"]["fingerprint"], entries)
         for label, entry in entries.items():
             typer.echo(f"{label}: " + ("verified" if entry.verified else f"not verified ({'; '.join(entry.shortfalls())})"))

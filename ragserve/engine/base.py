@@ -91,6 +91,7 @@ class EngineInfo:
     fingerprint: str = ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
     only_exact: str | None = None  # why there are none but the exact strategies
     sparse_decode: bool = False  # whether requests may say how their decode steps attend
+    dtype: str = ""  # of weights and KV, as "bfloat16", or "bfloat16, KV fp8_e5m2" where they differ; empty where it is not known
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -75,6 +75,7 @@ class LocalEngine:
             fingerprint=model_fingerprint(args.model_path, ""),
             only_exact=cache["unsupported"],
             sparse_decode=cache["decode"] is not None,
+            dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         if self._info.sparse_decode:  # a model that sparse decoding does not know fails here, at the start
@@ -255,6 +256,12 @@ class LocalEngine:
         if self._pumps:
             tokenizer_manager().abort_request(abort_all=True)
             await asyncio.wait(self._pumps, timeout=5)
+
+
+def _dtype(weights: Any, kv: str) -> str:
+    """As `EngineInfo` has it. ``weights``: a torch.dtype; ``kv``: SGLang's setting."""
+    name = str(weights).removeprefix("torch.")
+    return name if kv in ("auto", name) else f"{name}, KV {kv}"
 
 
 def _new_rid(name: str) -> str:

@@ -40,6 +40,7 @@ def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, An
         "model": Path(plan.settings.model).name,
         "device": served["engine"]["device"],
         "attention": served["engine"]["attention_backend"],
+        "dtype": served["engine"].get("dtype", ""),
         "max_new_tokens": plan.max_new_tokens,
         "limit": plan.limit,
         "engines": plan.workers,

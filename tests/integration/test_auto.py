@@ -50,7 +50,7 @@ def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
         return dict(response.json()["context"])
 
     try:
-        record(files[0], fingerprint, {"concat": Entry({"s": GOOD}, "ragserve-tiny", "d", "h")})
+        record(files[0], fingerprint, {"concat": Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32")})
         Costs((10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d").save(files[1], fingerprint)
         cold = ask("auto")
         assert (cold["strategy"], "3 of 3 documents cached nowhere" in cold["choice"]) == ("prefix", True)

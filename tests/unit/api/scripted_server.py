@@ -57,7 +57,8 @@ class ScriptedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("local", "scripted", self._tokenizer, "0", "cpu", "none", 2048, 4096, ("full", "prefix", "epic"), "print")
+        strategies = ("full", "prefix", "epic")
+        return EngineInfo("local", "scripted", self._tokenizer, "0", "cpu", "none", 2048, 4096, strategies, "print", dtype="float32")
 
     async def ready(self) -> bool:
         return self.is_ready

@@ -118,7 +118,9 @@ def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, li
     assert live.engine.requests[-1].options == {"first": 16}, "the engine does not know the gate"
     assert answer(first=16, force=1).status_code == 400
     good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
-    record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=16": Entry({"s": good}, "m", "d", "h")})
+    record(
+        live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=16": Entry({"s": good}, "m", "d", "h", "float32")}
+    )
     assert answer(first=16).status_code == 200
     assert answer(first=8).status_code == 400
 
@@ -132,7 +134,7 @@ def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs:
     assert "ragserve calibrate" in exact["choice"]
     assert chosen(first=16).status_code == 400
     good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
-    record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=4": Entry({"s": good}, "m", "d", "h")})
+    record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=4": Entry({"s": good}, "m", "d", "h", "float32")})
     costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "h", "d")
     costs.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint)
     assert "does not say what it has cached" in chosen().json()["context"]["choice"]  # this one has no document cache

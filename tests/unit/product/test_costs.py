@@ -85,7 +85,7 @@ class Cache:
 
     def __init__(self, prefix: int, *tiers: str) -> None:
         self._prefix, self._tiers = prefix, tiers
-        self.info = EngineInfo("local", "tiny", "tiny", "0", "cpu", "", 8192, 8192, ("full", "prefix", "epic"), "abc")
+        self.info = EngineInfo("local", "tiny", "tiny", "0", "cpu", "", 8192, 8192, ("full", "prefix", "epic"), "abc", dtype="float32")
 
     async def warm(self, request: GenerateRequest) -> None: ...
 
@@ -117,8 +117,10 @@ GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=1
 
 
 def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> tuple[str, str]:
-    record(tmp_path / "gate.json", "abc", {verified: Entry({"s": GOOD}, "tiny", "d", "h")})
-    made = asyncio.run(Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny"), tmp_path / "costs.json").choose(PROMPT, "n"))
+    record(tmp_path / "gate.json", "abc", {verified: Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
+    made = asyncio.run(
+        Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json").choose(PROMPT, "n")
+    )
     return made.spec.label, made.reason
 
 
@@ -150,9 +152,9 @@ def test_auto_is_exact_where_it_cannot_know_better(tmp_path: Path, engine: Any, 
 
 
 def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
-    record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h")})
+    record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
     engine: Any = Cache(0, *DEVICE)
-    chooser = Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny"), tmp_path / "costs.json")
+    chooser = Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json")
     first = asyncio.run(chooser.choose(PROMPT, "n"))
     assert (first.spec.label, "ragserve calibrate" in first.reason) == ("prefix", True)
     costs().save(tmp_path / "costs.json", "abc")

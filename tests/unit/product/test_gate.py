@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ragserve.config import load
+from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
-from ragserve.gate import Entry, Figures, Gate, measured, record
+from ragserve.gate import FILE_NAME, Entry, Figures, Gate, measured, record
+from sglang_ext.documents.factory import model_fingerprint
 
 GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=10.0)
 
 
 def entry(*figures: Figures) -> Entry:
-    return Entry({f"set{number}": each for number, each in enumerate(figures)}, "tiny", "2026-01-01", "a CPU")
+    return Entry({f"set{number}": each for number, each in enumerate(figures)}, "tiny", "2026-01-01", "a CPU", "float32")
 
 
 def figures(**changed: Any) -> Figures:
@@ -51,7 +55,7 @@ def test_every_set_must_pass() -> None:
 
 def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Path) -> None:
     place = tmp_path / "data" / "gate.json"
-    gate = Gate([place], "abc", model="tiny")
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
     with pytest.raises(InvalidRequest, match="has not been verified for tiny") as refused:
         gate.check("epic:first=16")
     assert refused.value.code == "strategy_not_verified"
@@ -63,7 +67,7 @@ def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Pat
     with pytest.raises(InvalidRequest, match=r"fell short \(set0: F1 97\.5, 45\.0 points below full"):
         gate.check("concat")
     with pytest.raises(InvalidRequest, match="has not been verified"):
-        Gate([place], "another model", model="tiny").check("epic:first=16")
+        Gate([place], "another model", model="tiny", dtype="float32").check("epic:first=16")
 
 
 def test_records_add_up_and_the_latest_counts(tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ def test_records_add_up_and_the_latest_counts(tmp_path: Path) -> None:
     record(place, "other", {"concat": entry(GOOD)})
     record(place, "abc", {"concat": entry(figures(f1_vs_full=-9.0)), "epic": entry(GOOD)})
     record(brought, "abc", {"concat": entry(GOOD), "random": entry(GOOD)})
-    known = Gate([place, brought, tmp_path / "missing.json"], "abc", model="tiny").entries()
+    known = Gate([place, brought, tmp_path / "missing.json"], "abc", model="tiny", dtype="float32").entries()
     assert {label: each.verified for label, each in known.items()} == {"concat": False, "epic": True, "random": True}
 
 
@@ -81,7 +85,7 @@ def test_a_file_that_is_no_record_verifies_nothing(tmp_path: Path, text: str) ->
     place = tmp_path / "gate.json"
     place.write_text(text)
     with pytest.raises(InvalidRequest, match="has not been verified"):
-        Gate([place], "abc", model="tiny").check("concat")
+        Gate([place], "abc", model="tiny", dtype="float32").check("concat")
     if "abc" not in text:
         with pytest.raises(InvalidRequest, match="not a gate's file"):
             record(place, "abc", {"concat": entry(GOOD)})
@@ -92,8 +96,54 @@ def test_a_report_becomes_a_record(tmp_path: Path) -> None:
     row = {"set": "s", "strategy": "concat", "em": 1.0, "ttft_ms": 3.0, **dataclasses.asdict(GOOD)}
     rows = [row, {**row, "set": "t"}, {**row, "strategy": "prefix"}, {**row, "strategy": "epic:first=2", "f1_vs_full": None}]
     environment = {"gpu": None, "cpu": "a CPU", "date": "2026-01-01", "versions": {"sglang": "0"}}
-    found = measured(rows, environment, model="tiny")
+    found = measured({"rows": rows, "environment": environment, "workload": {"model": "tiny", "dtype": "float32"}})
     assert list(found) == ["concat"]
     record(tmp_path / "gate.json", "abc", found)
-    assert Gate([tmp_path / "gate.json"], "abc", model="tiny").entries() == found
+    assert Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32").entries() == found
     assert json.loads((tmp_path / "gate.json").read_text())["models"]["abc"]["concat"]["versions"] == {"sglang": "0"}
+
+
+@pytest.mark.parametrize(
+    ("measured_in", "serving", "counts"),
+    [
+        ("bfloat16", "float32", True),
+        ("bfloat16", "float16", True),
+        ("float16", "bfloat16", False),
+        ("float32", "bfloat16", False),
+        ("bfloat16, KV fp8_e5m2", "bfloat16, KV fp8_e5m2", True),
+        ("bfloat16", "bfloat16, KV fp8_e5m2", False),
+        ("bfloat16, KV fp8_e5m2", "float32", False),
+        ("float32", "", False),
+    ],
+)
+def test_a_record_counts_for_the_same_precision_and_finer_ones(tmp_path: Path, measured_in: str, serving: str, counts: bool) -> None:
+    record(tmp_path / "gate.json", "abc", {"epic": dataclasses.replace(entry(GOOD), dtype=measured_in)})
+    gate = Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype=serving)
+    assert gate.verified() == (["epic"] if counts else [])
+    if counts:
+        gate.check("epic")
+    else:
+        with pytest.raises(InvalidRequest, match=f"verified for tiny in {measured_in}, and this engine computes in {serving}"):
+            gate.check("epic")
+
+
+def test_a_model_brings_the_record_of_another_machine(tmp_path: Path) -> None:
+    """As `examples/gpu_eval.py` leaves it: the weights are known by what they are, not by where they lie or what computes with them."""
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    for folder in (model, elsewhere):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+    fingerprint = model_fingerprint(str(elsewhere), "")
+    record(elsewhere / FILE_NAME, fingerprint, {"epic": dataclasses.replace(entry(GOOD), hardware="a GPU", dtype="bfloat16")})
+    shutil.copy(elsewhere / FILE_NAME, model)
+    info = EngineInfo("local", str(model), str(model), "0", "cpu", "", 1, 1, ("epic",), model_fingerprint(str(model), ""), dtype="float32")
+    settings = load(data_dir=tmp_path / "data")
+    Gate.of(settings, info).check("epic")
+    record(settings.data_dir / FILE_NAME, info.fingerprint, {"epic": entry(figures(f1_vs_full=-9.0))})
+    with pytest.raises(InvalidRequest, match="fell short"):  # here, which is what counts here
+        Gate.of(settings, info).check("epic")
+    (model / "model.safetensors").write_bytes(b"others!")
+    other = dataclasses.replace(info, fingerprint=model_fingerprint(str(model), ""))
+    with pytest.raises(InvalidRequest, match="has not been verified"):
+        Gate.of(load(data_dir=tmp_path / "empty"), other).check("epic")
