@@ -82,8 +82,9 @@ def run(
 
         async def work(engine: Any) -> None:
             found.describe(engine.info)
+            deadline = asyncio.get_running_loop().time() + effort.seconds
             for trace in parts:
-                await _Load(engine, trace, effort, found).run(specs)
+                await _Load(engine, trace, effort, deadline, found).run(specs)
             await engine.control("check")
 
         run_once(load(**flags), work)
@@ -141,13 +142,14 @@ class _Report:
 class _Load:
     """All strategies over one trace."""
 
-    def __init__(self, engine: Any, trace: Trace, effort: Effort, found: _Report) -> None:
+    def __init__(self, engine: Any, trace: Trace, effort: Effort, deadline: float, found: _Report) -> None:
+        """``deadline``: on the event loop's clock."""
         self._engine = engine
         self._trace = trace
         self._effort = effort
         self._found = found
         self._clock = asyncio.get_running_loop().time
-        self._deadline = self._clock() + effort.seconds
+        self._deadline = deadline
         self._order = random.Random(SEED).sample(range(len(trace.queries)), len(trace.queries))
         self._runs = 0
         self._full_rate: float | None = None

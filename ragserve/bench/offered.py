@@ -15,7 +15,7 @@ from ragserve.engine.base import GenerateChunk, GenerateRequest
 
 SEED = 0
 DRAIN_S = 30.0  # for the answers of those that came last
-_WATCH_S = 0.02
+_WATCH_S = 0.1
 
 
 @dataclass

@@ -180,7 +180,7 @@ def measured(engine: Engine, folder: Path, strategies: str, effort: Effort) -> l
     engine.free_at = 0.0
 
     async def work() -> None:
-        await load._Load(engine, trace_of(folder), effort, found).run(parse(strategies))
+        await load._Load(engine, trace_of(folder), effort, effort.seconds, found).run(parse(strategies))
 
     run(work())
     return list(json.loads((folder / "load.json").read_text())["rows"])
