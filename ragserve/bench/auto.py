@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ragserve.auto import Choice, Chooser
 from ragserve.costs import FILE_NAME, Sample, fit
 from ragserve.engine.base import GenerateRequest
-from ragserve.gate import Entry, Gate
+from ragserve.gate import Gate
 from ragserve.prompt import Prompt, Segment
 
 
@@ -19,17 +19,11 @@ class _Forced(Gate):
     """Lets these strategies pass as verified: with random weights there is no quality to verify."""
 
     def __init__(self, labels: Sequence[str]) -> None:
-        super().__init__((), "", model="")
+        super().__init__((), "", model="", dtype="")
         self._labels = labels
 
-    def entries(self) -> Mapping[str, Entry]:
-        return {label: _Passed({}, "", "", "") for label in self._labels}
-
-
-class _Passed(Entry):
-    @property
-    def verified(self) -> bool:
-        return True
+    def verified(self) -> list[str]:
+        return list(self._labels)
 
 
 async def choose(engine: Any, samples: Sequence[Sample], request: GenerateRequest, question: Sequence[int]) -> Choice:
