@@ -28,9 +28,10 @@ def chosen(
     sensitivity: dict[int, float],
     attention: dict[int, float],
     share: float,
+    first: int,
 ) -> list[int]:
     """Positions, ascending. ``documents``: first position and sentences, tokens counted in the document; ``kept``: positions by layer;
-    ``sensitivity`` and ``attention`` by position."""
+    ``sensitivity`` and ``attention`` by position; ``first``: tokens that every document gets, as far as the share goes."""
     weight = {
         p: sum(p in row for row in kept) / len(kept) for start, parts in documents for part in parts for p in (start + t for t in part)
     }
@@ -50,4 +51,6 @@ def chosen(
             scores.update(dict.fromkeys(live, mean * (1.0 if blind else relevance**POWER)))
     tokens = round(sum(weight.values()))
     count = min(tokens, max(1, round(share * tokens))) if tokens else 0
-    return sorted(sorted(scores, key=lambda p: (-scores[p], p))[:count])
+    openings = {start + t for start, _ in documents for t in range(min(first, count // len(documents)))} & set(scores)
+    rest = sorted(set(scores) - openings, key=lambda p: (-scores[p], p))
+    return sorted(openings | set(rest[: count - len(openings)]))

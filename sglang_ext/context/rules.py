@@ -166,6 +166,9 @@ def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
     sentence, its title where it has one, counts with OPENING of the attention to any token of the document where that is more: "Continued",
     "Part 2", "It" link what the document holds to another one. Sentences are taken by score until the share is spent, equal ones in the
     order of the text; the last one is cut. Where the question attends to nothing that is kept, sensitivity alone decides.
+
+    Before all sentences come the first ``first`` tokens of every document, as EPIC has it, or so many of each as the share pays for: keys
+    that a document alone parks attention on draw the question's, too, when there are several of them.
     """
     weight = kept.weight().numpy()
     live = weight > 0
@@ -183,14 +186,21 @@ def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
     score = np.add.reduceat(sensitivity, begin) / np.maximum(held, 1)
     if (looked_at > 0).any():
         score *= looked_at**POWER
+    sentence = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(live)))
+    budget = share_of(wanted.share, round(float(weight.sum())))
+    opened = np.zeros_like(live)
+    for offset in range(min(wanted.first, budget // len(lengths))):
+        opened[start[offset < lengths] + offset] = True
+    opened &= live
+    rest = live & ~opened
+    held = np.add.reduceat(rest, begin, dtype=np.int64)
     order = np.argsort(-score, kind="stable")
     quota = np.zeros_like(held)
     before = np.cumsum(held[order]) - held[order]
-    quota[order] = np.clip(share_of(wanted.share, round(float(weight.sum()))) - before, 0, held[order])
-    sentence = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(live)))
-    nth = np.cumsum(live) - 1
-    nth -= (np.cumsum(held) - held)[sentence]  # of the sentence's kept tokens
-    return torch.from_numpy(kept.first + np.flatnonzero(live & (nth < quota[sentence])))
+    quota[order] = np.clip(budget - int(opened.sum()) - before, 0, held[order])
+    nth = np.cumsum(rest) - 1
+    nth -= (np.cumsum(held) - held)[sentence]  # of the sentence's tokens that are left
+    return torch.from_numpy(kept.first + np.flatnonzero(opened | (rest & (nth < quota[sentence]))))
 
 
 @rule("outliers", analysed=True)

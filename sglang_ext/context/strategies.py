@@ -26,6 +26,7 @@ BLOCK = 16  # tokens; unit of `keep`
 Update = Literal["overwrite", "fusion"]
 _UPDATES: tuple[Update, ...] = ("overwrite", "fusion")
 _SENTENCES_SHARE = 0.1  # nothing is gained beyond it on any set measured (README.md)
+_SENTENCES_FIRST = 4  # tokens of each document; what they bring is measured there, too
 _COMMON = ("recompute", "share", "first", "seed", "update")
 _T = TypeVar("_T", bound=str)
 
@@ -210,7 +211,8 @@ def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str) -> Rule:
     """``recompute``: a rule's name, or positions."""
     wanted = options.get("recompute", default)
     default_share = _SENTENCES_SHARE if wanted == "sentences" else rules.DEFAULT_SHARE
-    share, first, seed = _share(options, default_share), _integer(options, "first", 16, low=0), _integer(options, "seed", 0, low=0)
+    share, seed = _share(options, default_share), _integer(options, "seed", 0, low=0)
+    first = _integer(options, "first", _SENTENCES_FIRST if wanted == "sentences" else 16, low=0)
     if isinstance(wanted, str):
         if wanted not in rules.names():
             raise PlanError(f"recompute must be a list of positions or one of {', '.join(rules.names())}")

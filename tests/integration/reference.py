@@ -117,4 +117,5 @@ def chosen_sentences(reference: Reference, tokenizer: Any, ids: list[int], spans
         {first + t: value for t, value in enumerate(sensitivity)},
         dict(enumerate(late.tolist())),
         share,
+        first=4,
     )

@@ -42,7 +42,7 @@ def analyses_of(words: list[list[int]], seed: int) -> list[Analysis]:
 
 
 def wanted(
-    plan: ContextPlan, words: list[list[int]], kept: torch.Tensor, analyses: list[Analysis], a: torch.Tensor, share: float
+    plan: ContextPlan, words: list[list[int]], kept: torch.Tensor, analyses: list[Analysis], a: torch.Tensor, share: float, first: int
 ) -> list[int]:
     documents = [(s.start, sentences_of([WRITTEN[i] for i in ids])) for s, ids in zip(plan.spans[1:], words, strict=True)]
     sensitivity = torch.cat([analysis.sensitivity for analysis in analyses]).double().tolist()
@@ -52,6 +52,7 @@ def wanted(
         {SYSTEM + t: value for t, value in enumerate(sensitivity)},
         {SYSTEM + t: value for t, value in enumerate(a.double().tolist())},
         share,
+        first,
     )
 
 
@@ -60,8 +61,9 @@ def wanted(
     st.integers(0, 10_000),
     st.sampled_from([0.02, 0.1, 0.37, 1.0]),
     st.sampled_from(["all", "shared", "layers"]),
+    st.sampled_from([0, 1, 4, 16]),
 )
-def test_the_rule_is_its_definition(words: list[list[int]], seed: int, share: float, which: str) -> None:
+def test_the_rule_is_its_definition(words: list[list[int]], seed: int, share: float, which: str, first: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan, n = plan_of([len(ids) for ids in words]), sum(map(len, words))
     analyses = analyses_of(words, seed)
@@ -73,8 +75,8 @@ def test_the_rule_is_its_definition(words: list[list[int]], seed: int, share: fl
         ]
         kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
         kept = kept if which == "layers" else kept[0]
-    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", share))
-    assert found.tolist() == wanted(plan, words, kept, analyses, attention, share)
+    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", share, first))
+    assert found.tolist() == wanted(plan, words, kept, analyses, attention, share, first)
 
 
 def test_a_document_counts_with_its_opening_a_quarter_as_much() -> None:
@@ -88,15 +90,15 @@ def test_a_document_counts_with_its_opening_a_quarter_as_much() -> None:
     attention[10] = 9.0  # parked on a document's first token
     kept = Kept(plan, torch.arange(25), analyses, attention=attention)
     for count, positions in ((3, [12, 13, 14]), (6, [5, 6, 7, 12, 13, 14]), (10, [5, 6, 7, 12, 13, 14, 18, 19, 20, 21])):
-        assert rules.choose(kept, Rule("sentences", count / 20)).tolist() == positions
-    assert rules.choose(kept, Rule("sentences", 8 / 20)).tolist() == [5, 6, 7, 12, 13, 14, 18, 19], "the last sentence is cut"
+        assert rules.choose(kept, Rule("sentences", count / 20, first=0)).tolist() == positions
+    assert rules.choose(kept, Rule("sentences", 8 / 20, first=0)).tolist() == [5, 6, 7, 12, 13, 14, 18, 19], "the last sentence is cut"
 
 
 def test_what_the_question_does_not_look_at_is_told_apart_by_sensitivity() -> None:
     words = [[0, 0, 0, 2, 0, 0, 0, 2]]
     plan, analyses = plan_of([8]), analyses_of(words, 2)
     analyses[0].sensitivity[:] = torch.tensor([1.0] * 4 + [2.0] * 4)
-    assert rules.choose(Kept(plan, torch.arange(13), analyses, attention=torch.zeros(8)), Rule("sentences", 0.5)).tolist() == [
+    assert rules.choose(Kept(plan, torch.arange(13), analyses, attention=torch.zeros(8)), Rule("sentences", 0.5, first=0)).tolist() == [
         9,
         10,
         11,
@@ -111,7 +113,7 @@ def test_text_without_punctuation_is_cut_every_64_tokens() -> None:
     attention = torch.zeros(130)
     attention[100] = 1.0
     kept = Kept(plan, torch.arange(135), analyses, attention=attention)
-    assert rules.choose(kept, Rule("sentences", 64 / 130)).tolist() == list(range(SYSTEM + 64, SYSTEM + 128))
+    assert rules.choose(kept, Rule("sentences", 64 / 130, first=0)).tolist() == list(range(SYSTEM + 64, SYSTEM + 128))
     assert TEXTS.begins([2] + [0] * 70).nonzero()[:, 0].tolist() == [0, 1, 65]
 
 
@@ -120,7 +122,7 @@ def test_a_document_of_which_nothing_is_kept_takes_part_in_nothing() -> None:
     plan, analyses = plan_of([5, 5]), analyses_of(words, 4)
     kept = torch.cat((torch.arange(SYSTEM), torch.arange(SYSTEM + 5, SYSTEM + 10)))
     attention = torch.tensor([0, 0, 0, 9.0, 0, 0, 0, 0, 0.1, 0])
-    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", 0.4))
+    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", 0.4, first=0))
     assert found.tolist() == [10, 11]
 
 
@@ -143,5 +145,5 @@ def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(options: dict[s
 @pytest.mark.parametrize("strategy", ["concat", "samkv"])
 def test_without_a_share_a_tenth_is_chosen(strategy: str) -> None:
     made = draft(ContextPlan("compose", "n", strategy, plan_of([300, 300]).spans, {"recompute": "sentences"}), Shape(LAYERS))
-    assert (made.rule.name, made.rule.share) == ("sentences", 0.1)
+    assert (made.rule.name, made.rule.share, made.rule.first) == ("sentences", 0.1, 4)
     assert made.settle().asks
