@@ -21,7 +21,8 @@ from ragserve_index.structures.ivf import Ivf
 
 documents = st.tuples(st.integers(0, 40), st.sampled_from(["en", "de"]))
 SOURCES = [f"s{i}" for i in range(6)]
-TOLERANCE = {"flat": 1e-5, "sq8": 0.1, "ivf": 1e-5, "hnsw": 1e-5}  # sq8 learns its ranges from the vectors there are: later ones may lie outside
+# sq8 learns its ranges from the vectors that there are: later ones may lie outside
+TOLERANCE = {"flat": 1e-5, "sq8": 0.1, "ivf": 1e-5, "hnsw": 1e-5}
 
 
 class Machine(RuleBasedStateMachine):
