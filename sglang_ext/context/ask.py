@@ -41,37 +41,38 @@ class Question:
         return self.start + torch.arange(len(self.ids), device=self.ids.device)
 
     def job(self) -> RecomputeJob | None:
-        """The question as rows over its context and itself, the same in every layer."""
-        if self.own is None:
-            return None
-        seen = len(self.slots) + 1 + torch.arange(len(self.ids), device=self.ids.device)
-        return RecomputeJob(
-            ids=self.ids,
-            positions=self.positions,
-            slots=torch.cat((self.slots, self.own)),
-            seen=seen[None],
-            targets=self.own[None],
-            alone=None,
-            recomputed=0,
-        )
+        """The question as rows of a pass; None where it has not got its slots."""
+        return None if self.own is None else question_job(self.ids, self.start, self.slots, self.own)
+
+
+def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
+    """Tokens ``ids`` [q] at positions from ``start`` on as rows over the context in ``slots`` and themselves in ``own`` [q]; int64."""
+    within = torch.arange(len(ids), device=ids.device)
+    return RecomputeJob(
+        ids=ids,
+        positions=start + within,
+        slots=torch.cat((slots, own)),
+        seen=(len(slots) + 1 + within)[None],
+        targets=own[None],
+        alone=None,
+        recomputed=0,
+    )
 
 
 class LastQueries:
-    """Keeps, of the upper half of the layers, the queries of some rows of a pass, [rows, heads, head_dim] each, and their scale."""
+    """Keeps, of every layer, the queries of some rows of a pass, [rows, heads, head_dim], and the scale of their scores."""
 
-    def __init__(self, layers: int, rows: torch.Tensor) -> None:
+    def __init__(self, rows: torch.Tensor) -> None:
         """``rows``: int64, read while the pass runs."""
-        self.lowest = layers // 2
         self.queries: list[tuple[torch.Tensor, float]] = []
         self._rows = rows
 
     def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
         """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same memory each time."""
-        at = layer - self.lowest
-        if at == len(self.queries):
+        if layer == len(self.queries):
             self.queries.append((q.index_select(0, self._rows), scaling))
-        elif at >= 0:
-            torch.index_select(q, 0, self._rows, out=self.queries[at][0])
+        else:
+            torch.index_select(q, 0, self._rows, out=self.queries[layer][0])
 
 
 def attention(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None = None) -> list[torch.Tensor]:
@@ -100,13 +101,13 @@ def _in_place(model_runner: Any, questions: Sequence[Question], graphs: Recomput
         return []
     pool = model_runner.token_to_kv_pool
     ends = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64)
-    last = LastQueries(pool.layer_num, upload(ends - 1, jobs[0].ids.device))
+    last = LastQueries(upload(ends - 1, jobs[0].ids.device))
     if recompute(model_runner, jobs, graphs, last) and graphs is not None:
         last = graphs.last
     return [
         [
-            _largest(q[number], pool.get_key_buffer(last.lowest + at)[job.slots], scaling)[: len(question.slots)]
-            for at, (q, scaling) in enumerate(last.queries)
+            _largest(q[number], pool.get_key_buffer(layer)[job.slots], scaling)[: len(question.slots)]
+            for layer, (q, scaling) in list(enumerate(last.queries))[pool.layer_num // 2 :]
         ]
         for number, (question, job) in enumerate(zip(questions, jobs, strict=True))
     ]

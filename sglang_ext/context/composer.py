@@ -117,12 +117,12 @@ class Composer:
         self._device = torch.device(model_runner.device)
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
-        self._graphs = capture_graphs(model_runner)
+        self.graphs = capture_graphs(model_runner)
 
     @property
     def recompute_graphs(self) -> int:
         """How many CUDA graphs of the recompute pass there are."""
-        return 0 if self._graphs is None else len(self._graphs)
+        return 0 if self.graphs is None else len(self.graphs)
 
     def fill(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> StageClock:
         """Write the kept KV of each context into its slots, recompute, and note in the contexts what was done and when.
@@ -136,7 +136,7 @@ class Composer:
         self._ask(contexts, rows)
         clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
-        by_graph = recompute(self._runner, [job for job in jobs if job is not None], self._graphs)
+        by_graph = recompute(self._runner, [job for job in jobs if job is not None], self.graphs)
         clock.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
@@ -151,7 +151,7 @@ class Composer:
         asking = [(context, row) for context, row in zip(contexts, rows, strict=True) if context.selection.asks]
         if not asking:
             return
-        found = attention(self._runner, [self._question(context, row) for context, row in asking], self._graphs)
+        found = attention(self._runner, [self._question(context, row) for context, row in asking], self.graphs)
         for (context, _), looked_at in zip(asking, found, strict=True):
             chosen = context.draft.recomputed(context.selection.kept, context.in_order, looked_at)
             context.decided = replace(context.selection, recomputed=chosen, asks=False)

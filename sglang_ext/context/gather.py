@@ -52,6 +52,12 @@ class Buffers:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
 
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self.k[layer]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self.v[layer]
+
 
 class Gather:
     """Copies into the KV pool of one rank, or into buffers like it, on the current stream.

@@ -97,7 +97,7 @@ class RecomputeGraphs:
         keys = self._pool.get_key_buffer(0)
         self._static = StaticRows(SIZES[-1], len(keys), keys.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.last = LastQueries(self._pool.layer_num, self._static.last)
+        self.last = LastQueries(self._static.last)
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.context.gather import PADDING_SLOT, Ints, upload
+from sglang_ext.context.gather import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.rope import decoder_layers
 from sglang_ext.context.rows import Rows
 
@@ -98,10 +98,12 @@ class RecomputeJob:
 class _Pass:
     """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the composed slots itself."""
 
-    def __init__(self, model_runner: Any, rows: Rows, jobs: Sequence[RecomputeJob] = (), watch: Watch | None = None) -> None:
+    def __init__(
+        self, model_runner: Any, rows: Rows, jobs: Sequence[RecomputeJob] = (), watch: Watch | None = None, beside: Buffers | None = None
+    ) -> None:
         """``jobs``: those of the rows, where some have rows to choose."""
         self._watch = watch
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.token_to_kv_pool = beside or model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._tp_group = model_runner.tp_group
         self._jobs = jobs
@@ -146,15 +148,21 @@ class _Pass:
 
 
 @torch.no_grad()
-def recompute(model_runner: Any, jobs: Sequence[RecomputeJob], graphs: RecomputeGraphs | None = None, watch: Watch | None = None) -> bool:
+def recompute(
+    model_runner: Any,
+    jobs: Sequence[RecomputeJob],
+    graphs: RecomputeGraphs | None = None,
+    watch: Watch | None = None,
+    beside: Buffers | None = None,
+) -> bool:
     """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Whether a CUDA graph did it: ``watch``
-    is not called then, `RecomputeGraphs.last` has the jobs' last queries."""
+    is not called then, `RecomputeGraphs.last` has the jobs' last queries. ``beside``: whose slots these are, if not the pool's."""
     if not jobs:
         return False
     if graphs is not None and graphs.replay(jobs):
         return True
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
-    run_layers(model_runner, Rows.of(jobs), ids, positions, jobs, watch)
+    run_layers(model_runner, Rows.of(jobs), ids, positions, jobs, watch, beside)
     return False
 
 
@@ -165,12 +173,13 @@ def run_layers(
     positions: torch.Tensor,
     jobs: Sequence[RecomputeJob] = (),
     watch: Watch | None = None,
+    beside: Buffers | None = None,
 ) -> None:
     """Tokens ``ids`` at ``positions``, int64 [rows] each, through all layers; ``jobs`` where some have rows to choose."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     model = model_runner.model
-    backend: Any = _Pass(model_runner, rows, jobs, watch)
+    backend: Any = _Pass(model_runner, rows, jobs, watch, beside)
     batch = forward_batch(ids, positions)
     hidden, residual = model.model.embed_tokens(ids), None
     with forward_context(ForwardContext(attn_backend=backend)):

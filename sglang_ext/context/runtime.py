@@ -25,6 +25,7 @@ from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource,
 from sglang_ext.context.held import Held
 from sglang_ext.context.locate import Locator
 from sglang_ext.context.metrics import context_metrics
+from sglang_ext.context.query import QueryPass
 from sglang_ext.context.resident import DeviceDocuments
 from sglang_ext.context.rope import UnsupportedRope, rotation_of
 from sglang_ext.context.slots import SlotCount
@@ -111,7 +112,8 @@ class ContextRuntime:
             rotation = rotation_of(model_runner.model)
             self._composer = Composer(model_runner, rotation, tiers, block)
             analyser = Analyser(model_runner, texts, analysis.cut)
-            self._stager = Stager(model_runner, rotation, self._locator, tiers, analyser, self._composer.gather, analysis.memory_bytes)
+            query = QueryPass(model_runner, self._composer, self._allocator)
+            self._stager = Stager(model_runner, rotation, self._locator, tiers, analyser, query, analysis.memory_bytes)
             self.documents.on_removed = self._stager.forget
         except (UnsupportedPool, UnsupportedRope) as error:
             self.unsupported = str(error)

@@ -185,7 +185,7 @@ def _proportion(scores: torch.Tensor, blocks: Blocks, analyses: Sequence[Analysi
     chosen = []
     for name in ("exponent", "attention"):
         padded = torch.full_like(scores, torch.inf)
-        padded[:, length > 0] = torch.cat([getattr(a, name)[layers].float() for a in analyses], dim=1).to(device)
+        padded[:, length > 0] = torch.cat([getattr(a, name) for a in analyses], dim=1)[layers].float().to(device)
         chosen.append(padded.masked_fill(~middle, torch.inf).argmin(-1, keepdim=True))
     largest, least = (scores.gather(-1, block)[..., 0] for block in chosen)
     inside = (anchor > least) & (anchor <= largest) & middle.any(1)

@@ -23,9 +23,8 @@ from sglang_ext.analysis.cache import AnalysisCache
 from sglang_ext.analysis.summary import Analysis, Cut, SummaryError
 from sglang_ext.context import samkv
 from sglang_ext.context.composer import ComposedContext
-from sglang_ext.context.gather import Gather
 from sglang_ext.context.locate import Locator
-from sglang_ext.context.query import question_queries
+from sglang_ext.context.query import QueryPass
 from sglang_ext.context.rope import Rotation
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Stager:
     """Settles drafts."""
 
     def __init__(
-        self, model_runner: Any, rotation: Rotation, locator: Locator, tiers: Any, analyser: Analyser, gather: Gather, cache: int
+        self, model_runner: Any, rotation: Rotation, locator: Locator, tiers: Any, analyser: Analyser, query: QueryPass, cache: int
     ) -> None:
         self.analyser = analyser
         self.analyses = AnalysisCache(cache)
@@ -48,7 +47,7 @@ class Stager:
         self._rotation = rotation
         self._locator = locator
         self._tiers = tiers
-        self._gather = gather
+        self._query = query
         self._computed = 0
         self._waiting: list[ComposedContext] = []
         self._step: Callable[[], Any] = lambda: None
@@ -200,7 +199,7 @@ class Stager:
 
     def _ask(self, batch: Sequence[ComposedContext]) -> None:
         started = time.perf_counter()
-        queries = question_queries(self._runner, self._gather, batch)
+        queries = self._query(batch)
         asked = time.perf_counter()
         for context, query in zip(batch, queries, strict=True):
             draft = context.draft
