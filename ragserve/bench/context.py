@@ -200,26 +200,26 @@ async def _profiles(engine: Any, length: int, size: int, cases: Sequence[Case], 
     """What one request of each profiled case launches, with its documents on the device."""
     request, draw = _request(length, size)
     await _cache(engine, request, draw)
-    for case in cases:
-        tier = case.tiers[0]
-        if not case.profiled or tier not in ("", "device"):
-            continue
+    for case in (case for case in cases if case.profiled):
         asked = replace(request, strategy=case.strategy, options=case.options)
-        await _first_token(engine, asked, tier, draw)
+        await _first_token(engine, asked, "", draw)
 
-        async def once(asked: GenerateRequest = asked, tier: str = tier) -> None:
-            await _first_token(engine, asked, tier, draw)
+        async def once(asked: GenerateRequest = asked) -> None:
+            await _first_token(engine, asked, "", draw)
 
-        measured.add_profile(
-            {"context tokens": length, "document tokens": size, "strategy": case.name} | await trace.profiled(engine, once)
-        )
+        place = {"context tokens": length, "document tokens": size, "strategy": case.name}
+        measured.add_profile(place | await trace.profiled(engine, once))
 
 
 async def _auto_rows(
     engine: Any, length: int, size: int, cases: Sequence[Case], measured: Measured, repeats: int
 ) -> AsyncIterator[dict[str, Any]]:
-    """`auto` beside `full`, calibrated by this run's rows: at short contexts it must not lose what the choice costs."""
+    """`auto` beside `full`, calibrated by this run's rows: at short contexts it must not lose what the choice costs.
+
+    In a namespace of its own: nothing of it is in the prefix cache, so where it chooses `prefix` that does what `full` does.
+    """
     request, draw = _request(length, size)
+    request = replace(request, namespace=f"{request.namespace}-auto")
     question = [draw.randrange(*VOCABULARY) for _ in range(QUESTION_TOKENS)]
     specs = {case.name: StrategySpec(case.strategy, case.options) for case in cases}
     samples = measured.samples({name: spec.label for name, spec in specs.items() if spec.name == AUTO_OF}, SYSTEM_TOKENS, QUESTION_TOKENS)
@@ -231,7 +231,8 @@ async def _auto_rows(
         chosen = await auto.choose(engine, samples, request, question)
         choice_ms = (time.perf_counter() - started) * 1e3
         exact = chosen.spec.name in EXACT_STRATEGIES
-        group = [("", Case("full", "full")), ("" if exact else tier, Case("auto", chosen.spec.name, dict(chosen.spec.options)))]
+        name, options = ("full", {}) if exact else (chosen.spec.name, dict(chosen.spec.options))
+        group = [("", Case("full", "full")), ("" if exact else tier, Case("auto", name, options))]
         (full, lost), (own, failed) = await _in_turn(engine, request, group, draw, repeats)
         row: dict[str, Any] = {"context tokens": length, "document tokens": size, "strategy": "auto", "tier": tier, "chosen": chosen.reason}
         if lost or failed:

@@ -118,7 +118,8 @@ class DocumentRadixCache(RadixCache):
             child = (
                 node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size)) if len(rest) >= self.page_size else None
             )
-            if child is None or child.key.token_ids != rest[: len(child.key)]:
+            # a node of a document that came in chunks keeps more ids than its key counts
+            if child is None or child.key.raw_token_ids() != rest[: len(child.key)]:
                 return None
             child.last_access_time = now
             parts.append(child.value)

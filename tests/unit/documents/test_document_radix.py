@@ -1,0 +1,58 @@
+"""A document is found in the device's tree whole or not at all, however its KV came there."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+KEY = "d" * 32
+
+
+@pytest.fixture(params=[1, 4])
+def tree(request: pytest.FixtureRequest) -> Any:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_ext.documents.radix import DocumentRadixCache
+
+    return DocumentRadixCache(
+        CacheInitParams(
+            disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=request.param, enable_kv_cache_events=False
+        )
+    )
+
+
+def insert(tree: Any, ids: array[int], slots: torch.Tensor, *, limit: int | None = None, key: str = KEY) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tree.insert(InsertParams(key=RadixKey(ids, extra_key=key, limit=limit), value=slots[:limit]))
+
+
+def found(tree: Any, ids: array[int], key: str = KEY) -> list[int] | None:
+    answer = tree.document(ids, key)
+    return None if answer is None else torch.cat(answer[0]).tolist()
+
+
+def test_in_one_piece_and_in_chunks(tree: Any) -> None:
+    ids, slots = array("q", range(100, 124)), torch.randperm(24)
+    insert(tree, ids, slots, limit=8)  # SGLang inserts a chunk with all ids and says how many of them count
+    assert found(tree, ids) is None
+    assert found(tree, ids[:8]) == slots[:8].tolist()
+    insert(tree, ids, slots, limit=16)
+    insert(tree, ids, slots)
+    assert found(tree, ids) == slots.tolist()
+    node = tree.document(ids, KEY)[1]
+    assert node.last_access_time == max(each.last_access_time for each in (node, node.parent, node.parent.parent))
+    assert found(tree, ids, "e" * 32) is None
+    assert found(tree, ids[:-4]) is None, "another document that only begins as this one does"
+    assert found(tree, array("q", [*ids, 1, 2, 3, 4])) is None
+    assert found(tree, array("q", [*ids[:20], 1, 2, 3, 4])) is None
+
+
+def test_with_pages_a_document_needs_whole_ones(tree: Any) -> None:
+    ids = array("q", range(10))
+    insert(tree, ids, torch.arange(10))
+    assert (found(tree, ids) is None) == (tree.page_size > 1)
