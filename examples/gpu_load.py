@@ -1,6 +1,6 @@
 """Requests a second that a CUDA machine serves with p99 TTFT within 2 s, by strategy, and the KV slots they hold. Eight minutes on an H200.
 
-    python examples/gpu_load.py OUT_FOLDER TRACE_FOLDER [--passages 48,5] [--seconds 330] [--strategies LIST]
+    python examples/gpu_load.py OUT_FOLDER TRACE_FOLDER [--passages 48,5] [--seconds 360] [--strategies LIST]
 
 TRACE_FOLDER holds one NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it (`ragserve.bench.traces`). `ragserve.bench.load` with the
 shape of Llama-3.1-8B and random weights, one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds``
@@ -28,8 +28,8 @@ def main() -> int:
     parser.add_argument("--queries", type=int, default=120)
     parser.add_argument("--strategies", default=load.STRATEGIES)
     parser.add_argument("--arrivals-s", type=float, default=15.0, help="of each rate")
-    parser.add_argument("--rates", type=int, default=3, help="tried for each strategy")
-    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--rates", type=int, default=4, help="tried for each strategy")
+    parser.add_argument("--seconds", type=float, default=360.0)
     parser.add_argument("--attention", default="flashinfer", help="FlashInfer compiles for two minutes on a new machine; or triton")
     parser.add_argument("--shape", default="llama-3.1-8b", help="or embedded: the small model, to try this without a GPU")
     parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options, as JSON")

@@ -37,13 +37,14 @@ _CACHED = "load"  # the namespace whose documents are cached
 
 @dataclass(frozen=True)
 class Effort:
-    """``arrivals_s``: of one rate; ``rates``: tried for each strategy; ``probe_s``: of the closed loop; ``limit_s``: for p99 of TTFT.
+    """``arrivals_s``: of one rate; ``rates``: tried for each strategy; ``probe_s``: of the closed loop, after half as long to warm up;
+    ``limit_s``: for p99 of TTFT.
 
     ``seconds``: from the start of the measurement on; when the next rate would not end within it, it is not begun.
     """
 
     arrivals_s: float = 15.0
-    rates: int = 3
+    rates: int = 4
     probe_s: float = 4.0
     limit_s: float = 2.0
     seconds: float = math.inf
@@ -103,8 +104,11 @@ _NOTE = (
     "at the beginning; for prefix the prefix cache is empty at the beginning of each rate. KV slots a request: of its context and its "
     "answer, mean. most KV slots: held at once by all running requests, at full's highest rate, where they compare, and at the strategy's "
     "own. A query has as many passages as said: those of its own line of the trace, then those of the lines drawn after it; the question "
-    "is made up where the trace has none."
+    "is made up where the trace has none. Where more requests come than there are queries, these come again: prefix % says what that gives."
 )
+
+
+_SHOWN = ("passages", "strategy", "requests/s", "too many/s", "ttft ms p50", "ttft ms p99", "of full's %", "most KV slots at full's rate")
 
 
 class _Report:
@@ -136,7 +140,7 @@ class _Report:
             report.save(report.assemble("load", self._workload, self._rows, note=_NOTE), self._out)
 
     def show(self) -> dict[str, Any]:
-        return report.write("load", self._workload, self._rows, out=self._out, note=_NOTE)
+        return report.write("load", self._workload, self._rows, out=self._out, note=_NOTE, shown=_SHOWN)
 
 
 class _Load:
@@ -158,12 +162,13 @@ class _Load:
     async def run(self, specs: Sequence[StrategySpec]) -> None:
         self._found.trace(self._trace)
         started = self._clock()
+        print(f"{self._trace.name}: {len(self._trace.unique)} documents, {self._trace.tokens:,} tokens to cache", flush=True)
         await cache(self._engine, _CACHED, self._trace)
         await self._engine.control("evict", tiers=["device"])
         where = set((await self._engine.where(_CACHED, everything_of(self._trace))).fastest())
         if where != {"host"}:
             raise RagserveError(f"after warming, documents are on {', '.join(sorted(where))}, not all on host")
-        print(f"{len(self._trace.unique)} documents cached in {self._clock() - started:.0f} s", flush=True)
+        print(f"cached in {self._clock() - started:.0f} s", flush=True)
         for spec in specs:
             self._found.add(await self._row(spec))
 
@@ -208,7 +213,8 @@ class _Load:
         most: list[int] = []
         limit = self._effort.limit_s
         make = self._maker(spec)
-        guess = await capacity(self._engine, make, AT_ONCE, self._effort.probe_s)
+        await capacity(self._engine, make, AT_ONCE, self._effort.probe_s / 2)  # kernels are compiled when they are first needed
+        guess = await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s)
         await self._idle()
         print(f"{spec.label}: {guess:.2f} first tokens a second with {AT_ONCE} requests in flight", flush=True)
         low, high = 0.0, math.inf
