@@ -201,6 +201,17 @@ def test_strategies_are_compared_at_the_rate_of_full(tmp_path: Path, monkeypatch
     assert engine.namespaces["concat"] == {"load"}
 
 
+def test_no_rate_may_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where full takes longer than the limit even alone, the others are tried from what their own closed loop did."""
+    monkeypatch.setattr(load, "AT_ONCE", 4)
+    full, concat = measured(Engine(0.5), tmp_path, "full,concat", Effort(arrivals_s=2.0, rates=3, probe_s=2.0, limit_s=LIMIT_S))
+    assert full["requests/s"] is None
+    assert full["too many/s"] == pytest.approx(1.6 * 0.65**2, abs=0.1), "each rate a third lower"
+    assert "ttft ms p99" not in full
+    assert concat["requests/s"] > 1
+    assert (concat["of full's %"], concat["most KV slots at full's rate"]) == (None, None)
+
+
 def test_what_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "AT_ONCE", 2)
     engine, effort = Engine(0.002), Effort(arrivals_s=0.2, rates=1, probe_s=0.05, limit_s=LIMIT_S)
