@@ -15,7 +15,7 @@ from sglang_ext.context.ask import Question, attention
 from sglang_ext.context.clock import StageClock
 from sglang_ext.context.gather import Filling, Gather, Ints, needed_blocks, upload
 from sglang_ext.context.graphs import capture_graphs
-from sglang_ext.context.recompute import RecomputeJob, recompute
+from sglang_ext.context.recompute import RecomputeJob, recompute, warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Draft, Selection
 from sglang_ext.documents.page_format import token_array
@@ -118,6 +118,8 @@ class Composer:
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
         self.graphs = capture_graphs(model_runner)
+        if self._device.type == "cuda":
+            warm(model_runner)
 
     @property
     def recompute_graphs(self) -> int:

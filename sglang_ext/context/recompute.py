@@ -21,6 +21,9 @@ from sglang_ext.context.rows import Rows
 if TYPE_CHECKING:
     from sglang_ext.context.graphs import RecomputeGraphs
 
+_WARM_ROWS = (768, 1280, 2560)  # for each number of tiles that the attention distinguishes, with 8 KV heads
+_WARM_SLOTS = 512
+
 Watch = Callable[[int, torch.Tensor, float], None]
 """Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of their scores."""
 
@@ -164,6 +167,19 @@ def recompute(
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
     run_layers(model_runner, Rows.of(jobs), ids, positions, jobs, watch, beside)
     return False
+
+
+def warm(model_runner: Any) -> None:
+    """Compile the kernels of passes that no graph serves now, not while the first such request waits (over a second on an H200).
+
+    Before there is any document; writes to the padding slot. Which kernels a pass takes depends on how many rows it has.
+    """
+    device = torch.device(model_runner.device)
+    slots = torch.full((_WARM_SLOTS,), PADDING_SLOT, dtype=torch.int64, device=device)
+    for rows in _WARM_ROWS:
+        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        targets = torch.full_like(zeros, PADDING_SLOT)[None]
+        recompute(model_runner, [RecomputeJob(zeros, zeros, slots, zeros[None], targets, None, 0)])
 
 
 def run_layers(

@@ -13,6 +13,7 @@ from ragserve_kernels._common import next_power_of_2
 from ragserve_kernels._dot import dot, dot_precision
 
 _SMS = 132  # of the H200
+_WAVES = 4
 _MAX_SPLITS = 32
 
 
@@ -74,7 +75,7 @@ def attend_keys(
     return b_acc, b_max, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_splits"])  # one compilation for any number of them: requests wait for it
 def prefix_rows_attention_kernel(
     p_q,  # [R, Hq, D]
     p_k,  # [slots, Hkv, D]
@@ -86,6 +87,7 @@ def prefix_rows_attention_kernel(
     p_row_start,
     p_row_len,
     n_rows,  # R
+    n_splits,
     stride_q_row,
     stride_q_head,
     stride_k_slot,
@@ -101,10 +103,10 @@ def prefix_rows_attention_kernel(
     B_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     WRITE_LSE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    i_kv_head = tl.program_id(0) // SPLITS
-    i_split = tl.program_id(0) % SPLITS
+    i_kv_head = tl.program_id(0) // n_splits
+    i_split = tl.program_id(0) % n_splits
     i_request = tl.program_id(1)
     i_row_first = tl.load(p_row_start + i_request).to(tl.int64)
     i_row_last = tl.load(p_row_start + i_request + 1).to(tl.int64)
@@ -121,8 +123,8 @@ def prefix_rows_attention_kernel(
     n_most = tl.max(n_len, 0)
     n_least = tl.min(tl.where(m_q, n_len, 2147483647), 0)
     i_begin, i_end = 0, n_most
-    if SPLITS > 1:  # whole tiles of keys, as many for each
-        n_share = tl.cdiv(tl.cdiv(n_most, B_KEYS), SPLITS) * B_KEYS
+    if SPLIT:  # whole tiles of keys, as many for each
+        n_share = tl.cdiv(tl.cdiv(n_most, B_KEYS), n_splits) * B_KEYS
         i_begin = tl.minimum(i_split * n_share, n_most)
         i_end = tl.minimum(i_begin + n_share, n_most)
     i_masked = tl.minimum(tl.maximum(n_least // B_KEYS * B_KEYS, i_begin), i_end)
@@ -147,24 +149,24 @@ def prefix_rows_attention_kernel(
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_head_of_row = (i_split.to(tl.int64) * n_rows + i_row) * QUERY_HEADS + i_head
     tl.store(p_out + o_head_of_row[:, None] * HEAD_DIM + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
-    if WRITE_LSE or SPLITS > 1:
+    if WRITE_LSE or SPLIT:
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), -float("inf"))
-        tl.store(p_lse + o_head_of_row, b_lse * (0.6931471805599453 if SPLITS == 1 else 1.0), mask=m_q)
+        tl.store(p_lse + o_head_of_row, b_lse * (1.0 if SPLIT else 0.6931471805599453), mask=m_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_splits", "n_requests", "n_heads_of_rows"])
 def combine_splits_kernel(
     p_part,  # float32 [SPLITS, R, Hq, D]
     p_part_lse,  # float32 [SPLITS, R, Hq], base 2
     p_out,  # [R, Hq, D], contiguous
     p_lse,  # float32 [R, Hq], contiguous
     p_row_start,
+    n_splits,
     n_requests,
     n_heads_of_rows,  # R x Hq
     QUERY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    B_SPLITS: tl.constexpr,
+    B_SPLITS: tl.constexpr,  # the most splits there are, a power of two
     WRITE_LSE: tl.constexpr,
 ):
     """One query head of one row: its parts weighted by how much of the softmax each holds."""
@@ -173,13 +175,13 @@ def combine_splits_kernel(
         return
     o_split = tl.arange(0, B_SPLITS)
     o_dim = tl.arange(0, HEAD_DIM)
-    b_part_lse = tl.load(p_part_lse + o_split * n_heads_of_rows + i, mask=o_split < SPLITS, other=-float("inf"))
+    b_part_lse = tl.load(p_part_lse + o_split * n_heads_of_rows + i, mask=o_split < n_splits, other=-float("inf"))
     b_max = tl.max(b_part_lse, 0)
     b_weight = tl.exp2(b_part_lse - tl.where(b_max == -float("inf"), 0.0, b_max))
     b_sum = tl.sum(b_weight, 0)
     # [SPLITS, D]; a part without keys is zero
     b_part = tl.load(
-        p_part + (o_split * n_heads_of_rows + i)[:, None] * HEAD_DIM + o_dim[None, :], mask=(o_split < SPLITS)[:, None], other=0.0
+        p_part + (o_split * n_heads_of_rows + i)[:, None] * HEAD_DIM + o_dim[None, :], mask=(o_split < n_splits)[:, None], other=0.0
     )
     b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(p_out + i * HEAD_DIM + o_dim, b_out.to(p_out.dtype.element_ty))
@@ -189,11 +191,12 @@ def combine_splits_kernel(
 
 
 def choose_splits(programs: int, key_tiles: int) -> int:
-    """Into how many parts the keys are split: enough for two programs on each SM, where the rows alone do not give every SM one.
+    """Into how many parts the keys are split, for at least ``_WAVES`` programs on each SM.
 
+    The last rows see all keys and the first ones few: with one program on each SM the longest decides, and the others wait for it.
     ``key_tiles``: how many tiles the keys can be at most.
     """
-    return 1 if programs >= _SMS else max(1, min(_MAX_SPLITS, key_tiles, -(-2 * _SMS // programs)))
+    return max(1, min(_MAX_SPLITS, key_tiles, -(-_WAVES * _SMS // programs)))
 
 
 def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) -> Tile:
@@ -252,6 +255,7 @@ def prefix_rows_attention_triton(
         row_start,
         row_len,
         rows,
+        splits,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -267,7 +271,7 @@ def prefix_rows_attention_triton(
         B_KEYS=tile.keys,
         PRECISION=dot_precision(q.dtype),
         WRITE_LSE=lse is not None,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -278,12 +282,12 @@ def prefix_rows_attention_triton(
             out,
             out if lse is None else lse,
             row_start,
+            splits,
             requests,
             rows * query_heads,
             QUERY_HEADS=query_heads,
             HEAD_DIM=head_dim,
-            SPLITS=splits,
-            B_SPLITS=next_power_of_2(splits),
+            B_SPLITS=_MAX_SPLITS,
             WRITE_LSE=lse is not None,
             num_warps=4,
         )

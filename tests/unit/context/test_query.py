@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from sglang_ext.context.composer import ComposedContext, DeviceSource
-from sglang_ext.context.gather import Buffers, Gather
+from sglang_ext.context.gather import PADDING_SLOT, Buffers, Gather
 from sglang_ext.context.query import QueryPass
+from sglang_ext.context.recompute import warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan, Span
@@ -56,19 +57,23 @@ class Allocator:
         self.free_slots += slots.tolist()
 
 
-@pytest.mark.parametrize("ask", ["last", "mean"])
-def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
-    torch.manual_seed(0)
-    pool: Any = Buffers(*([torch.randn(SLOTS, KV_HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
+def runner_of() -> Any:
+    pool = Buffers(*([torch.randn(SLOTS, KV_HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
     holder = SimpleNamespace(
         k_buffer=pool.k, v_buffer=pool.v, layer_num=LAYERS, get_key_buffer=pool.get_key_buffer, get_value_buffer=pool.get_value_buffer
     )
     embeddings = torch.randn(50, HIDDEN)
-    layers = [Layer(number) for number in range(LAYERS)]
-    model = SimpleNamespace(model=SimpleNamespace(layers=layers, embed_tokens=embeddings.__getitem__))
-    runner: Any = SimpleNamespace(token_to_kv_pool=holder, req_to_token_pool=None, tp_group=None, device="cpu", model=model)
+    model = SimpleNamespace(model=SimpleNamespace(layers=[Layer(number) for number in range(LAYERS)], embed_tokens=embeddings.__getitem__))
+    return SimpleNamespace(token_to_kv_pool=holder, req_to_token_pool=None, tp_group=None, device="cpu", model=model)
+
+
+@pytest.mark.parametrize("ask", ["last", "mean"])
+def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
+    torch.manual_seed(0)
+    runner = runner_of()
     rotation = Rotation(torch.rand(DIM // 2), DIM, neox=True)
-    composer: Any = SimpleNamespace(gather=Gather(holder, rotation, torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM), 16), graphs=None)
+    gather = Gather(runner.token_to_kv_pool, rotation, torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM), 16)
+    composer: Any = SimpleNamespace(gather=gather, graphs=None)
     contexts = []
     for length in (20, 33):
         plan = ContextPlan("compose", "n", "samkv", (Span(0, 5), Span(5, 5 + length)), {"block_size": 4, "ask": ask})
@@ -85,3 +90,14 @@ def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
         torch.testing.assert_close(one[ask], other[ask])
     assert not torch.equal(beside[0]["last"], beside[1]["last"])
     assert len(set(roomy.free_slots)) == 96
+
+
+def test_warming_up_writes_to_the_padding_slot_only() -> None:
+    runner = runner_of()
+    buffers = [*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer]
+    before = [buffer.clone() for buffer in buffers]
+    warm(runner)
+    for was, now in zip(before, buffers, strict=True):
+        others = [slot for slot in range(SLOTS) if slot != PADDING_SLOT]
+        assert torch.equal(was[others], now[others])
+        assert now[PADDING_SLOT].isfinite().all(), "some attention kernels read it and multiply by zero"
