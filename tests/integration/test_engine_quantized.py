@@ -1,0 +1,101 @@
+"""A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps against transformers with quantised KV."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, DecodeReport
+from tests.conftest import MODEL
+from tests.integration.context_client import generate, plan_of, result
+from tests.integration.reference import Generated
+from tests.integration.sparse_reference import SparseReference
+
+PAGE, LOGICAL, CHUNK = 16, 4, 256  # as in the fixture
+NEW = 6
+# Quantising changes log-probabilities by about 0.01 here. Where rounding noise moves a number to the next code, by 0.002.
+TOLERANCE = 4e-3
+
+
+@pytest.fixture(scope="module")
+def reference() -> SparseReference:
+    return SparseReference(MODEL, PAGE, LOGICAL, bits=8)
+
+
+def some_ids(n: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, 8000) for _ in range(n)]
+
+
+def ask(client: Any, ids: list[int], **decode: Any) -> dict[str, Any]:
+    custom = {"custom_params": {DECODE_FIELD: json.dumps(decode)}} if decode else {}
+    return generate(client, ids, sampling_params={"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, **custom})
+
+
+def distance(got: Generated, want: Generated) -> float:
+    """Largest difference of a log-probability up to the first token that differs, which counts as 1 if it is among the first three."""
+    same = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
+    return 1.0 if same < 3 else max(abs(a - b) for a, b in zip(got.logprobs[:same], want.logprobs, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("decode", "seeds"),
+    [
+        ({}, (7, 8)),
+        ({"mode": "hierarchical", "budget": 64, "reuse": 2}, (17, 18)),
+        ({"mode": "progressive", "threshold": 0.4}, (27, 28)),
+    ],
+    ids=["dense", "hierarchical", "progressive"],
+)
+def test_answers_are_those_of_quantised_kv(
+    locked_server: Any, server: Any, reference: SparseReference, decode: dict[str, Any], seeds: tuple[int, int]
+) -> None:
+    """The prompts come in three chunks, of which the later ones read the earlier ones as they were stored."""
+    reference.starts = [0, CHUNK, 2 * CHUNK]
+    for seed in seeds:
+        ids = some_ids(650, seed)
+        answer = ask(locked_server.client, ids, **decode)
+        assert answer["meta_info"]["cached_tokens"] == 0
+        reference.decode = DecodeOptions(**decode, dense_below=0)
+        assert distance(result(answer), reference.plain(ids, NEW)) < TOLERANCE
+        if decode:
+            said = DecodeReport.from_json(answer["meta_info"][DECODE_FIELD][-1])
+            assert said.sparse_steps == said.steps == NEW - 1
+            assert said.share < 1
+            reference.decode = DecodeOptions()
+            other = reference.plain(ids, NEW)
+        else:
+            other = result(ask(server.client, ids))
+        assert distance(result(answer), other) > TOLERANCE, "the test must tell sparse from dense, and quantised KV from plain"
+
+
+def test_a_cached_prefix_is_read_as_it_was_stored(locked_server: Any, reference: SparseReference) -> None:
+    shared, first, second = some_ids(200, 21), some_ids(90, 22), some_ids(120, 23)
+    ask(locked_server.client, shared + first)
+    answer = ask(locked_server.client, shared + second)
+    cached = answer["meta_info"]["cached_tokens"]
+    assert cached == len(shared) // PAGE * PAGE
+    reference.decode, reference.starts = DecodeOptions(), [0, cached]
+    assert distance(result(answer), reference.plain(shared + second, NEW)) < TOLERANCE
+    verified = locked_server.client.post("/rag/cache/verify", json={})
+    assert verified.status_code == 200, verified.text
+
+
+def test_the_pool_takes_less_than_plain_kv(locked_server: Any, server: Any) -> None:
+    few, plain = (each.client.get("/rag/cache").json()["device"]["budget_bytes"] for each in (locked_server, server))
+    assert few < 0.4 * plain, "a byte instead of four, two halves of scale for 64 of them, and one layer of ten as it is"
+
+
+def test_composed_contexts_are_refused(locked_server: Any) -> None:
+    ids = some_ids(60, 31)
+    for plan in (plan_of([(0, 20), (20, 50)]), plan_of([(0, 20)], "epic", first=4)):
+        refused = generate(locked_server.client, ids, plan)
+        assert "--kv-bits 16" in refused["error"]["message"]
+    question = {"query": "Who?", "documents": [{"text": "Nobody knows."}], "max_new_tokens": 4}
+    refused = locked_server.client.post("/rag/query", json=question | {"strategy": "concat"})
+    assert refused.status_code == 400
+    assert "'prefix' or 'full'" in refused.json()["error"]["message"]
+    assert locked_server.client.post("/rag/query", json=question | {"strategy": "full"}).status_code == 200
