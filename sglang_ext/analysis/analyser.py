@@ -9,6 +9,7 @@ import torch
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
+from sglang_ext.analysis import heads
 from sglang_ext.analysis.passes import Kv, LayerState, Text, run
 from sglang_ext.analysis.summary import Analysis, Cut, quantize
 from sglang_ext.analysis.texts import Texts
@@ -24,6 +25,7 @@ class Analyser:
         self._load_texts = texts
         self._texts: Texts | None = None
         self._contexts: list[list[Kv]] | None = None  # by text, by layer
+        self._found: list[tuple[int, int]] | None = None
         self._device = torch.device(model_runner.device)
         self._tp_group = model_runner.tp_group
         self._itemsize = model_runner.token_to_kv_pool.dtype.itemsize
@@ -36,12 +38,14 @@ class Analyser:
         """The analysis of one document, prefilled from position 0; as :meth:`Analysis.placed` has it."""
         cut = cut or self.cut
         n, block = len(ids), self.block_of(len(ids), cut)
+        retrieval = self.heads
         plan = BlockPlan.build([n], block_tokens=block, local_blocks=cut.local_blocks, device=self._device)
         tokens, places = self._tensor(ids), torch.arange(n, device=self._device)
         texts = [Text(tokens, places)]
         for context in self._foreign_contexts():
             texts.append(Text(tokens, places + len(context[0][0]), context.__getitem__))
         rows: list[dict[str, torch.Tensor]] = []
+        keys: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the retrieval heads, in their order
         moved = torch.zeros(n, dtype=torch.float32, device=self._device)
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
@@ -63,14 +67,38 @@ class Analyser:
                     "exponent": summary.exponent.half(),
                 }
             )
+            keys.extend(quantize(alone.k[:, head]) for at, head in retrieval if at == layer)
             for state in behind:
                 moved.add_((state.v.float() - alone.v.float()).square().sum((1, 2)))
 
         run(self._runner, texts, observe)
         sensitivity = self._tp_group.all_reduce(moved) if self._world > 1 else moved
         stacked = {name: torch.stack([row[name] for row in rows]).cpu() for name in rows[0]}
-        analysis = Analysis(n, block, cut.local_blocks, **stacked, sensitivity=sensitivity.cpu(), begins=self.texts.begins(ids))
+        none = torch.empty(n, 0, stacked["mean_k"].shape[-1], dtype=torch.int8), torch.empty(n, 0, dtype=torch.float16)
+        token_k, token_k_scale = (torch.stack(parts, dim=1).cpu() for parts in zip(*keys, strict=True)) if keys else none
+        analysis = Analysis(
+            n,
+            block,
+            cut.local_blocks,
+            **stacked,
+            sensitivity=sensitivity.cpu(),
+            begins=self.texts.begins(ids),
+            heads=torch.tensor(retrieval, dtype=torch.uint8).view(-1, 2),
+            token_k=token_k,
+            token_k_scale=token_k_scale,
+        )
         return analysis.placed(self._device)
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """This rank's retrieval heads, layer and KV head; found at the first call, in which all ranks take part."""
+        if self._found is None:
+            contexts = self._foreign_contexts()
+            score = heads.found(self._runner, self.texts.foreign, contexts, self._all_heads)
+            own, dim = contexts[0][0][0].shape[1:]
+            count = heads.affordable(score.shape[0], score.shape[1], dim, self._itemsize)
+            self._found = [(layer, head - self._rank * own) for layer, head in heads.best(score, count) if head // own == self._rank]
+        return self._found
 
     @property
     def texts(self) -> Texts:

@@ -41,14 +41,17 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """One document; the tensors are of this rank's heads where they have heads. Those that selection multiplies (``mean_k``, ``local_q``
-    and their scales) may be on the model's device, the others are on the CPU. Blocks are ``block`` tokens, the last one what is left.
+    """One document; the tensors are of this rank's heads where they have heads. Those that selection multiplies (``mean_k``, ``local_q``,
+    ``token_k`` and their scales) may be on the model's device, the others are on the CPU. Blocks are ``block`` tokens, the last one what
+    is left.
 
     ``mean_k`` int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks, kv_heads]: mean key, rotated for
     the document's own positions. ``local_q`` int8 [layers, heads, head_dim] times ``local_q_scale`` f16 [layers, heads]: mean query of
     the last ``local_blocks`` blocks. ``token`` u8 [layers, blocks]: the block's most attended token, counted in the block;
     ``attention`` f32 [layers, blocks]: its mean attention (inf where no token has enough later queries); ``exponent`` f16, its power
     law's. ``sensitivity`` f32 [tokens]: context sensitivity (METHODS, section 6). ``begins`` u8 [tokens]: 1 where a sentence begins.
+    ``heads`` u8 [found, 2]: layer and KV head of the retrieval heads (`heads.py`); ``token_k`` int8 [tokens, found, head_dim] times
+    ``token_k_scale`` f16 [tokens, found]: their keys, rotated as the means are.
     """
 
     n_tokens: int
@@ -63,6 +66,9 @@ class Analysis:
     exponent: torch.Tensor
     sensitivity: torch.Tensor
     begins: torch.Tensor
+    heads: torch.Tensor
+    token_k: torch.Tensor
+    token_k_scale: torch.Tensor
 
     @property
     def layers(self) -> int:
@@ -78,7 +84,7 @@ class Analysis:
 
     def placed(self, device: torch.device) -> Analysis:
         """With what selection multiplies on the device."""
-        names = ("mean_k", "mean_k_scale", "local_q", "local_q_scale")
+        names = ("mean_k", "mean_k_scale", "local_q", "local_q_scale", "token_k", "token_k_scale")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def keys(self, device: torch.device) -> torch.Tensor:

@@ -47,6 +47,10 @@ class Texts:
         start = torch.where(begins, place, 0).cummax(0).values
         return (begins | ((place - start) % LONGEST == 0)).to(torch.uint8)
 
+    def telling(self, question: torch.Tensor) -> torch.Tensor:
+        """A question's tokens without those that end sentences, which are everywhere; ``question`` and the result int64."""
+        return question[~self.ends[question.clamp(max=len(self.ends) - 1)]]
+
 
 def foreign_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:
     """Token ids of the two texts shipped with the package, each cut to ``limit`` tokens."""

@@ -19,18 +19,21 @@ from typing import Literal
 import torch
 
 from sglang_ext.analysis.summary import Analysis
+from sglang_ext.context import sentences
 from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.rope import Rotation
 
-Scope = Literal["layers", "shared", "none"]
-Scoring = Literal["zscore", "softmax", "raw", "attention"]
+Scope = Literal["sentences", "shared", "layers", "none"]
+Scoring = Literal["keys", "attention", "zscore", "softmax", "raw"]
 Ask = Literal["mean", "last"]
 Positions = Literal["full", "near"]
 # The first of each is the default: README.md has the measurements.
-SCOPES: tuple[Scope, ...] = ("shared", "layers", "none")
+SCOPES: tuple[Scope, ...] = ("sentences", "shared", "layers", "none")
 SCORINGS: tuple[Scoring, ...] = ("attention", "zscore", "softmax", "raw")
+SENTENCE_SCORINGS: tuple[Scoring, ...] = ("keys", "attention")
 ASKS: tuple[Ask, ...] = ("last", "mean")
 POSITIONS: tuple[Positions, ...] = ("full", "near")
+KEEP, WORDS, OPENINGS = 0.15, 0.5, 0.5  # of `sentences`
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
 
@@ -39,17 +42,31 @@ class SamKv:
     """Options of the method; README.md says what each does."""
 
     initial_blocks: int = 1
-    scope: Scope = "shared"
-    personalised: bool = True
-    scoring: Scoring = "attention"
+    scope: Scope = "sentences"
+    personalised: bool = False
+    scoring: Scoring = "keys"
     positions: Positions = "full"
     ask: Ask = "last"
     keep: float | None = None
+    words: float = WORDS
+    openings: float = OPENINGS
+
+    @property
+    def by_sentence(self) -> bool:
+        """Whether sentences are chosen, from all tokens, instead of blocks between initial and local ones."""
+        return self.scope == "sentences"
+
+    @property
+    def asks(self) -> bool:
+        """Whether it looks at the question's queries."""
+        return not (self.scope == "none" or (self.by_sentence and self.words == 1))
 
     def budget(self, blocks: Blocks) -> int:
-        """Most middle tokens that are kept in a layer: what ``keep`` leaves for them, or the paper's total / D."""
+        """Most tokens that a layer keeps beside initial and local blocks: what ``keep`` leaves for them, or the paper's total / D."""
         if self.scope == "none":
             return 0
+        if self.by_sentence:
+            return max(1, round((KEEP if self.keep is None else self.keep) * blocks.tokens))
         if self.keep is None:
             return min(blocks.middle_tokens, blocks.tokens // blocks.documents)
         return max(0, min(blocks.middle_tokens, round(self.keep * blocks.tokens) - (blocks.tokens - blocks.middle_tokens)))
@@ -89,15 +106,9 @@ def choose(
     budget = options.budget(blocks)
     if budget == 0:
         return Chosen(blocks.fixed(), torch.zeros(blocks.documents))
-    shifts = blocks.start[:, 0]
-    if options.positions == "near":  # every document as if it stood right before the question
-        shifts = question_start - blocks.length.sum(1)
-    shifts = shifts.to(device)
-    queries = (
-        personalised(query, analyses, shifts, rotation, reduce) if options.personalised else query[:, None].expand(-1, len(shifts), -1, -1)
-    )
     # By head only where heads are looked at one by one: otherwise a KV head serves the sum of its query group.
-    products = _products(_moved(queries, -shifts, rotation), analyses, blocks, fold=options.scoring != "attention")
+    queries = _queries(options, blocks, analyses, query, question_start, rotation, reduce)
+    products = _products(queries, analyses, blocks, fold=options.scoring != "attention")
     scores = reduce(products.sum(-1))  # [layers, D, M]
     middle, size = blocks.middle.to(device), blocks.size.to(device)
     proportion = _proportion(scores, blocks, analyses, stable_layers(layers) if stable is None else stable)
@@ -114,6 +125,61 @@ def choose(
         among, pooled = among.any(0, keepdim=True), pooled[late].sum(0, keepdim=True)
     kept = _take(pooled.masked_fill(~among, -torch.inf), among, blocks, budget)
     return Chosen(kept.cpu() if options.scope == "layers" else kept[0].cpu(), proportion.cpu())
+
+
+def choose_sentences(
+    options: SamKv,
+    blocks: Blocks,
+    analyses: Sequence[Analysis],
+    query: torch.Tensor | None,
+    question_start: int,
+    rotation: Rotation,
+    ids: torch.Tensor,
+    question: torch.Tensor,
+    *,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+    highest: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+) -> torch.Tensor:
+    """What every layer keeps with scope `sentences`, as in `Chosen`; further arguments as in :func:`choose`.
+
+    ``ids`` int64 [N]: the documents' tokens; ``question`` int64: those of the question whose occurrence says something. ``query`` is None
+    where only words count. All ranks choose the same.
+    """
+    lengths = torch.tensor([analysis.n_tokens for analysis in analyses])
+    first = lengths.cumsum(0) - lengths
+    sentence = sentences.numbered(torch.cat([analysis.begins for analysis in analyses]), first)
+    held = sentences.words(ids, sentence, question) if options.words else None
+    attention = None
+    if query is not None:
+        queries = _queries(options, blocks, analyses, query, question_start, rotation, reduce)
+        if options.scoring == "keys":
+            found = reduce(sentences.looked_at(queries, analyses)).cpu()
+        else:
+            share = highest(_attention(_products(queries, analyses, blocks, fold=False), blocks))
+            found = share[len(share) // 2 :].sum(0).flatten().cpu()[blocks.token_block]
+        attention = sentences.largest(found, sentence)
+    score = sentences.opened(sentences.scores(held, attention, options.words), sentence, first, options.openings)
+    return blocks.first + sentences.best(score, sentence, options.budget(blocks))
+
+
+def _queries(
+    options: SamKv,
+    blocks: Blocks,
+    analyses: Sequence[Analysis],
+    query: torch.Tensor,
+    question_start: int,
+    rotation: Rotation,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Each document's query, f32 [layers, D, heads, head_dim], moved so that it meets the keys where they are stored."""
+    shifts = blocks.start[:, 0]
+    if options.positions == "near":  # every document as if it stood right before the question
+        shifts = question_start - blocks.length.sum(1)
+    shifts = shifts.to(query.device)
+    queries = (
+        personalised(query, analyses, shifts, rotation, reduce) if options.personalised else query[:, None].expand(-1, len(shifts), -1, -1)
+    )
+    return _moved(queries, -shifts, rotation)
 
 
 def personalised(

@@ -13,9 +13,10 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_ext.analysis.analyser import Analyser
@@ -129,7 +130,8 @@ class Stager:
             for number, name in self._analyses_of(context).items():
                 span = context.plan.spans[number]
                 wanted.setdefault(name, (context.ids[span.start : span.end], context.draft.cut))
-        have = {name: self._known(name, len(ids)) for name, (ids, _) in wanted.items()}
+        heads = self.analyser.heads if wanted else []  # here, where all ranks are
+        have = {name: self._known(name, len(ids), heads) for name, (ids, _) in wanted.items()}
         votes = self._locator.agree([known if isinstance(known, int) else _READY for known in have.values()])
         found: dict[Name, Analysis] = {}
         room, started = _ANALYSED_TOKENS, time.perf_counter()
@@ -161,7 +163,7 @@ class Stager:
             if number and number not in context.analyses
         }
 
-    def _known(self, name: Name, n_tokens: int) -> Analysis | int:
+    def _known(self, name: Name, n_tokens: int, heads: Sequence[tuple[int, int]]) -> Analysis | int:
         """An analysis that is in memory or in a tier; _WAIT while it is read, _MISSING where it has to be computed."""
         key, block, local_blocks = name
         found = self.analyses.get(*name)
@@ -180,6 +182,8 @@ class Stager:
             return _MISSING
         if (found.block, found.local_blocks) != (block, local_blocks):
             return _MISSING  # the request cuts documents in another way than the server
+        if [tuple(head) for head in found.heads.tolist()] != list(heads):
+            return _MISSING  # of another way to find the retrieval heads
         self.analyses.put(key, found)
         return found
 
@@ -195,32 +199,38 @@ class Stager:
             self._ask(batch)
         for context in contexts:
             if context.decided is None and not context.draft.needs_query:
-                context.decided = context.draft.settle(context.in_order)
+                self._settle(context, None)
 
     def _ask(self, batch: Sequence[ComposedContext]) -> None:
         started = time.perf_counter()
         queries = self._query(batch)
         asked = time.perf_counter()
         for context, query in zip(batch, queries, strict=True):
-            draft = context.draft
-            if draft.samkv is None or draft.blocks is None:
-                raise RuntimeError("a draft without a selector needs no query pass")
-            analyses = context.in_order
-            chosen = samkv.choose(
-                draft.samkv,
-                draft.blocks,
-                analyses,
-                query[draft.samkv.ask],
-                context.plan.question_start,
-                self._rotation,
-                reduce=self._sum,
-                highest=self._max,
-            )
-            context.decided = draft.settle(analyses, chosen.kept)
+            self._settle(context, query)
         ended = time.perf_counter()
         for context in batch:
             context.query_ms += (asked - started) * 1e3
             context.select_ms += (ended - asked) * 1e3
+
+    def _settle(self, context: ComposedContext, queries: Mapping[samkv.Ask, torch.Tensor] | None) -> None:
+        """Select, where there is something to select; ``queries`` where the selector looks at them."""
+        draft, analyses = context.draft, context.in_order
+        kept = None
+        if draft.selects and draft.samkv is not None and draft.blocks is not None:
+            start = context.plan.question_start
+            query = None if queries is None else queries[draft.samkv.ask]
+            if draft.samkv.by_sentence:
+                ids = torch.from_numpy(np.array(context.ids))
+                document, question = ids[draft.blocks.first : start], ids[start:]
+                kept = samkv.choose_sentences(
+                    draft.samkv, draft.blocks, analyses, query, start, self._rotation, document,
+                    self.analyser.texts.telling(question), reduce=self._sum, highest=self._max,
+                )  # fmt: skip
+            elif query is not None:
+                kept = samkv.choose(
+                    draft.samkv, draft.blocks, analyses, query, start, self._rotation, reduce=self._sum, highest=self._max
+                ).kept
+        context.decided = draft.settle(analyses, kept)
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
         """Over ranks: all choose the same."""

@@ -19,13 +19,14 @@ from sglang_ext.analysis.summary import Analysis, Cut
 from sglang_ext.context import rules
 from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.rules import Kept, Rule
-from sglang_ext.context.samkv import ASKS, POSITIONS, SCOPES, SCORINGS, SamKv
+from sglang_ext.context.samkv import ASKS, OPENINGS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, WORDS, SamKv
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
 BLOCK = 16  # tokens; unit of `keep`
 Update = Literal["overwrite", "fusion"]
 _UPDATES: tuple[Update, ...] = ("overwrite", "fusion")
 _SENTENCES_SHARE = 0.1  # nothing is gained beyond it on any set measured (README.md)
+_SELECTED_SHARE = 0.66  # of chosen sentences, most of which matter: a tenth of all document tokens where 15 % are kept
 _SENTENCES_FIRST = 4  # tokens of each document; what they bring is measured there, too
 _COMMON = ("recompute", "share", "first", "seed", "update")
 _T = TypeVar("_T", bound=str)
@@ -74,11 +75,16 @@ class Draft:
     @property
     def needs_query(self) -> bool:
         """Whether something is left to select with the question's queries."""
+        return self.selects and self.samkv is not None and self.samkv.asks
+
+    @property
+    def selects(self) -> bool:
+        """Whether something is left to select."""
         return self.samkv is not None and self.blocks is not None and self.samkv.budget(self.blocks) > 0
 
     @property
     def needs_analysis(self) -> bool:
-        return self.needs_query or (self.rule.needs_analysis and len(self.plan.spans) > 1)
+        return self.selects or (self.rule.needs_analysis and len(self.plan.spans) > 1)
 
     def settle(self, analyses: Sequence[Analysis] = (), chosen: torch.Tensor | None = None) -> Selection:
         """The selection. ``analyses``: of every document, where needed; ``chosen``: the kept document tokens that a selector found."""
@@ -176,28 +182,45 @@ def _cacheblend(plan: ContextPlan, shape: Shape) -> Draft:
 @strategy("samkv")
 def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
     """SamKV: initial and local blocks, and those that the question and the other documents ask for (METHODS, section 1)."""
-    known = ("block_size", "initial_blocks", "local_blocks", "selection", "personalised", "scoring", "positions", "ask", "keep")
+    known = (
+        "block_size",
+        "initial_blocks",
+        "local_blocks",
+        "selection",
+        "personalised",
+        "scoring",
+        "positions",
+        "ask",
+        "keep",
+        "words",
+        "openings",
+    )
     options = _options(plan, *known, *_COMMON)
     block = _integer(options, "block_size", shape.cut.block, low=0)
     if block and (block & (block - 1) or block > 64):
         raise PlanError("block_size must be 0 (about 1/32 of the document) or a power of two up to 64")
     cut = Cut(block, _integer(options, "local_blocks", shape.cut.local_blocks, low=1))
+    scope = _among(options, "selection", SCOPES)
     samkv = SamKv(
         _integer(options, "initial_blocks", 1, low=0),
-        _among(options, "selection", SCOPES),
-        _boolean(options, "personalised", True),
-        _among(options, "scoring", SCORINGS),
+        scope,
+        _boolean(options, "personalised", scope != "sentences"),
+        _among(options, "scoring", SENTENCE_SCORINGS if scope == "sentences" else SCORINGS),
         _among(options, "positions", POSITIONS),
         _among(options, "ask", ASKS),
         _share(options, 1.0, name="keep") if "keep" in options else None,
+        _weight(options, "words", WORDS),
+        _weight(options, "openings", OPENINGS),
     )
-    rule, update = _rule(plan, options, "outliers"), _among(options, "update", _UPDATES)
+    chosen = ("sentences", _SELECTED_SHARE) if samkv.by_sentence else ("outliers", _SENTENCES_SHARE)
+    rule, update = _rule(plan, options, *chosen), _among(options, "update", _UPDATES)
     documents = _documents(plan)
     whole = torch.arange(plan.question_start)
     if not documents:
         return Draft(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv)
     sizes = [cut.size(span.end - span.start, shape.kv_itemsize) for span in documents]
-    blocks = Blocks.build(documents, sizes, initial=samkv.initial_blocks, local=cut.local_blocks)
+    ends = (0, 0) if samkv.by_sentence else (samkv.initial_blocks, cut.local_blocks)
+    blocks = Blocks.build(documents, sizes, initial=ends[0], local=ends[1])
     kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
     return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks)
 
@@ -207,10 +230,10 @@ def _reuse(plan: ContextPlan, shape: Shape, options: Mapping[str, Any], rule: st
     return Draft(plan, kept, _rule(plan, options, rule), int(kept.shape[-1]), _among(options, "update", _UPDATES), rotate, shape.cut)
 
 
-def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str) -> Rule:
-    """``recompute``: a rule's name, or positions."""
+def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str, sentences_share: float = _SENTENCES_SHARE) -> Rule:
+    """``recompute``: a rule's name, or positions. ``sentences_share``: of rule `sentences` where the request gives none."""
     wanted = options.get("recompute", default)
-    default_share = _SENTENCES_SHARE if wanted == "sentences" else rules.DEFAULT_SHARE
+    default_share = sentences_share if wanted == "sentences" else rules.DEFAULT_SHARE
     share, seed = _share(options, default_share), _integer(options, "seed", 0, low=0)
     first = _integer(options, "first", _SENTENCES_FIRST if wanted == "sentences" else 16, low=0)
     if isinstance(wanted, str):
@@ -278,6 +301,13 @@ def _share(options: Mapping[str, Any], default: float, name: str = "share") -> f
     value = options.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise PlanError(f"{name} must be a number above 0 and up to 1")
+    return float(value)
+
+
+def _weight(options: Mapping[str, Any], name: str, default: float) -> float:
+    value = options.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise PlanError(f"{name} must be a number from 0 to 1")
     return float(value)
 
 

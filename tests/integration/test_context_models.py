@@ -122,7 +122,8 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
     for options in (
         {"keep": 0.6, "selection": "layers"},
         {"keep": 0.6},
-        {"scoring": "raw", "ask": "mean"},
+        {"words": 0.3, "scoring": "attention", "personalised": True},
+        {"scoring": "raw", "ask": "mean", "selection": "shared"},
         {"recompute": "sensitivity", "share": 0.4, "selection": "shared"},
         {"recompute": "deviation"},
     ):

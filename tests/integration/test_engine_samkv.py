@@ -15,6 +15,7 @@ from ragserve.prompt import PromptBuilder, PromptDocument
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.analysis.texts import Texts
+from sglang_ext.context.samkv import KEEP
 from sglang_ext.documents.files import DocumentFiles
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
 from tests.conftest import MODEL
@@ -86,6 +87,12 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
     before = moved(client)
     composed(client, ids, spans, "samkv", "loads", selection="layers", **options)
     assert moved(client) == before
+    # Sentences, of which initial and local blocks are no part: the tokens they have in each page, and no page without one.
+    assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
+    before = moved(client)
+    by_sentence = composed(client, ids, spans, "samkv", "loads", selection="sentences", **options)
+    assert report(by_sentence)["kept"] == said["kept"]
+    assert (moved(client) - before) // page < system + 0.75 * documents
     # Analyses are stored with the documents: what is forgotten in memory is read again, not computed.
     assert client.delete("/rag/namespaces/nobody").status_code in (200, 404)
     assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
@@ -116,11 +123,15 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
     ("n_documents", "options"),
     [
         (1, {}),
-        (2, {"update": "fusion"}),
-        (3, {"block_size": 64}),  # no longer than initial and local blocks: kept whole
+        (2, {"keep": 0.4, "update": "fusion"}),
+        (4, {"words": 0}),
+        (4, {"words": 0.5, "scoring": "attention", "openings": 0}),
+        (8, {"words": 1, "recompute": "sentences", "share": 0.6}),
+        (1, {"selection": "shared"}),
+        (3, {"block_size": 64, "selection": "shared"}),  # no longer than initial and local blocks: kept whole
         (8, {"selection": "none"}),
         (8, {"selection": "layers", "scoring": "zscore", "ask": "mean"}),
-        (8, {"recompute": "deviation", "share": 0.3}),
+        (8, {"recompute": "deviation", "share": 0.3, "selection": "shared"}),
         (8, {"recompute": "sensitivity", "share": 0.2, "keep": 0.5}),
         (8, {"recompute": "sentences", "share": 0.2}),
         (8, {"recompute": "deviation", "personalised": False, "scoring": "raw", "positions": "near", "selection": "layers"}),
@@ -132,11 +143,13 @@ def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBui
     assert len(result(answer).ids) == NEW
     said = report(answer)
     whole = options.get("block_size") == 64
-    if options.get("keep"):
-        assert said["kept"] == round(options["keep"] * said["document_tokens"])
+    by_sentence = "selection" not in options
+    if by_sentence or options.get("keep"):
+        assert said["kept"] == round(options.get("keep", KEEP) * said["document_tokens"])
     else:
         assert (said["kept"] == said["document_tokens"]) == whole
     assert 0 < said["recomputed"] <= said["kept"]
+    assert (said["query_ms"] > 0) == (options.get("words") != 1 and options.get("selection") != "none" and not whole)
     assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), "the same request, the same answer"
 
 
@@ -211,6 +224,9 @@ def test_an_analysis_is_what_transformers_computes(server: Any, builder: PromptB
         same = (found.token[layer] == (want.token - plan.block_start[:-1]).clamp(min=0)) & want.exponent.isfinite()
         assert same.float().mean() > 0.9, "two tokens of a block may nearly tie"
         assert torch.allclose(found.exponent[layer].float()[same], want.exponent[same], atol=5e-3)
+    assert found.heads.tolist() == [[7, 0]], "the one of this model that finds passages of the shipped texts again most often"
+    whole = found.token_k.float() * found.token_k_scale.float()[..., None]
+    assert torch.allclose(whole[:, 0], alone[7][0][0].transpose(0, 1)[:, 0], atol=float(found.token_k_scale.float().amax()) * 0.51)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = Texts.of(tokenizer, reference.model.config.vocab_size)
     assert torch.equal(found.begins, texts.begins(document))

@@ -28,6 +28,7 @@ def analysis_of(n: int, block: int, generator: torch.Generator) -> Analysis:
     blocks = -(-n // block)
     mean_k, mean_k_scale = quantize(torch.randn(LAYERS, blocks, KV_HEADS, DIM, generator=generator))
     local_q, local_q_scale = quantize(torch.randn(LAYERS, HEADS, DIM, generator=generator))
+    token_k, token_k_scale = quantize(torch.randn(n, 2, DIM, generator=generator))
     return Analysis(
         n, block, 2, mean_k, mean_k_scale, local_q, local_q_scale,
         token=torch.zeros(LAYERS, blocks, dtype=torch.uint8),
@@ -35,6 +36,8 @@ def analysis_of(n: int, block: int, generator: torch.Generator) -> Analysis:
         exponent=torch.rand(LAYERS, blocks, generator=generator).half(),
         sensitivity=torch.rand(n, generator=generator),
         begins=(torch.arange(n) % 7 == 0).to(torch.uint8),
+        heads=torch.tensor([[0, 1], [2, 0]], dtype=torch.uint8),
+        token_k=token_k, token_k_scale=token_k_scale,
     )  # fmt: skip
 
 
@@ -229,12 +232,15 @@ def test_fusion_blends_by_likeness() -> None:
     ("options", "says"),
     [
         ({"block_size": 12}, "power of two"),
-        ({"selection": "some"}, "selection must be one of shared, layers, none"),
+        ({"selection": "some"}, "selection must be one of sentences, shared, layers, none"),
         ({"update": "mix"}, "update must be"),
         ({"personalised": 1}, "true or false"),
         ({"recompute": "best"}, "recompute must be"),
         ({"local_blocks": 0}, "at least 1"),
         ({"keep": 0}, "keep must be"),
+        ({"words": 1.5}, "words must be a number from 0 to 1"),
+        ({"openings": -1}, "openings must be a number"),
+        ({"scoring": "raw"}, "scoring must be one of keys, attention"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:

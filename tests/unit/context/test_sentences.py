@@ -142,8 +142,11 @@ def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(options: dict[s
     assert settled.recomputed.tolist() == positions
 
 
-@pytest.mark.parametrize("strategy", ["concat", "samkv"])
-def test_without_a_share_a_tenth_is_chosen(strategy: str) -> None:
-    made = draft(ContextPlan("compose", "n", strategy, plan_of([300, 300]).spans, {"recompute": "sentences"}), Shape(LAYERS))
-    assert (made.rule.name, made.rule.share, made.rule.first) == ("sentences", 0.1, 4)
-    assert made.settle().asks
+@pytest.mark.parametrize(
+    ("strategy", "options", "share"), [("concat", {}, 0.1), ("samkv", {"selection": "shared"}, 0.1), ("samkv", {}, 0.66)]
+)
+def test_without_a_share_a_tenth_is_chosen_or_two_thirds_of_chosen_sentences(strategy: str, options: dict[str, str], share: float) -> None:
+    spans = plan_of([300, 300]).spans
+    made = draft(ContextPlan("compose", "n", strategy, spans, {"recompute": "sentences", **options}), Shape(LAYERS))
+    assert (made.rule.name, made.rule.share, made.rule.first) == ("sentences", share, 4)
+    assert made.settle(chosen=SYSTEM + torch.arange(90)).asks

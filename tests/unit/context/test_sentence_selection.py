@@ -1,0 +1,149 @@
+"""Selection of whole sentences, against the same written out one sentence at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.analysis.summary import Analysis
+from sglang_ext.context import sentences
+from sglang_ext.context.blocks import Blocks
+from sglang_ext.context.samkv import SamKv, choose_sentences
+from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.protocol import ContextPlan
+from tests.unit.context.test_samkv import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, SYSTEM, analysis_of, plan_of, turned
+
+
+def words_of(texts: Sequence[Sequence[int]], question: Sequence[int]) -> list[float]:
+    """The score of each sentence's words, from sets of tokens and of pairs."""
+    terms = [*({t} for t in set(question)), *({p} for p in set(pairwise(question)))]
+    found = [set(text) | set(pairwise(text)) for text in texts]
+    held = [sum(term <= terms_of for terms_of in found) for term in terms]
+    return [
+        sum(math.log(len(texts) / count) for term, count in zip(terms, held, strict=True) if count and term <= terms_of)
+        for terms_of in found
+    ]
+
+
+texts_of_few_tokens = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12)
+
+
+@given(texts_of_few_tokens, st.lists(st.integers(0, 12), max_size=8))
+def test_words_count_by_how_rare_they_are(texts: list[list[int]], question: list[int]) -> None:
+    sentence = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(text) for text in texts]))
+    found = sentences.words(torch.tensor([t for text in texts for t in text]), sentence, torch.tensor(question, dtype=torch.int64))
+    assert found.tolist() == pytest.approx(words_of(texts, question), abs=1e-4)
+
+
+@given(
+    st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.floats(0.01, 1.0),
+    st.booleans(),
+    st.sampled_from(["keys", "attention"]),
+)
+def test_the_best_sentences_are_kept(
+    sizes: list[int], seed: int, weight: float, keep: float, bias: bool, scoring: Literal["keys", "attention"]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    plan = plan_of(sizes)
+    blocks = [4 if n < 40 else 8 for n in sizes]
+    analyses = [analysis_of(n, block, generator) for n, block in zip(sizes, blocks, strict=True)]
+    query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
+    total = sum(sizes)
+    ids, question = torch.randint(0, 40, (total,), generator=generator), torch.randint(0, 40, (6,), generator=generator)
+    options = SamKv(personalised=bias, words=weight, keep=keep, openings=0.0, scoring=scoring)
+    tables = Blocks.build(plan.spans[1:], blocks, initial=0, local=0)
+    found = choose_sentences(options, tables, analyses, query, plan.question_start, ROTATION, ids, question)
+    budget = max(1, round(keep * total))
+    assert len(found) == budget
+    assert found.tolist() == sorted(set(found.tolist()))
+    # One sentence after the other: how much a head would look at the mean of each block that it touches.
+    texts: list[list[int]] = []  # token numbers of each sentence
+    queries = [query[n].double() for n in range(LAYERS)]
+    place = 0
+    logits: list[list[list[float]]] = [[] for _ in range(LAYERS)]  # by layer, block, head
+    block_of: list[int] = []
+    by_key: list[list[list[float]]] = [[], []]  # by retrieval head, token, head of its group
+    for analysis, span, block in zip(analyses, plan.spans[1:], blocks, strict=True):
+        for t in range(analysis.n_tokens):
+            if t == 0 or analysis.begins[t]:
+                texts.append([])
+            texts[-1].append(place + t)
+            block_of.append(len(logits[0]) + t // block)
+        keys = analysis.keys(torch.device("cpu")).double()
+        for n in range(LAYERS):
+            asked = queries[n] if not bias else personal(queries, analyses, plan, n, span.start)
+            for b in range(analysis.blocks):
+                key = turned(keys[n, b], span.start)
+                length = min(block, analysis.n_tokens - b * block)
+                own = [float(asked[h] @ key[h * KV_HEADS // HEADS]) / math.sqrt(DIM) + math.log(length) for h in range(HEADS)]
+                logits[n].append(own)
+            for i, (layer, head) in enumerate(analysis.heads.tolist()):
+                if layer == n:
+                    for t in range(analysis.n_tokens):
+                        key = turned((analysis.token_k[t, i].double() * analysis.token_k_scale[t, i].double())[None], span.start)[0]
+                        group = [h for h in range(HEADS) if h * KV_HEADS // HEADS == head]
+                        by_key[i].append([float(asked[h] @ key) / math.sqrt(DIM) if t >= 3 else -1e9 for h in group])
+        place += analysis.n_tokens
+    if scoring == "keys":
+        shares = [torch.tensor(rows, dtype=torch.float64).softmax(0).amax(1) for rows in by_key]
+        inside = torch.cat([torch.arange(a.n_tokens) >= 3 for a in analyses])
+        share = (torch.stack(shares).sum(0) * inside).tolist()
+    else:
+        late = [torch.tensor(logits[n], dtype=torch.float64).softmax(0).amax(1) for n in range(LAYERS // 2, LAYERS)]
+        share = torch.stack(late).sum(0)[block_of].tolist()
+    attention = [max(share[t] for t in text) for text in texts]
+    held = words_of([[int(ids[t]) for t in text] for text in texts], question.tolist())
+    score = [weight * w / max(max(held), 1e-9) + (1 - weight) * a / max(*attention, 1e-9) for w, a in zip(held, attention, strict=True)]
+    kept = set((found - SYSTEM).tolist())
+    taken = [len(kept & set(text)) for text in texts]
+    partly = [i for i, text in enumerate(texts) if 0 < taken[i] < len(text)]
+    assert len(partly) <= 1
+    least = min(score[i] for i in range(len(texts)) if taken[i])
+    assert all(score[i] <= least + 1e-5 for i in range(len(texts)) if taken[i] < len(texts[i]))
+
+
+def personal(queries: list[torch.Tensor], analyses: Sequence[Analysis], plan: ContextPlan, n: int, start: int) -> torch.Tensor:
+    """Equation 1 for the document that begins at ``start``."""
+    q, total, others = queries[n], torch.zeros_like(queries[n]), 0
+    for analysis, span in zip(analyses, plan.spans[1:], strict=True):
+        if span.start != start:
+            local = turned(analysis.local_queries(torch.device("cpu"))[n].double(), span.start)
+            total += (((q * local).sum() / (q.norm() * local.norm())).abs()) * local
+            others += 1
+    return q + total / others if others else q
+
+
+def test_the_last_sentence_is_cut_and_equal_ones_stand_in_order() -> None:
+    sentence = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
+    assert sentences.best(torch.tensor([1.0, 2.0, 0.5, 0.5]), sentence, 4).tolist() == [0, 2, 3, 4]
+    assert sentences.best(torch.tensor([0.0, 2.0, 0.5, 0.5]), sentence, 6).tolist() == [2, 3, 4, 5, 6, 7]
+    assert sentences.best(torch.zeros(4), sentence, 99).tolist() == list(range(8))
+
+
+def test_a_document_s_opening_counts_with_its_best_sentence() -> None:
+    sentence, first = torch.tensor([0, 1, 1, 2, 3, 3, 4]), torch.tensor([0, 3, 4])  # documents of sentences 0 and 1, 2, 3 and 4
+    score = torch.tensor([0.1, 0.8, 0.3, 0.9, 0.2])
+    assert sentences.opened(score, sentence, first, 0.5).tolist() == pytest.approx([0.4, 0.8, 0.3, 0.9, 0.2])
+    assert torch.equal(sentences.opened(score, sentence, first, 0.0), score)
+
+
+def test_words_alone_need_no_query() -> None:
+    plan = plan_of([30, 40])
+    options = {"words": 1, "keep": 0.2}
+    plan = ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options)
+    made = draft(plan, Shape(LAYERS))
+    assert not made.needs_query
+    assert made.selects
+    assert made.needs_analysis
+    assert made.slots == SYSTEM + 14
+    assert made.kept.tolist() == list(range(SYSTEM))
