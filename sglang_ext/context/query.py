@@ -1,4 +1,4 @@
-"""SamKV's query pass: the questions of all waiting requests, each over the initial and local blocks of its documents only."""
+"""SamKV's query pass: the questions of all waiting requests, each over what its draft keeps: system text, initial and local blocks."""
 
 from __future__ import annotations
 
