@@ -28,11 +28,13 @@ _KEYS_AT_ONCE = 65_536  # whose scores are computed in one go: 0.4 GB for 8 KV h
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """``ids`` int64 [q] at positions from ``start`` on; ``kept`` int64 [S] or [layers, S] and ``slots`` int64 [S]: its composed context.
-    Documents begin at position ``first``. ``own`` int64 [q]: the question's slots, where it has all of them. On the model's device."""
+    """``ids`` int64 [q], behind ``start`` tokens of the prompt, at positions from ``at`` on; ``kept`` int64 [S] or [layers, S] and
+    ``slots`` int64 [S]: its composed context. Documents begin at position ``first``. ``own`` int64 [q]: the question's slots, where it
+    has all of them. On the model's device."""
 
     ids: torch.Tensor
     start: int
+    at: int
     first: int
     kept: torch.Tensor
     slots: torch.Tensor
@@ -40,11 +42,11 @@ class Question:
 
     @property
     def positions(self) -> torch.Tensor:
-        return self.start + torch.arange(len(self.ids), device=self.ids.device)
+        return self.at + torch.arange(len(self.ids), device=self.ids.device)
 
     def job(self) -> RecomputeJob | None:
         """The question as rows of a pass; None where it has not got its slots."""
-        return None if self.own is None else question_job(self.ids, self.start, self.slots, self.own)
+        return None if self.own is None else question_job(self.ids, self.at, self.slots, self.own)
 
 
 def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:

@@ -106,7 +106,12 @@ class ComposedContext:
     @property
     def delta(self) -> int:
         """What positions after the context are ahead of their slots: the question follows the full length, not the kept one."""
-        return self.plan.question_start - self.slots
+        return self.question_at - self.slots
+
+    @property
+    def question_at(self) -> int:
+        """Position of the question's first token."""
+        return self.slots if self.decided is not None and self.decided.closed else self.plan.question_start
 
 
 class Composer:
@@ -163,7 +168,8 @@ class Composer:
         ids = upload(np.array(context.ids[start:], dtype=np.int64), self._device)
         kept = upload(context.selection.kept.numpy(), self._device)
         own = row[context.slots : context.slots + len(ids)]
-        return Question(ids, start, context.plan.spans[0].end, kept, row[: context.slots], own if len(own) == len(ids) else None)
+        placed = own if len(own) == len(ids) else None
+        return Question(ids, start, context.question_at, context.plan.spans[0].end, kept, row[: context.slots], placed)
 
     def _job(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
         selection = context.selection
@@ -180,6 +186,8 @@ class Composer:
             deviation_share=selection.deviation_share,
             fuse=selection.fuse,
         )
+        if selection.closed:
+            job.positions = upload(np.searchsorted(selection.kept.numpy(), positions), self._device)
         return job if job.recomputed or not choosing else None
 
 
@@ -192,6 +200,7 @@ def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
         starts=starts,
         shifts=starts if context.draft.rotate else np.zeros_like(starts),
         sources=[source.slots if isinstance(source, DeviceSource) else source.pages for source in context.sources],
+        closed=context.decided is not None and context.decided.closed,
     )
 
 

@@ -24,6 +24,7 @@ from sglang_ext.context.loads import LayerLoads
 from sglang_ext.context.rope import Rotation
 
 Ints = npt.NDArray[np.int64]
+_SHIFT = 4  # column of runs
 _LAYERS_AT_ONCE = 4  # in one launch from host: work on the first ones begins after an eighth of a model of 32
 PADDING_SLOT = 0  # SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not keep
 _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -33,7 +34,8 @@ _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 class Filling:
     """One request's part. ``kept``: int64 [S] or [layers, S], ascending positions in the prompt; ``slots``: int64 [S] on the device.
 
-    Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]`` positions, and ``sources[i]`` says
+    Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]`` positions (with ``closed``, every key
+    to the number of its slot instead), and ``sources[i]`` says
     where it lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those not there, of
     which ``kept`` takes nothing.
     """
@@ -43,6 +45,7 @@ class Filling:
     starts: Ints
     shifts: Ints
     sources: Sequence[torch.Tensor | Ints]
+    closed: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,17 +120,24 @@ class Gather:
         here = np.array([isinstance(source, torch.Tensor) for source in sources])
         rows = _runs_of_layers(fillings, self._block)
         slots = _joined([filling.slots for filling in fillings])
-        if here.any():
-            self._from_device(sources, shifts, [row[here[row[:, 0]]] for row in rows], slots, target)
-        if not here.all():
-            self._from_host(sources, shifts, [row[~here[row[:, 0]]] for row in rows], slots, target)
+        on_device, on_host = ([row[which[row[:, 0]]] for row in rows] for which in (here, ~here))
+        if any(map(len, on_device)):  # documents of which nothing is kept have no runs
+            closed = any(filling.closed for filling in fillings)
+            self._from_device(sources, None if closed else shifts, on_device, slots, target)
+        if any(map(len, on_host)):
+            self._from_host(sources, on_host, slots, target)
 
     def _from_device(
-        self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor, target: Buffers
+        self, sources: Sequence[torch.Tensor | Ints], shifts: Ints | None, rows: Sequence[Ints], slots: torch.Tensor, target: Buffers
     ) -> None:
+        """``shifts`` None: by run, so that every run is a document of its own."""
         there = [source for source in sources if isinstance(source, torch.Tensor)]
         lengths = [len(source) if isinstance(source, torch.Tensor) else 0 for source in sources]
-        starts = upload(np.cumsum([0, *lengths[:-1]], dtype=np.int64), self._device)
+        begins = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        if shifts is None:
+            runs = np.concatenate(rows)
+            begins, shifts, rows = begins[runs[:, 0]], runs[:, _SHIFT].copy(), _numbered(rows)
+        starts = upload(begins, self._device)
         taken = _joined(there)
         if self._kv is not None:
             source = op.DeviceSource(self._kv, taken, starts)
@@ -140,19 +150,14 @@ class Gather:
 
         self._by_torch(read, rows, shifts, slots, target)
 
-    def _from_host(
-        self, sources: Sequence[torch.Tensor | Ints], shifts: Ints, rows: Sequence[Ints], slots: torch.Tensor, target: Buffers
-    ) -> None:
+    def _from_host(self, sources: Sequence[torch.Tensor | Ints], rows: Sequence[Ints], slots: torch.Tensor, target: Buffers) -> None:
         """To the kernel every run is a document of one page, numbered over all layers."""
         pages = [source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources]
         first_page = np.cumsum([0, *(len(own) for own in pages[:-1])], dtype=np.int64)
         runs = np.concatenate(rows)
         of_run = np.concatenate(pages)[first_page[runs[:, 0]] + runs[:, 1] // self._block]
-        own_shifts = shifts[runs[:, 0]]
-        numbered, at = [], 0
-        for row in rows:
-            numbered.append(np.column_stack((np.arange(at, at + len(row)), row[:, 1] % self._block, row[:, 2:])))
-            at += len(row)
+        own_shifts = runs[:, _SHIFT].copy()
+        numbered = [np.column_stack((row[:, 0], row[:, 1] % self._block, row[:, 2:])) for row in _numbered(rows)]
         if self._kv is not None:
             first_element = of_run * (2 * (self._host[0].numel() // 2))
             if target.k is not self._pool.k_buffer:
@@ -202,7 +207,7 @@ class Gather:
         n = max(len(row) for row in rows)
         moves = np.full((len(rows), n, 4), -1, dtype=np.int32)
         for layer, row in enumerate(rows):
-            moves[layer, : len(row)] = row
+            moves[layer, : len(row)] = row[:, :_SHIFT]
         return upload(moves, self._device).expand(self._layers, -1, -1).contiguous()
 
     def _gather(
@@ -238,16 +243,18 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _runs_of_layers(fillings: Sequence[Filling], block: int) -> list[Ints]:
-    """Runs int64 [n, 4] of all requests, per layer, or once if it is the same in every layer.
+    """Runs int64 [n, 5] of all requests, per layer, or once if it is the same in every layer.
 
-    Columns: document (numbered over all requests), first token in it, tokens, place in the joined slots.
+    Columns: document (numbered over all requests), first token in it, tokens, place in the joined slots, and by how much its keys move.
     """
     layers = max(len(filling.kept) if filling.kept.ndim == 2 else 1 for filling in fillings)
     parts: list[list[Ints]] = [[] for _ in range(layers)]
     document = place = 0
     for filling in fillings:
         for layer, kept in enumerate(np.atleast_2d(filling.kept)):
-            runs = _runs(kept, filling.starts, block) + np.array([document, 0, 0, place])
+            runs = _runs(kept, filling.starts, block)
+            moved = runs[:, 3] - runs[:, 1] if filling.closed else filling.shifts[runs[:, 0]]
+            runs = np.column_stack((runs + np.array([document, 0, 0, place]), moved))
             for part in parts if filling.kept.ndim == 1 else parts[layer : layer + 1]:
                 part.append(runs)
         document += len(filling.starts)
@@ -264,9 +271,15 @@ def _runs(kept: Ints, starts: Ints, block: int) -> Ints:
     return np.column_stack((document[at], token[at], np.diff(at, append=len(kept)), at))
 
 
+def _numbered(rows: Sequence[Ints]) -> list[Ints]:
+    """The runs of each layer as if every one were a document, numbered over all layers."""
+    first = np.cumsum([0, *(len(row) for row in rows)])
+    return [np.column_stack((at + np.arange(len(row)), row[:, 1:])) for at, row in zip(first, rows, strict=False)]
+
+
 def _tokens(runs: Ints) -> tuple[Ints, Ints, Ints]:
     """Document, token in it and place in the slots, int64 [tokens], of every token of the runs."""
-    document, first, count, place = runs.T
+    document, first, count, place, _ = runs.T
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     return np.repeat(document, count), np.repeat(first, count) + within, np.repeat(place, count) + within
 

@@ -25,6 +25,8 @@ from sglang_ext.protocol import ContextPlan, PlanError, Span
 BLOCK = 16  # tokens; unit of `keep`
 Update = Literal["overwrite", "fusion"]
 _UPDATES: tuple[Update, ...] = ("overwrite", "fusion")
+Places = Literal["full", "closed"]
+_PLACES: tuple[Places, ...] = ("full", "closed")
 _SENTENCES_SHARE = 0.1  # nothing is gained beyond it on any set measured (README.md)
 _SELECTED_SHARE = 0.66  # of chosen sentences, most of which matter: a tenth of all document tokens where 15 % are kept
 _SENTENCES_FIRST = 4  # tokens of each document; what they bring is measured there, too
@@ -40,6 +42,7 @@ class Selection:
     chosen at run time among the document tokens instead: that share of them, by how much their values differ at layer 1.
     ``rotate`` False leaves keys at their documents' own positions (wrong on purpose: it shows what re-rotation is for).
     ``asks``: the recomputed tokens are chosen once the context is composed, by what the question attends to.
+    ``closed``: kept tokens, and the question behind them, have the positions of a prompt of these tokens alone; ``kept`` is [S] then.
     ``fuse``: recomputed KV is blended with the cached (the paper's equation 4) instead of replacing it.
     """
 
@@ -49,6 +52,7 @@ class Selection:
     rotate: bool = True
     fuse: bool = False
     asks: bool = False
+    closed: bool = False
 
     @property
     def slots(self) -> int:
@@ -71,6 +75,7 @@ class Draft:
     """How the documents have to be cut in their analyses."""
     samkv: SamKv | None = None
     blocks: Blocks | None = None
+    closed: bool = False
 
     @property
     def needs_query(self) -> bool:
@@ -96,9 +101,9 @@ class Draft:
         if self.rule.asks and len(self.plan.spans) > 1:
             every = Kept(self.plan, kept).without_choice(self.rule.share)
             none = torch.empty(0, dtype=torch.int64)
-            return Selection(kept, none if every is None else every, None, self.rotate, fuse, asks=every is None)
+            return Selection(kept, none if every is None else every, None, self.rotate, fuse, asks=every is None, closed=self.closed)
         deviation = self.rule.share if self.rule.name == "deviation" else None
-        return Selection(kept, self.recomputed(kept, analyses), deviation, self.rotate, fuse)
+        return Selection(kept, self.recomputed(kept, analyses), deviation, self.rotate, fuse, closed=self.closed)
 
     def recomputed(self, kept: torch.Tensor, analyses: Sequence[Analysis], attention: torch.Tensor | None = None) -> torch.Tensor:
         """What the rule chooses among the kept tokens. ``attention``: see `rules.Kept`."""
@@ -157,7 +162,7 @@ def select(plan: ContextPlan, layers: int) -> Selection:
 @strategy("concat")
 def _concat(plan: ContextPlan, shape: Shape) -> Draft:
     """Documents' KV as it is, moved to its place; nothing recomputed unless ``recompute`` says so."""
-    options = _options(plan, "keep", "kept", "rotate", *_COMMON)
+    options = _options(plan, "keep", "kept", "rotate", "places", *_COMMON)
     return _reuse(plan, shape, options, "none", rotate=_boolean(options, "rotate", True))
 
 
@@ -222,12 +227,14 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
     ends = (0, 0) if samkv.by_sentence else (samkv.initial_blocks, cut.local_blocks)
     blocks = Blocks.build(documents, sizes, initial=ends[0], local=ends[1])
     kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
-    return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks)
+    closed = _closed(options, by_layer=scope == "layers")
+    return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks, closed=closed)
 
 
 def _reuse(plan: ContextPlan, shape: Shape, options: Mapping[str, Any], rule: str, *, rotate: bool = True) -> Draft:
     kept = _kept(plan, options)
-    return Draft(plan, kept, _rule(plan, options, rule), int(kept.shape[-1]), _among(options, "update", _UPDATES), rotate, shape.cut)
+    update, closed = _among(options, "update", _UPDATES), _closed(options, by_layer=kept.dim() == 2)
+    return Draft(plan, kept, _rule(plan, options, rule), int(kept.shape[-1]), update, rotate, shape.cut, closed=closed)
 
 
 def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str, sentences_share: float = _SENTENCES_SHARE) -> Rule:
@@ -247,6 +254,14 @@ def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str, sentences
     if len(positions) and (int(positions[0]) < 0 or int(positions[-1]) >= plan.question_start):
         raise PlanError(f"recompute must hold positions below {plan.question_start}")
     return Rule("positions", share, first, seed, positions)
+
+
+def _closed(options: Mapping[str, Any], *, by_layer: bool) -> bool:
+    """``places``: whether kept tokens are moved together."""
+    closed = _among(options, "places", _PLACES) == "closed"
+    if closed and by_layer:
+        raise PlanError("places=closed needs the same tokens in every layer")
+    return closed
 
 
 def _options(plan: ContextPlan, *known: str) -> Mapping[str, Any]:

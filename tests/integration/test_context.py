@@ -93,6 +93,22 @@ def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, r
     assert_same(result(composed(server.client, ids, spans, kept=kept)), reference.composed(ids, spans, NEW, kept=kept))
 
 
+def test_kept_tokens_closed_up_are_a_shorter_prompt(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+    """With everything kept computed again the context is plain prefill of the kept tokens; of whole documents, their composition."""
+    ids, spans = prompt(builder, rows("onehop")[1], 3)
+    question = ids[spans[-1][1] :]
+    whole = [*range(spans[0][1]), *range(*spans[2])]
+    parts = [*range(spans[0][1]), *range(spans[1][0] + 5, spans[1][0] + 40), *range(spans[3][0] + 17, spans[3][0] + 60)]
+    answer = composed(server.client, ids, spans, kept=parts, places="closed", recompute="all")
+    assert_same(result(answer), reference.plain([ids[i] for i in parts] + question, NEW))
+    alone = spans[0][1]
+    shorter = [ids[i] for i in whole] + question
+    want = reference.composed(shorter, [(0, alone), (alone, len(whole))], NEW)
+    for _ in ("device", "host"):
+        assert_same(result(composed(server.client, ids, spans, kept=whole, places="closed")), want)
+        assert server.client.post("/rag/cache/evict", json={"tiers": ["device"]}).status_code == 200
+
+
 def test_plain_requests_are_untouched_by_composed_traffic(server: Any, builder: PromptBuilder, reference: Reference) -> None:
     ids, spans = prompt(builder, rows("onehop")[2], 4)
     before = result(generate(server.client, ids, extra_key="before"))

@@ -73,18 +73,19 @@ def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool
             own[blocks] = [pages.pop() for _ in blocks]
             sources.append(own)
         slots = torch.tensor([free.pop() for _ in range(count)], device=device)
-        fillings.append(Filling(kept, slots, starts, starts if draw.random() < 0.8 else np.zeros_like(starts), sources))
+        closed = not per_layer and draw.random() < 0.4
+        fillings.append(Filling(kept, slots, starts, starts if draw.random() < 0.8 else np.zeros_like(starts), sources, closed))
     for filling in fillings:
         for layer in range(LAYERS):
             row = filling.kept if filling.kept.ndim == 1 else filling.kept[layer]
-            for position, slot in zip(row.tolist(), filling.slots.tolist(), strict=True):
+            for place, (position, slot) in enumerate(zip(row.tolist(), filling.slots.tolist(), strict=True)):
                 i = int(np.searchsorted(filling.starts, position, side="right")) - 1
                 source, token = filling.sources[i], position - int(filling.starts[i])
                 if isinstance(source, torch.Tensor):
                     k, v = pool.k_buffer[layer][source[token]], pool.v_buffer[layer][source[token]]
                 else:
                     k, v = host[source[token // BLOCK], :, layer, :, token % BLOCK]
-                wanted.append((layer, slot, moved(k.cpu(), int(filling.shifts[i])), v.clone()))
+                wanted.append((layer, slot, moved(k.cpu(), place - token if filling.closed else int(filling.shifts[i])), v.clone()))
     written = torch.cat([filling.slots for filling in fillings]).tolist()
     before = [[buffer.clone() for buffer in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
     with forced_naive(not triton):
