@@ -48,7 +48,8 @@ def reference() -> SparseReference:
 
 
 def some_ids(n: int, seed: int) -> list[int]:
-    return [random.Random(seed).randrange(10, 8000) for _ in range(n)] if n else []
+    draw = random.Random(seed)
+    return [draw.randrange(10, 8000) for _ in range(n)]
 
 
 def generate(
