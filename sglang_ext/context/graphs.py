@@ -62,6 +62,7 @@ class StaticRows:
             target[len(joined) : size].fill_(padding)
         last_rows = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64) - 1
         self.last[: len(jobs)].copy_(upload(last_rows, self._device), non_blocking=True)
+        self.last[len(jobs) :].fill_(0)  # an earlier pass may have had more rows than this one's graph
         slots = torch.cat([job.slots for job in jobs])
         self._slots[: len(slots)].copy_(slots)
         for starts, counts in ((self._slot_start, [len(job.slots) for job in jobs]), (self._row_start, [len(job.ids) for job in jobs])):

@@ -199,6 +199,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         "keep",
         "words",
         "openings",
+        "places",
     )
     options = _options(plan, *known, *_COMMON)
     block = _integer(options, "block_size", shape.cut.block, low=0)

@@ -214,6 +214,17 @@ def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.dev
         assert torch.equal(pool.v_buffer[0][written], values[written])
 
 
+def test_what_a_larger_pass_left_is_not_looked_up_by_a_smaller_one(device: torch.device, seed: int) -> None:
+    """A graph of few rows reads the last row of each job there may be, those of jobs that are not there, too."""
+    draw = random.Random(seed)
+    static = StaticRows(24, 80, device)
+    for counts in ((6, 6, 6, 6), (3,), (2, 5)):
+        jobs = [job(device, draw, list(range(1, 11)), layers=1, rows=rows, holes=False)[0] for rows in counts]
+        static.load(jobs, 8 if sum(counts) <= 8 else 24)
+        ends = [sum(counts[: n + 1]) - 1 for n in range(len(counts))]
+        assert static.last.tolist() == ends + [0] * (len(static.last) - len(ends))
+
+
 def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresses(device: torch.device, seed: int) -> None:
     draw = random.Random(seed)
     static = StaticRows(8, 40, device)
