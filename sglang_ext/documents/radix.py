@@ -110,7 +110,8 @@ class DocumentRadixCache(RadixCache):
     def document(self, ids: array[int], extra_key: str) -> tuple[list[torch.Tensor], TreeNode] | None:
         """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Makes it young, as a look-up does.
 
-        SGLang's own look-up joins the parts on the device and halves its way through the ids, for each of a request's documents.
+        SGLang's own look-up joins the parts on the device and halves its way through the ids, for each of a request's documents. The last
+        node may hold a token more than the document: one was decoded while SGLang had yet to learn that the document's request was over.
         """
         node, at, parts, now = self.root_node, 0, [], time.monotonic()
         while at < len(ids):
@@ -118,12 +119,15 @@ class DocumentRadixCache(RadixCache):
             child = (
                 node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size)) if len(rest) >= self.page_size else None
             )
+            if child is None:
+                return None
+            count = min(len(child.key), len(rest))
             # a node of a document that came in chunks keeps more ids than its key counts
-            if child is None or child.key.raw_token_ids() != rest[: len(child.key)]:
+            if child.key.raw_token_ids()[:count] != rest[:count]:
                 return None
             child.last_access_time = now
-            parts.append(child.value)
-            node, at = child, at + len(child.key)
+            parts.append(child.value[:count])
+            node, at = child, at + count
         return parts, node
 
     def tokens_by_key(self) -> dict[str, int]:

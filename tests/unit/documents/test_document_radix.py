@@ -47,9 +47,20 @@ def test_in_one_piece_and_in_chunks(tree: Any) -> None:
     node = tree.document(ids, KEY)[1]
     assert node.last_access_time == max(each.last_access_time for each in (node, node.parent, node.parent.parent))
     assert found(tree, ids, "e" * 32) is None
-    assert found(tree, ids[:-4]) is None, "another document that only begins as this one does"
     assert found(tree, array("q", [*ids, 1, 2, 3, 4])) is None
     assert found(tree, array("q", [*ids[:20], 1, 2, 3, 4])) is None
+
+
+def test_with_what_was_decoded_behind_it(tree: Any) -> None:
+    """With the overlap scheduler a document's request may decode a token before SGLang knows that it has ended, and caches it, too."""
+    ids, slots = array("q", range(100, 112)), torch.randperm(16)
+    insert(tree, array("q", [*ids, 7, 8, 9, 10]), slots)
+    assert found(tree, ids) == slots[:12].tolist()
+    chunked = array("q", range(200, 212))
+    insert(tree, chunked, slots, limit=8, key="e" * 32)
+    insert(tree, array("q", [*chunked, 7, 8, 9, 10]), slots, key="e" * 32)
+    assert found(tree, chunked, "e" * 32) == slots[:12].tolist()
+    assert found(tree, array("q", [*chunked[:8], 1, 2, 3, 4]), "e" * 32) is None
 
 
 def test_with_pages_a_document_needs_whole_ones(tree: Any) -> None:
