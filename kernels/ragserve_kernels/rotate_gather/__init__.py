@@ -44,7 +44,7 @@ def rotate_gather(
         inv_freq: float32 or float64 ``[rotary_dim / 2]``: RoPE's inverse frequencies in radians per position. Dimensions from
             ``rotary_dim`` on are copied as they are. Angles are reduced to one turn in float64, so large shifts lose nothing.
         block_tokens: the longest run in ``moves``; a longer one would be cut there.
-        programs: how many programs run, each looping over runs. Default: one per run from the device; from the host 4, which saturate the
+        programs: how many programs run, each looping over runs. Default: one per run from the device; from the host 3, which saturate the
             link. With 2 a decode step beside them loses half as much time, and loading is a fifth slower (README.md).
 
     Raises:
