@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# No deadline: two busy cores make any example slow once.
-settings.register_profile("suite", deadline=None, max_examples=40)
-settings.load_profile("suite")
+# No deadline: two busy cores make any example slow once. HYPOTHESIS_PROFILE=long looks at ten times as many.
+settings.register_profile("suite", deadline=None, max_examples=25)
+settings.register_profile("long", deadline=None, max_examples=250)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
