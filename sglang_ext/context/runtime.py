@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from sglang_ext.context.strategies import Shape, draft
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key
 
 log = logging.getLogger(__name__)
+_POLL_S = 0.0005  # between two looks at a load, where nothing else is to be done
 _LOST = (
     "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: ask again, or give the cache more memory"
 )
@@ -207,14 +209,14 @@ class ContextRuntime:
         if context.decided is None and self._stager is not None:
             self._stager.advance(adder)
             if context.decided is None and not context.missing:
-                return AddReqResult.CONTINUE
+                return self._later(adder)
         missing: list[int] | None = context.missing
         if context.decided is not None:
             self._settled(req, context)
             missing = self._locator.resolve(context)
             if not self._locator.all_agree(missing is not None):
                 self._locator.unlock(context)
-                return AddReqResult.CONTINUE  # a load from disk is under way: others go first
+                return self._later(adder)  # a load from disk is under way: others go first
             missing = self._locator.missing_anywhere(context, missing or [])
         if missing:
             self._locator.unlock(context)
@@ -260,6 +262,15 @@ class ContextRuntime:
             self.tiers.count(tier, documents)
         context.tickets, context.reloads = {}, 0
         return result
+
+    def _later(self, adder: Any) -> Any:
+        """The request stays in the queue. With nothing else to do the scheduler would ask again at once, and again: the threads that load
+        would get Python's lock only when its switch interval is over, for each of their steps."""
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        if not adder.can_run_list and adder.running_batch.is_empty():
+            time.sleep(_POLL_S)
+        return AddReqResult.CONTINUE
 
     def _reserve(self, adder: Any, count: int) -> torch.Tensor | None:
         """Slots int64 for ``count`` tokens in whole pages, evicting from the tree where that helps; None where they do not fit."""
