@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What remains to be measured of sparse decoding on an H200, in two parts of at most 9 minutes each:
+# What remains to be measured of sparse decoding on an H200, in two parts (their times are estimates: neither has been run):
 #   examples/gpu_decode_more.sh OUT answers SET.jsonl.gz ...   tests that need a GPU, streaming heads, KV of 8 and 4 bits (about 5 minutes)
 #   examples/gpu_decode_more.sh OUT speed BACKEND ...          decode steps at three points: ragserve (with the check), ragserve-8-bit,
 #                                                              ragserve-page-16; two of them in about 8 minutes where nothing is compiled yet

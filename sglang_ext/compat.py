@@ -28,9 +28,9 @@ def prepare() -> None:
         if _prepared:
             return
         if _torchvision_library_is_broken():
-            import torch
+            from torch.library import Library
 
-            _library = torch.library.Library("torchvision", "DEF")
+            _library = Library("torchvision", "DEF")
             for schema in _SCHEMAS:
                 _library.define(schema)
         _prepared = True

@@ -184,7 +184,7 @@ class SparseDecodeBackend(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
         decode = forward_batch.forward_mode.is_decode()
-        if self._quantized and not save_kv_cache:
+        if self._quantized and not save_kv_cache:  # a model with a fused KV write; it shows at its first step, the engine's own warm-up
             raise NotImplementedError(
                 f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model with kv_bits=16"
             )

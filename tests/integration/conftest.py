@@ -10,7 +10,10 @@ import httpx
 import pytest
 
 from ragserve.bench.server import RunningServer, running_server
+from ragserve.prompt import PromptBuilder
+from tests.conftest import MODEL
 from tests.integration.models import random_llama
+from tests.integration.reference import Reference
 from tests.integration.small_engine import Engine
 
 
@@ -26,6 +29,17 @@ class Server:
     @property
     def data_dir(self) -> Path:
         return self.running.data_dir
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """The small model in transformers; modules with another model have their own."""
+    return Reference(MODEL)
+
+
+@pytest.fixture(scope="session")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(str(MODEL))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import pytest
 
 from ragserve.prompt import PromptBuilder, PromptDocument
 from sglang_ext.protocol import PLAN_FIELD
-from tests.conftest import MODEL
 from tests.integration.context_client import NEW, assert_same, composed, generate, result
 from tests.integration.reference import Reference
 
@@ -21,16 +20,6 @@ DATA = Path(__file__).parents[1] / "data" / "questions"
 
 def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / f"{name}_8.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(MODEL)
-
-
-@pytest.fixture(scope="module")
-def builder() -> PromptBuilder:
-    return PromptBuilder.load(str(MODEL))
 
 
 def prompt(builder: PromptBuilder, row: dict[str, Any], n_documents: int) -> tuple[list[int], list[tuple[int, int]]]:

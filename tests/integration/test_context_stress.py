@@ -51,16 +51,6 @@ def small(start_server: Any, storage: Path, tmp_path_factory: pytest.TempPathFac
         yield running
 
 
-@pytest.fixture(scope="module")
-def builder() -> PromptBuilder:
-    return PromptBuilder.load(str(MODEL))
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(MODEL)
-
-
 @contextmanager
 def slow(storage: Path, seconds: float) -> Iterator[None]:
     (storage / "delay").write_text(str(seconds))

@@ -26,16 +26,6 @@ from tests.integration.test_context import prompt, rows
 TOLERANCE = 1e-3  # twice as many kernels as a plain prefill stand between the two
 
 
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(MODEL)
-
-
-@pytest.fixture(scope="module")
-def builder() -> PromptBuilder:
-    return PromptBuilder.load(str(MODEL))
-
-
 def report(answer: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 

@@ -20,11 +20,6 @@ NAMESPACE = "sentences"
 
 
 @pytest.fixture(scope="module")
-def builder() -> PromptBuilder:
-    return PromptBuilder.load(str(MODEL))
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
 

@@ -40,6 +40,8 @@ class PoolStorage(HiCacheStorage):
     def clear(self) -> None:
         PAGES.clear()
 
+    # Abstract in SGLang's interface, and unused with backends of this kind: a call of one of these four is a failure of the test.
+
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         raise NotImplementedError("by pool index only")
 
