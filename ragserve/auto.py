@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragserve.costs import ABSENT, Costs
+from ragserve.costs import ABSENT, COSTS, Costs
 from ragserve.engine.base import Engine
 from ragserve.engine.caching import CachingEngine
 from ragserve.gate import Gate
@@ -39,7 +39,7 @@ class Chooser:
     def _profile(self) -> Costs | None:
         stamp = self._place.stat().st_mtime_ns if self._place.exists() else 0
         if stamp != self._stamp:
-            self._costs, self._stamp = Costs.load(self._place, self._engine.info.fingerprint), stamp
+            self._costs, self._stamp = COSTS.load(self._place, self._engine.info.fingerprint), stamp
         return self._costs
 
     async def choose(self, prompt: Prompt, namespace: str) -> Choice:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from ragserve.errors import InvalidRequest
 from ragserve.profiles import ProfileFile
@@ -64,23 +64,6 @@ class Costs:
             known = tiers.get("device" if tier == ABSENT else tier)  # one that is prefilled first is on the device then
             spent += math.inf if known is None else share * _dot(known, _composed_terms(total))
         return spent + sum(self.exact_ms(tokens) for tokens, tier in documents if tier == ABSENT)
-
-    def save(self, place: Path, fingerprint: str) -> None:
-        """Beside those of other models; atomic."""
-        _file(place).write(fingerprint, asdict(self))
-
-    @classmethod
-    def load(cls, place: Path, fingerprint: str) -> Costs | None:
-        """None where there is none for this model. Raises InvalidRequest for a file that is no such profile."""
-        file = _file(place)
-        raw = file.read(fingerprint)
-        if raw is None:
-            return None
-        try:
-            composed = {name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in raw.pop("composed").items()}
-            return cls(exact=_three(raw.pop("exact")), composed=composed, **raw)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise file.foreign(error) from error
 
 
 def fit(samples: Iterable[Sample], *, model: str, hardware: str, date: str) -> Costs:
@@ -137,5 +120,9 @@ def _three(values: Sequence[float]) -> Coefficients:
     return (float(a), float(b), float(c))
 
 
-def _file(place: Path) -> ProfileFile:
-    return ProfileFile(place, VERSION, "cost profile", "ragserve calibrate")
+def _read(fields: dict[str, Any]) -> Costs:
+    composed = {name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in fields.pop("composed").items()}
+    return Costs(exact=_three(fields.pop("exact")), composed=composed, **fields)
+
+
+COSTS = ProfileFile(VERSION, "cost profile", "ragserve calibrate", _read)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ragserve.bench.decode import step_seconds
@@ -42,23 +41,6 @@ class DecodeProfile:
     model: str
     hardware: str
     date: str
-
-    def save(self, place: Path, fingerprint: str) -> None:
-        """Beside those of other models; atomic."""
-        _file(place).write(fingerprint, asdict(self))
-
-    @classmethod
-    def load(cls, place: Path, fingerprint: str) -> DecodeProfile | None:
-        """None where there is none for this model. Raises InvalidRequest for a file that is no such profile."""
-        file = _file(place)
-        raw = file.read(fingerprint)
-        if raw is None:
-            return None
-        try:
-            points = tuple(Point(**point) for point in raw.pop("points"))
-            return cls(points=points, dense_below=int(raw.pop("dense_below")), options=dict(raw.pop("options")), **raw)
-        except (KeyError, TypeError, ValueError) as error:
-            raise file.foreign(error) from error
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
@@ -126,5 +108,9 @@ async def measure(
     return points
 
 
-def _file(place: Path) -> ProfileFile:
-    return ProfileFile(place, VERSION, "decode profile", "ragserve calibrate-decode")
+def _read(fields: dict[str, Any]) -> DecodeProfile:
+    points = tuple(Point(**point) for point in fields.pop("points"))
+    return DecodeProfile(int(fields.pop("dense_below")), dict(fields.pop("options")), points=points, **fields)
+
+
+DECODE = ProfileFile(VERSION, "decode profile", "ragserve calibrate-decode", _read)

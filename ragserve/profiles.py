@@ -1,48 +1,58 @@
-"""Files of what was measured on this machine: JSON with a format version and an entry for every model, by its fingerprint."""
+"""Files of what was measured: JSON with a format version and an entry for every model, by its fingerprint."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragserve.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
 
 @dataclass(frozen=True, slots=True)
-class ProfileFile:
-    """One such file. ``what`` it is and the ``command`` that makes it are for its errors."""
+class ProfileFile(Generic[T]):
+    """One kind of such files. ``what`` it is and the ``command`` that makes it are for its errors. ``read`` makes a profile of an entry's
+    fields; it may raise KeyError, TypeError, ValueError or AttributeError."""
 
-    place: Path
     version: int
     what: str
     command: str
+    read: Callable[[dict[str, Any]], T]
 
-    def read(self, fingerprint: str) -> dict[str, Any] | None:
-        """The entry of a model, None where there is none. Raises InvalidRequest for a file that is no such profile."""
-        entry = self._models().get(fingerprint)
-        return None if entry is None else dict(entry)
+    def load(self, place: Path, fingerprint: str) -> T | None:
+        """A model's profile, None where there is none. Raises InvalidRequest for a file that holds no such profiles."""
+        entry = self._models(place).get(fingerprint)
+        with self._checked(place):
+            return None if entry is None else self.read(dict(entry))
 
-    def write(self, fingerprint: str, entry: dict[str, Any]) -> None:
-        """Beside those of other models; atomic."""
-        models = self._models() | {fingerprint: entry}
-        self.place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.place.with_suffix(".tmp")
+    def save(self, place: Path, fingerprint: str, profile: T) -> None:
+        """Beside those of other models; atomic. Raises InvalidRequest for a foreign file."""
+        models = self._models(place) | {fingerprint: asdict(profile)}
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_suffix(".tmp")
         temporary.write_text(json.dumps({"version": self.version, "models": models}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.place)
+        temporary.replace(place)
 
-    def foreign(self, error: Exception) -> InvalidRequest:
-        """What to raise for content that does not fit."""
-        return InvalidRequest(f"{self.place} is not a {self.what}: {error!r}.", hint=f"Move it away and run {self.command}.")
-
-    def _models(self) -> dict[str, Any]:
-        if not self.place.exists():
+    def _models(self, place: Path) -> dict[str, Any]:
+        if not place.exists():
             return {}
-        try:
-            raw = json.loads(self.place.read_text(encoding="utf-8"))
+        with self._checked(place):
+            raw = json.loads(place.read_text(encoding="utf-8"))
             if raw["version"] != self.version:
                 raise ValueError(f"version {raw['version']}, not {self.version}")
             return dict(raw["models"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise self.foreign(error) from error
+
+    @contextmanager
+    def _checked(self, place: Path) -> Iterator[None]:
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"{place} is not a {self.what}: {error!r}.", hint=f"Move it away and run {self.command}.") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.auto import Choice, Chooser
-from ragserve.costs import FILE_NAME, Sample, fit
+from ragserve.costs import COSTS, FILE_NAME, Sample, fit
 from ragserve.engine.base import GenerateRequest
 from ragserve.gate import Gate
 from ragserve.prompt import Prompt, Segment
@@ -33,7 +33,7 @@ async def choose(engine: Any, samples: Sequence[Sample], request: GenerateReques
     """
     with tempfile.TemporaryDirectory(prefix="ragserve-auto-") as folder:
         place = Path(folder) / FILE_NAME
-        fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")).save(place, engine.info.fingerprint)
+        COSTS.save(place, engine.info.fingerprint, fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")))
         chooser = Chooser(engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place)
         segments = [Segment("document" if number else "system", span.start, span.end) for number, span in enumerate(request.spans)]
         whole = [*request.input_ids, *question]

@@ -39,7 +39,7 @@ def calibrate(
     from ragserve.bench.report import environment
     from ragserve.bench.server import free_port
     from ragserve.calibrate import Schedule, measure
-    from ragserve.costs import FILE_NAME, fit
+    from ragserve.costs import COSTS, FILE_NAME, fit
     from ragserve.engine.once import run_once
     from ragserve.gate import Gate
     from ragserve.strategies import parse
@@ -66,7 +66,7 @@ def calibrate(
         samples = run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
     ran = environment()
     costs = fit(samples, model=Path(settings.model).name, hardware=ran["gpu"] or ran["cpu"], date=time.strftime("%Y-%m-%d"))
-    costs.save(place, served["fingerprint"])
+    COSTS.save(place, served["fingerprint"], costs)
     typer.echo(f"{len(samples)} measurements, mean error of the fit {costs.error:.1%}")
     for label in costs.composed:
         for tokens in (1024, 4096):

@@ -48,7 +48,7 @@ def calibrate_decode(
     """
     from ragserve.bench.report import environment
     from ragserve.bench.server import free_port
-    from ragserve.crossover import FILE_NAME, DecodeProfile, crossover, measure, options_of
+    from ragserve.crossover import DECODE, FILE_NAME, DecodeProfile, crossover, measure, options_of
     from ragserve.engine.once import run_once
 
     options = options_of(settings)
@@ -66,7 +66,7 @@ def calibrate_decode(
     found = DecodeProfile(
         crossover(points), options, batch, tuple(points), Path(settings.model).name, ran["gpu"] or ran["cpu"], time.strftime("%Y-%m-%d")
     )
-    found.save(place, served["fingerprint"])
+    DECODE.save(place, served["fingerprint"], found)
     longest = points[-1]
     faster = longest.dense_ms / longest.sparse_ms
     typer.echo(f"dense up to {found.dense_below} tokens; at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast")

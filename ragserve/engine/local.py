@@ -375,10 +375,10 @@ def _dense_below(settings: Settings) -> int:
         return settings.decode_dense_below
     if settings.decode_mode == "dense":
         return DecodeOptions().dense_below
-    from ragserve.crossover import FILE_NAME, DecodeProfile, options_of
+    from ragserve.crossover import DECODE, FILE_NAME, options_of
     from sglang_ext.documents.factory import model_fingerprint
 
-    found = DecodeProfile.load(settings.data_dir / FILE_NAME, model_fingerprint(settings.model, ""))
+    found = DECODE.load(settings.data_dir / FILE_NAME, model_fingerprint(settings.model, ""))
     if found is None:
         return DecodeOptions().dense_below
     if found.options != options_of(settings):

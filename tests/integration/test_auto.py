@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ragserve.costs import COSTS, Costs
 from ragserve.costs import FILE_NAME as COSTS_FILE
-from ragserve.costs import Costs
 from ragserve.gate import FILE_NAME as GATE_FILE
 from ragserve.gate import Entry, Figures, record
 from sglang_ext.documents.factory import model_fingerprint
@@ -29,7 +29,7 @@ def test_calibrate_measures_every_tier_and_leaves_a_profile(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "not all of them fit" not in done.stderr
-    costs = Costs.load(tmp_path / COSTS_FILE, model_fingerprint(str(MODEL), ""))
+    costs = COSTS.load(tmp_path / COSTS_FILE, model_fingerprint(str(MODEL), ""))
     assert costs is not None
     assert set(costs.composed) == {"epic:first=8"}
     assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk"}
@@ -51,7 +51,8 @@ def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
 
     try:
         record(files[0], fingerprint, {"concat": Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32")})
-        Costs((10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d").save(files[1], fingerprint)
+        costs = Costs((10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d")
+        COSTS.save(files[1], fingerprint, costs)
         cold = ask("auto")
         assert (cold["strategy"], "3 of 3 documents cached nowhere" in cold["choice"]) == ("prefix", True)
         again = ask("auto")

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from scripted_server import DOCUMENTS, Live
 
+from ragserve.costs import COSTS, Costs
 from ragserve.costs import FILE_NAME as COSTS_FILE
-from ragserve.costs import Costs
 from ragserve.errors import EngineError, TooManyRequests
 from ragserve.gate import FILE_NAME, Entry, Figures, record
 from ragserve.prompt import Message, PromptBuilder, PromptDocument
@@ -136,7 +136,7 @@ def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs:
     good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
     record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=4": Entry({"s": good}, "m", "d", "h", "float32")})
     costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "h", "d")
-    costs.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint)
+    COSTS.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint, costs)
     assert "does not say what it has cached" in chosen().json()["context"]["choice"]  # this one has no document cache
     assert live.engine.requests[-1].strategy == "prefix"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ragserve.auto import Chooser
-from ragserve.costs import Costs, Sample, fit
+from ragserve.costs import COSTS, Costs, Sample, fit
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.caching import Whereabouts
 from ragserve.errors import InvalidRequest
@@ -59,12 +59,12 @@ def test_noise_never_makes_a_prompt_cheaper_by_being_longer() -> None:
 
 def test_a_profile_is_kept_by_model(tmp_path: Path) -> None:
     place = tmp_path / "data" / "costs.json"
-    assert Costs.load(place, "abc") is None
+    assert COSTS.load(place, "abc") is None
     found = costs()
-    found.save(place, "abc")
-    costs(machine(2.0)).save(place, "other")
-    assert Costs.load(place, "abc") == found
-    assert Costs.load(place, "unknown") is None
+    COSTS.save(place, "abc", found)
+    COSTS.save(place, "other", costs(machine(2.0)))
+    assert COSTS.load(place, "abc") == found
+    assert COSTS.load(place, "unknown") is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 7, "models": {}}', '{"version": 1, "models": {"abc": {"exact": [1]}}}'])
@@ -72,7 +72,7 @@ def test_a_foreign_file_is_named(tmp_path: Path, text: str) -> None:
     place = tmp_path / "costs.json"
     place.write_text(text)
     with pytest.raises(InvalidRequest, match="not a cost profile"):
-        Costs.load(place, "abc")
+        COSTS.load(place, "abc")
 
 
 def test_too_few_measurements() -> None:
@@ -125,7 +125,7 @@ def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> t
 
 
 def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
-    costs().save(tmp_path / "costs.json", "abc")
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
     label, reason = choice(tmp_path, Cache(16, *DEVICE))
     assert label == "epic:first=16"
     assert "epic:first=16 25 ms, prefix 255 ms" in reason
@@ -145,7 +145,7 @@ def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
     ids=["not-calibrated", "unknown", "no-cache"],
 )
 def test_auto_is_exact_where_it_cannot_know_better(tmp_path: Path, engine: Any, verified: str, says: str) -> None:
-    costs().save(tmp_path / "costs.json", "abc")
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
     label, reason = choice(tmp_path, engine, verified=verified)
     assert label == "prefix"
     assert says in reason
@@ -157,7 +157,7 @@ def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
     chooser = Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json")
     first = asyncio.run(chooser.choose(PROMPT, "n"))
     assert (first.spec.label, "ragserve calibrate" in first.reason) == ("prefix", True)
-    costs().save(tmp_path / "costs.json", "abc")
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
     assert asyncio.run(chooser.choose(PROMPT, "n")).spec.label == "epic:first=16"
     (tmp_path / "costs.json").write_text("{")
     os.utime(tmp_path / "costs.json", ns=(1, 1))

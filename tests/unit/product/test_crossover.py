@@ -13,7 +13,7 @@ import pytest
 
 from ragserve.bench import decode
 from ragserve.config import Settings
-from ragserve.crossover import FILE_NAME, DecodeProfile, Point, crossover, lengths, measure, options_of
+from ragserve.crossover import DECODE, FILE_NAME, DecodeProfile, Point, crossover, lengths, measure, options_of
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.local import server_args
 from ragserve.errors import EngineError, InvalidRequest
@@ -117,10 +117,10 @@ def test_the_server_is_dense_up_to_the_length_found(tmp_path: Path, monkeypatch:
 
     assert dense_below() == 8192, "nothing is known yet"
     profile = DecodeProfile(3000, OPTIONS, 4, tuple(points((1024, 1, 3), (4096, 4, 3))), "m", "h", "d")
-    profile.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""))
-    profile.save(tmp_path / FILE_NAME, "another model")
-    assert DecodeProfile.load(tmp_path / FILE_NAME, "another model") == profile
-    assert DecodeProfile.load(tmp_path / FILE_NAME, "a third") is None
+    DECODE.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""), profile)
+    DECODE.save(tmp_path / FILE_NAME, "another model", profile)
+    assert DECODE.load(tmp_path / FILE_NAME, "another model") == profile
+    assert DECODE.load(tmp_path / FILE_NAME, "a third") is None
     assert dense_below() == 3000
     assert dense_below(decode_dense_below=700) == 700, "the setting has the last word"
     assert dense_below(decode_reuse=1) == 8192, "calibrated for other settings"
