@@ -86,7 +86,9 @@ class Settings(BaseSettings):
         description="When documents are analysed, which takes about 3 prefills more. ingest: with a warm-up; those that only queries "
         "brought, at the first query whose strategy or rule needs it. lazy: all at that query.",
     )
-    kv_analysis_bytes: int = Field(256 * 2**20, ge=2**20, description="Memory for documents' analyses; others are read from the tiers.")
+    kv_analysis_bytes: int = Field(
+        2**30, ge=2**20, description="Most memory for documents' analyses, on the model's device; others are read from the tiers."
+    )
     kv_block_tokens: Annotated[Literal[0, 8, 16, 32, 64], BeforeValidator(int)] = Field(
         0,
         description="samkv: tokens of a block; 0: about 1/32 of a document, 8 to 64. A request with another size analyses anew.",

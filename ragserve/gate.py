@@ -26,7 +26,7 @@ FILE_NAME = "ragserve-gate.json"
 VERSION = 1
 MIN_QUESTIONS = 100  # of a set: with fewer, two points of F1 are noise
 MAX_F1_LOSS = 2.0  # points below full
-MIN_FULL_F1 = 20.0  # percent; where full itself answers less, equal scores prove nothing and KL decides
+MIN_FULL_F1 = 20.0  # percent; where full itself answers less, F1 says nothing and such a set counts only by its KL
 MAX_KL = 0.02  # nats, mean over a set: enough by itself
 MAX_FALLBACKS = 0.01  # share of answers that another strategy gave
 FORCE = "force"  # the option of a request that passes by the gate
@@ -45,6 +45,11 @@ class Figures:
     recomputed: float | None
     fallbacks: int = 0
     failed: int = 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether they say anything: full answers enough of the set, the distributions are close, or requests failed."""
+        return bool(self.failed) or self.f1 - self.f1_vs_full >= MIN_FULL_F1 or (self.kl is not None and self.kl <= MAX_KL)
 
     def shortfall(self) -> str | None:
         """Why these figures verify nothing; None where they do."""
@@ -73,12 +78,13 @@ class Entry:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def shortfalls(self) -> list[str]:
-        """One line for each set on which it falls short."""
-        return [f"{name}: {why}" for name, figures in self.sets.items() if (why := figures.shortfall())]
+        """One line for each set on which it falls short. Sets that tell nothing are left out, unless there are no others."""
+        telling = {name: figures for name, figures in self.sets.items() if figures.tells} or self.sets
+        return [f"{name}: {why}" for name, figures in telling.items() if (why := figures.shortfall())]
 
     @property
     def verified(self) -> bool:
-        """By its figures."""
+        """By its figures: on every set that tells something, and there is one."""
         return bool(self.sets) and not self.shortfalls()
 
     def counts_for(self, dtype: str) -> bool:

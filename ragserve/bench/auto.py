@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.auto import Choice, Chooser
+from ragserve.auto import Chooser
 from ragserve.costs import COSTS, FILE_NAME, Sample, fit
 from ragserve.engine.base import GenerateRequest
 from ragserve.gate import Gate
@@ -26,16 +27,21 @@ class _Forced(Gate):
         return list(self._labels)
 
 
-async def choose(engine: Any, samples: Sequence[Sample], request: GenerateRequest, question: Sequence[int]) -> Choice:
-    """What `auto` does with a request where it is calibrated by ``samples`` and all strategies in them are verified.
+@contextlib.contextmanager
+def chooser(engine: Any, samples: Sequence[Sample]) -> Iterator[Chooser]:
+    """What `auto` asks where it is calibrated by ``samples`` and all strategies in them are verified.
 
     Raises InvalidRequest where there are too few of exact prefill.
     """
     with tempfile.TemporaryDirectory(prefix="ragserve-auto-") as folder:
         place = Path(folder) / FILE_NAME
         COSTS.save(place, engine.info.fingerprint, fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")))
-        chooser = Chooser(engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place)
-        segments = [Segment("document" if number else "system", span.start, span.end) for number, span in enumerate(request.spans)]
-        whole = [*request.input_ids, *question]
-        segments.append(Segment("question", len(request.input_ids), len(whole)))
-        return await chooser.choose(Prompt(whole, tuple(segments), len(request.spans) - 1, 0, 0), request.namespace)
+        yield Chooser(engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place)
+
+
+def prompt_of(request: GenerateRequest, question: Sequence[int]) -> Prompt:
+    """The prompt of a benchmark's request with this question behind it."""
+    segments = [Segment("document" if number else "system", span.start, span.end) for number, span in enumerate(request.spans)]
+    whole = [*request.input_ids, *question]
+    segments.append(Segment("question", len(request.input_ids), len(whole)))
+    return Prompt(whole, tuple(segments), len(request.spans) - 1, 0, 0)

@@ -47,7 +47,7 @@ class AnalysisConfig:
     ``memory_bytes``: of analyses kept decoded."""
 
     at_ingestion: bool = True
-    memory_bytes: int = 256 * 2**20
+    memory_bytes: int = 2**30
     cut: Cut = field(default_factory=Cut)
 
 

@@ -16,7 +16,7 @@ from sglang_ext.protocol import KV_CONFIG_VARIABLE
 log = logging.getLogger(__name__)
 BLOCK = 16  # tokens of a host or disk page
 _DEFAULT_HOST_BYTES = 256 * 2**20
-_DEFAULT_ANALYSIS_BYTES = 256 * 2**20
+_DEFAULT_ANALYSIS_BYTES = 2**30
 
 
 def create_cache(context: Any) -> Any:

@@ -15,7 +15,8 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     half = 1 << (bits - 1)
     values = x.float()
     low, high = values.amin(-1), values.amax(-1)
-    scale = ((high - low) / (2 * half - 1)).half()
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which can round to another float16 than the division.
+    scale = ((high - low) / torch.full_like(high, 2 * half - 1)).half()
     zero = (low + half * scale.float()).half()
     steps = (values - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     codes = (steps + 0.5).floor().clamp(-half, half - 1)

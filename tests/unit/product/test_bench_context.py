@@ -181,4 +181,5 @@ def test_auto_chooses_by_what_the_run_measured(composed_ms: float, chosen: str) 
     engine = Caching()
     engine.info = SimpleNamespace(device="cpu", fingerprint="f", strategies=("full", "prefix", "samkv"))
     request = GenerateRequest("r", [1] * 96, "n", spans=(Span(0, 32), Span(32, 96)))
-    assert asyncio.run(auto.choose(engine, samples, request, [1] * 32)).spec.name == chosen
+    with auto.chooser(engine, samples) as chooser:
+        assert asyncio.run(chooser.choose(auto.prompt_of(request, [1] * 32), "n")).spec.name == chosen

@@ -53,6 +53,13 @@ def test_every_set_must_pass() -> None:
     assert not entry().verified
 
 
+def test_a_set_that_full_cannot_answer_neither_verifies_nor_refuses() -> None:
+    hard = figures(f1=5.0, f1_vs_full=-3.0, kl=0.5)
+    assert entry(GOOD, hard).verified
+    assert not entry(hard).verified
+    assert not entry(GOOD, figures(f1=5.0, f1_vs_full=-3.0, kl=0.5, failed=1)).verified
+
+
 def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Path) -> None:
     place = tmp_path / "data" / "gate.json"
     gate = Gate([place], "abc", model="tiny", dtype="float32")
