@@ -28,6 +28,8 @@ from sglang_ext.attention.tables import Shape, StepTables
 
 log = logging.getLogger(__name__)
 
+_SCORE_BYTES = 2**25  # of the scores of several layers: as many are chosen for in one launch as fit
+
 
 def wrapping(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:
     """The factory of a backend, as SGLang's registry has it, with ours around what it makes."""
@@ -78,15 +80,16 @@ class SparseDecodeBackend(AttentionBackend):
             else load_pattern(config.heads, pool.layer_num, pool.head_num, rank=group.rank_in_group, world=group.world_size)
         )
         heads = runner.model_config.num_attention_heads // group.world_size
-        capacity = max(FORCED_PAGES, config.max_budget // self._page)
+        capacity = max(FORCED_PAGES, config.max_budget // self._page) + 1
         pages = -(-self._table.shape[1] // self._page)
-        self._shape = Shape(pool.layer_num, heads, pool.head_num, pages, min(capacity, pages), self._page)
+        self._shape = Shape(pool.layer_num, heads, pool.head_num, pages, min(capacity, pages), self._page, pool.head_dim, pool.dtype)
         self.statistics = _statistics(pool, self._table, self._page, config.logical_page)
         log.info("page statistics take %.1f MiB", self.statistics.bytes / 2**20)
         self._pattern = None if pattern is None else pattern.to(self._device)
         self._captured: StepTables | None = None  # at the addresses that graphs read
         self._eager: StepTables | None = None  # for batches larger than any graph, or without graphs
         self._tables: StepTables | None = None  # of the step at hand
+        self._seated: StepTables | None = None  # where the pages chosen so far are
         self.variant = Variant.DENSE
         self._step: Step | None = None
         self._quantized = isinstance(pool, QuantizedKVPool)
@@ -101,14 +104,20 @@ class SparseDecodeBackend(AttentionBackend):
 
     # what a step is
 
+    def seat(self, n: int) -> None:
+        """A decode step of ``n`` requests is to be planned: in the graphs' tables, or in the others, no page is chosen yet."""
+        if self._seated is None or (self._seated is self._captured) != self._fits_graph(n):
+            self.planner.forget()
+
     def begin(self, step: Step) -> None:
         """The next forward is this decode step."""
         self._step, self.variant = step, step.variant
         if self._is_wrapped(decode=True):
             return
-        tables = self._tables_for(len(step.rows))
+        tables = self._seated = self._tables_for(len(step.rows))
         if step.changed:
-            tables.set_rows(step.rows)
+            tables.set_rows(step.rows, step.kept)
+        tables.open_pages({i: row.state.newest for i, row in enumerate(step.rows) if step.opened[i]})
         tables.set_active(step.active)
 
     def begin_extend(self, prefixes: Iterable[tuple[int, int]]) -> None:
@@ -129,14 +138,20 @@ class SparseDecodeBackend(AttentionBackend):
         tables = self._tables_for(n)
         return torch.stack((tables.used[:, :n].float().mean((0, 2)), tables.weight[:, :n].mean((0, 2))))
 
+    def _fits_graph(self, n: int) -> bool:
+        return self._captured is not None and n <= self._captured.size
+
     def _tables_for(self, n: int) -> StepTables:
         if self._captured is not None and n <= self._captured.size:
             return self._captured
         if self._eager is None or self._eager.size < n:
-            self._eager = StepTables(max(n, 8), self._shape, self._device, self._pattern)
-            self.planner.forget()
-            if self._step is not None:
-                self._eager.set_rows(self._step.rows)
+            larger = StepTables(max(n, 8), self._shape, self._device, self._pattern)
+            if self._eager is not None:
+                larger.adopt(self._eager)
+            if self._step is not None and self._tables is not None:  # a batch padded beyond its requests
+                larger.set_rows(self._step.rows, tuple(range(len(self._step.rows))))
+                larger.set_active(self._step.active)
+            self._eager = larger
         return self._eager
 
     # SGLang's interface
@@ -244,13 +259,29 @@ class SparseDecodeBackend(AttentionBackend):
                 q, pages, lens, block_size=page, k_min=stats.k_min[number], k_max=stats.k_max[number], per_block=stats.per_page,
                 budget_tokens=self._shape.capacity * page, budgets=tables.budgets[:n], active=tables.active[:n], into=chosen,
             )  # fmt: skip
+        elif self.variant is Variant.REFRESHED:
+            tables.queries[number, :n].copy_(q)
         out = sparse_decode(
             q, keys, values, pages, lens, page_size=page, index=chosen.blocks, counts=chosen.counts, kinds=tables.kinds[number, :n],
             sink_tokens=self.config.sink_tokens, local_tokens=self.config.local_tokens, scale=layer.scaling,
         )  # fmt: skip
         if self.variant is Variant.PROGRESSIVE:
             self._progressive(tables, q, keys, values, number, layer.scaling, out)
+        elif self.variant is Variant.REFRESHED and number == self._shape.layers - 1:
+            self._refresh(tables, n)
         return out.view(n, -1)
+
+    def _refresh(self, tables: StepTables, n: int) -> None:
+        """Choose the pages of the steps that follow, in all layers, by the queries of this one."""
+        stats, page, shape = self.statistics.tables, self._page, self._shape
+        at_once = max(1, _SCORE_BYTES // (4 * n * shape.kv_heads * shape.pages))
+        for first in range(0, shape.layers, at_once):
+            some = slice(first, first + at_once)
+            page_select(
+                tables.queries[some, :n], tables.pages[:n], tables.lens[:n], block_size=page, k_min=stats.k_min[some],
+                k_max=stats.k_max[some], per_block=stats.per_page, budget_tokens=shape.capacity * page, budgets=tables.budgets[:n],
+                active=tables.active[:n], into=Selection(tables.index[some, :n], tables.counts[some, :n]),
+            )  # fmt: skip
 
     def _progressive(self, tables: StepTables, q: torch.Tensor, keys: KV, values: KV, number: int, scale: float, out: torch.Tensor) -> None:
         """Add the progressive heads to ``out``, where they are zero: their rows have no chosen pages."""

@@ -34,9 +34,10 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         ("enable_pdmux", False),
         ("enable_two_batch_overlap", False),
         ("speculative_algorithm", None),
+        ("pp_size", 1),
     ):
         if getattr(args, flag, wanted) not in (wanted, None, False):
-            problems.append(f"{flag} is on: turn it off")
+            problems.append(f"{flag} is {getattr(args, flag)}: expected {wanted}")
     if args.radix_cache_backend != CACHE_BACKEND:
         problems.append(f"the prefix cache is not ragserve's: set radix_cache_backend to {CACHE_BACKEND}")
     if config.logical_page > runner.page_size:

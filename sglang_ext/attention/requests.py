@@ -17,16 +17,24 @@ class Variant(Enum):
     """What a decode step runs; with CUDA graphs, which of the captured ones. The value labels the graph."""
 
     DENSE = None  # every request: the wrapped backend
-    SELECTED = "ragserve-selected"  # pages within a budget, chosen in this step for some
+    SELECTED = "ragserve-selected"  # pages within a budget, chosen in this step, layer by layer, for some
     REUSED = "ragserve-reused"  # the same, all with the pages of an earlier step
+    REFRESHED = "ragserve-refreshed"  # as reused; then, in one go for all layers, pages are chosen for the steps that follow
     PROGRESSIVE = "ragserve-progressive"  # some by threshold; others dense or by budget
 
 
 @dataclass(slots=True)
 class DecodeState:
-    """A request's wish and what its steps read so far; pages are means over layers and KV heads, summed over steps."""
+    """A request's wish and what its steps read so far; pages are means over layers and KV heads, summed over steps.
+
+    Of the pages chosen for it: ``serves_from``, its tokens in the first step that reads them; ``newest``, the latest page among them;
+    ``widened``: that page began after they were chosen, and is one more than the budget.
+    """
 
     options: DecodeOptions
+    serves_from: int = 0
+    newest: int = -1
+    widened: bool = False
     steps: int = 0
     sparse_steps: int = 0
     pages: float = 0.0
@@ -69,27 +77,32 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A decode step: ``active`` says which rows choose their pages anew; ``changed``: the rows are not those of the step before."""
+    """A decode step: ``active`` says which rows choose their pages anew; ``opened``: whose newest page is new and joins those they have;
+    ``changed``: the rows are not those of the step before; ``kept``: where in that one a row was whose pages stay, else -1.
+    """
 
     variant: Variant
     rows: tuple[Row, ...]
     active: tuple[bool, ...]
+    opened: tuple[bool, ...]
     changed: bool
+    kept: tuple[int, ...]
 
 
 class Planner:
     """Decides on the host, from lengths that it knows anyway, so that nothing waits for the device.
 
-    A row selects anew when its batch has changed (tables are kept by row), every ``reuse`` steps, and whenever its newest page is a new
-    one: so a reused selection always holds the newest page.
+    A row's pages serve ``reuse`` steps and stay with it when others join or leave the batch. A page that begins meanwhile joins them; when
+    a second one begins, and where a row has none yet, they are chosen at once. Otherwise they are chosen at the end of the step before,
+    by its queries, for all layers in one launch; rows in the last three quarters of their interval come along, so that rows of a batch
+    end up choosing together. With ``reuse`` 1 every step chooses at once, by its own queries.
     """
 
     def __init__(self, config: AttentionConfig, page_size: int, context_length: int) -> None:
         self.config = config
         self.page_size = page_size
         self._context_length = context_length
-        self._key: tuple[tuple[str, bool], ...] | None = None
-        self._step = 0
+        self._rows: tuple[Row, ...] | None = None  # of the step before
 
     def admit(self, req: Any) -> None:
         """Give a new request its state. Raises PlanError for options that cannot be served; the request has the server's then."""
@@ -114,25 +127,60 @@ class Planner:
             raise PlanError("streaming heads: this server was started without a pattern file of them")
 
     def forget(self) -> None:
-        """Other forwards ran in between: the next step selects anew."""
-        self._key = None
+        """The tables of the step before are gone: the next one chooses anew."""
+        self._rows = None
 
     def step(self, reqs: Sequence[Any], lengths: Sequence[int]) -> Step:
         """The decode step of these requests, whose lengths count the newest token."""
         rows = tuple(self._row(req, tokens) for req, tokens in zip(reqs, lengths, strict=True))
-        key = tuple((req.rid, row.sparse) for req, row in zip(reqs, rows, strict=True))
-        changed = key != self._key
-        self._key, self._step = key, 0 if changed else self._step + 1
-        active = tuple(
-            row.hierarchical and (self._step % row.state.options.reuse == 0 or (row.tokens - 1) % self.page_size == 0) for row in rows
+        before, self._rows = self._rows or (), rows
+        changed = not before or [(id(row.state), row.sparse) for row in rows] != [(id(row.state), row.sparse) for row in before]
+        places = {id(row.state): place for place, row in enumerate(before) if row.hierarchical}
+        kept = tuple(places.get(id(row.state), -1) if row.hierarchical else -1 for row in rows)
+        active = tuple(row.hierarchical and (place < 0 or self._is_due(row)) for row, place in zip(rows, kept, strict=True))
+        opened = tuple(
+            row.hierarchical and not now and self._newest(row) != row.state.newest for row, now in zip(rows, active, strict=True)
         )
+        for row, now, new in zip(rows, active, opened, strict=True):
+            if now:
+                self._choose(row, row.tokens)
+            elif new:
+                row.state.newest, row.state.widened = self._newest(row), True
         if any(row.progressive for row in rows):
             variant = Variant.PROGRESSIVE
+        elif any(active):
+            variant = Variant.SELECTED
+        elif any(self._age(row) + 1 == row.state.options.reuse for row in rows if row.hierarchical):
+            variant = Variant.REFRESHED
+            active = tuple(row.hierarchical and 4 * (self._age(row) + 1) >= row.state.options.reuse for row in rows)
         elif any(row.sparse for row in rows):
-            variant = Variant.SELECTED if any(active) else Variant.REUSED
+            variant = Variant.REUSED
         else:
             variant = Variant.DENSE
-        return Step(variant, rows, active, changed)
+        return Step(variant, rows, active, opened, changed, kept)
+
+    def after(self, step: Step) -> None:
+        """The step has been launched: what it chose for those that follow holds from now on."""
+        if step.variant is Variant.REFRESHED:
+            for row, chosen in zip(step.rows, step.active, strict=True):
+                if chosen:
+                    self._choose(row, row.tokens + 1)
+
+    def _newest(self, row: Row) -> int:
+        return (row.tokens - 1) // self.page_size
+
+    @staticmethod
+    def _age(row: Row) -> int:
+        """Steps for which the row's pages have served."""
+        return row.tokens - row.state.serves_from
+
+    def _is_due(self, row: Row) -> bool:
+        """Whether pages must be chosen before this step: they are too old, or lack more than the page that may join them."""
+        ahead = self._newest(row) - row.state.newest
+        return self._age(row) >= row.state.options.reuse or ahead > 1 or (ahead == 1 and row.state.widened)
+
+    def _choose(self, row: Row, serves_from: int) -> None:
+        row.state.serves_from, row.state.newest, row.state.widened = serves_from, self._newest(row), False
 
     def state(self, req: Any) -> DecodeState:
         """A request's; one that SGLang made for itself is dense."""

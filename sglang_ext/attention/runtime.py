@@ -52,10 +52,10 @@ class DecodeRuntime:
         mode = batch.forward_mode
         if mode.is_decode():
             self._decoding = list(batch.reqs)
+            self.backend.seat(len(batch.reqs))
             self._step = self._planner.step(batch.reqs, batch.seq_lens_cpu.tolist())
             self.backend.begin(self._step)
         elif mode.is_extend():
-            self._planner.forget()
             self._decoding = []  # one that was taken back may be on its way in again
             ends = batch.seq_lens_cpu.tolist()
             self._spans = [
@@ -78,6 +78,7 @@ class DecodeRuntime:
         if self._step is not None:
             step, self._step = self._step, None
             self._account(step)
+            self._planner.after(step)
             self.backend.end()
 
     def on_finished(self, req: Any, tokens: int) -> None:
@@ -98,7 +99,7 @@ class DecodeRuntime:
     def capture(self, runner: Any, capture_one: Callable[[str], Any]) -> None:
         """After SGLang has captured a batch size's decode graph, which is the dense variant: those of the others, under their labels."""
         if runner.capture_forward_mode.is_decode():
-            for variant in (Variant.SELECTED, Variant.REUSED, Variant.PROGRESSIVE):
+            for variant in (Variant.SELECTED, Variant.REUSED, Variant.REFRESHED, Variant.PROGRESSIVE):
                 self.backend.variant = variant
                 try:
                     capture_one(str(variant.value))
@@ -150,7 +151,7 @@ class DecodeRuntime:
             if streaming:
                 state.pages += streaming * self._streaming_pages(row.tokens, total)
             if row.hierarchical:
-                state.pages += (1 - streaming) * min(row.state.options.budget // self._page, total)
+                state.pages += (1 - streaming) * (min(state.options.budget // self._page, total) + state.widened)
         if step.variant is Variant.PROGRESSIVE:
             use = self.backend.progressive_use(len(step.rows))
             event = None

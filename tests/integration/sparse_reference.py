@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from sglang_ext.protocol import DecodeOptions
 from tests.integration.reference import Reference
 
 NAME = "ragserve_sparse_reference"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """``pages`` of each KV head of a layer, which serve from ``step`` on; ``newest`` is the latest of them."""
+
+    step: int
+    newest: int
+    pages: list[list[int]]
 
 
 class SparseReference(Reference):
@@ -35,7 +45,7 @@ class SparseReference(Reference):
         self.bits, self.starts = bits, [0]
         self.decode = DecodeOptions()
         self.step = 0
-        self.chosen: dict[int, list[list[int]]] = {}
+        self.chosen: dict[int, Chosen] = {}
         AttentionInterface.register(NAME, self._attend)
         self.model.set_attn_implementation(NAME)
 
@@ -68,10 +78,14 @@ class SparseReference(Reference):
             return self._progressive(q[:, :, 0], k[0], v[0], scaling)[:, None], None
         visible = torch.ones(k.shape[1], tokens, dtype=torch.bool)
         if options.mode == "hierarchical" and tokens > least:
-            if (self.step % options.reuse == 0) or (tokens - 1) % self.page == 0:
-                self.chosen[layer] = [self._best(q[0, :, 0], k[0], head) for head in range(k.shape[1])]
-            for head, pages in enumerate(self.chosen[layer]):
-                kept = torch.isin(torch.arange(tokens) // self.page, torch.tensor(pages))
+            newest = (tokens - 1) // self.page
+            now = self.chosen.get(layer)
+            if now is None or self.step - now.step >= options.reuse or newest > now.newest + 1:
+                now = self.chosen[layer] = self._choose(q[0, :, 0], k[0], self.step)
+            if options.reuse > 1 and self.step + 1 - now.step == options.reuse:  # for the next step on, by this one's query
+                self.chosen[layer] = self._choose(q[0, :, 0], k[0], self.step + 1)
+            for head, pages in enumerate(now.pages):
+                kept = torch.isin(torch.arange(tokens) // self.page, torch.tensor([*pages, newest]))
                 if options.streaming and self.streaming is not None and self.streaming[layer, head]:
                     kept = self._streamed(tokens)
                 visible[head] = kept
@@ -87,6 +101,9 @@ class SparseReference(Reference):
         pool = QuantizedKV.empty(len(rows), rows.shape[1], rows.shape[2], bits=self.bits, device="cpu")
         quantize_kv(rows, torch.arange(len(rows)), pool)
         return dequantize_kv(pool).transpose(0, 1)[None]
+
+    def _choose(self, q: torch.Tensor, k: torch.Tensor, step: int) -> Chosen:
+        return Chosen(step, (k.shape[1] - 1) // self.page, [self._best(q, k, head) for head in range(k.shape[0])])
 
     def _best(self, q: torch.Tensor, k: torch.Tensor, head: int) -> list[int]:
         """Pages of one KV head: the first and the newest, and those of the others with the highest upper bound of a score."""

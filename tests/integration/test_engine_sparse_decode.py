@@ -103,6 +103,7 @@ def test_dense_the_whole_budget_and_threshold_one_are_the_wrapped_backend(sparse
     [
         {"mode": "hierarchical", "budget": 128, "reuse": 1},
         {"mode": "hierarchical", "budget": 64, "reuse": 5},
+        {"mode": "hierarchical", "budget": 48, "reuse": 40},
         {"mode": "hierarchical", "budget": 96, "reuse": 3, "streaming": True},
         {"mode": "progressive", "threshold": 0.6},
     ],
@@ -125,7 +126,8 @@ def test_decode_steps_read_the_pages_of_the_rule(sparse: Any, reference: SparseR
         assert 0.6 < said.weight < 1
         assert said.share < 1
     elif not options["streaming"]:
-        assert said.pages == decode["budget"] // PAGE
+        asked = decode["budget"] // PAGE
+        assert said.pages == asked if decode["reuse"] == 1 else asked < said.pages < asked + 1, "a page that begins joins those chosen"
 
 
 def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(sparse: Any, reference: SparseReference) -> None:
@@ -137,11 +139,13 @@ def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(sparse: Any, 
         {"mode": "hierarchical", "budget": 96, "reuse": 1, "streaming": False},
         {"mode": "hierarchical", "budget": 160, "reuse": 1, "streaming": True},
         {"mode": "progressive", "threshold": 0.7, "streaming": False},
+        # chosen anew for its own pages' sake only, so that the batch around it must not matter
+        {"mode": "hierarchical", "budget": 80, "reuse": 1000, "streaming": False},
     ]
     jobs = []
     for i in range(12):
         own = some_ids(chance.randrange(5, 400), 1000 + i)
-        jobs.append((shared + own if i % 3 == 0 else own + some_ids(60, i), modes[i % 4], chance.randrange(4, 30), i in (2, 5, 9)))
+        jobs.append((shared + own if i % 3 == 0 else own + some_ids(60, i), modes[i % 5], chance.randrange(4, 30), i in (2, 5, 8)))
 
     def run(job: tuple[list[int], dict[str, Any], int, bool]) -> dict[str, Any] | None:
         ids, decode, n_new, leaves = job
@@ -241,7 +245,7 @@ def test_a_query_says_what_it_read_and_metrics_count_it(sparse: Any) -> None:
     decode = {"mode": "hierarchical", "budget": 64, "reuse": 2, "streaming": False}
     answer = sparse.client.post("/rag/query", json=body | {"decode": decode}).json()
     assert answer["decode"]["mode"] == "hierarchical"
-    assert answer["decode"]["pages"] == 4
+    assert 4 <= answer["decode"]["pages"] < 5, "a page that begins joins the four of the budget"
     assert 0 < answer["decode"]["share"] < 0.5
     assert sparse.client.post("/rag/query", json=body).json()["decode"] is None, "dense requests have nothing to say"
     metrics = sparse.client.get("/metrics").text

@@ -204,6 +204,43 @@ def test_budgets_and_reuse_by_request(device: torch.device, naive: bool) -> None
         assert (into.blocks[b, :, take:] == 7).all()
 
 
+@pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_layers_in_one_call_are_those_of_a_call_each(device: torch.device, scoring: str, naive: bool) -> None:
+    """Into a slice of wider tables, some requests left out, budgets of their own; and ranked."""
+    lens, width = [200, 90, 333], 8
+    case = Case(device, lens, per_block=2, scoring=scoring)
+    names = ("k_min", "k_max") if scoring == "minmax" else ("k_center",)
+    q = torch.stack([case.q, -case.q, 2 * case.q.flip(0)])
+    parts = {name: torch.stack([part, part.flip(-1), part * 3]) for name, part in zip(names, case.parts, strict=True)}
+    options = {
+        "budget_tokens": 16 * width,
+        "budgets": torch.tensor([3, 8, 5], dtype=torch.int32, device=device),
+        "active": torch.tensor([1, 0, 1], dtype=torch.int32, device=device),
+    }
+    shared = {"block_size": 16, "per_block": 2}
+    wide = Selection(
+        torch.full((3, 5, 2, width), 7, dtype=torch.int32, device=device), torch.full((3, 5, 2), 6, dtype=torch.int32, device=device)
+    )
+    into = Selection(wide.blocks[:, :3], wide.counts[:, :3])
+    with forced_naive(naive):
+        page_select(q, case.table, case.lens, **shared, **parts, **options, into=into)
+        ranked = page_select(q, case.table, case.lens, **shared, **parts, rank=True)
+        for layer in range(3):
+            own = {name: part[layer] for name, part in parts.items()}
+            alone = Selection(torch.full_like(into.blocks[layer], 7), torch.full_like(into.counts[layer], 6))
+            page_select(q[layer], case.table, case.lens, **shared, **own, **options, into=alone)
+            assert torch.equal(into.blocks[layer], alone.blocks)
+            assert torch.equal(into.counts[layer], alone.counts)
+            order = page_select(q[layer], case.table, case.lens, **shared, **own, rank=True)
+            assert torch.equal(ranked.counts[layer], order.counts)
+            for b, total in enumerate(case.totals):
+                assert torch.equal(ranked.blocks[layer, b, :, :total], order.blocks[b, :, :total])
+    assert (into.counts[:, 1] == 6).all()
+    assert (wide.blocks[:, 3:] == 7).all()
+    assert (wide.counts[:, 3:] == 6).all()
+
+
 def test_reuse_needs_a_budget_and_a_place(device: torch.device) -> None:
     case = Case(device, [64])
     ones = torch.ones(1, dtype=torch.int32, device=device)

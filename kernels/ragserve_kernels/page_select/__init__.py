@@ -18,9 +18,9 @@ class Selection(NamedTuple):
     """An index table for ``sparse_decode`` and ``progressive_decode``."""
 
     blocks: torch.Tensor
-    """int32 [batch, kv_heads, capacity]: logical blocks; entries past the count are unspecified."""
+    """int32 [batch, kv_heads, capacity]: logical blocks; entries past the count are unspecified. With layers, [layers, batch, ...]."""
     counts: torch.Tensor
-    """int32 [batch, kv_heads]."""
+    """int32 [batch, kv_heads], or [layers, batch, kv_heads]."""
 
 
 def page_select(
@@ -59,6 +59,9 @@ def page_select(
     (values are not checked); ``into`` is where the result goes, contiguous and of this shape; with it, requests whose ``active`` (int32
     [batch]) is 0 keep what is there, and cost almost nothing: a selection is reused over decode steps that way.
 
+    Several layers in one call: ``q`` [layers, batch, heads, head_dim], summaries [layers, rows, kv_heads, head_dim], and results with
+    layers in front; ``into`` may then be a slice of wider tables along the batch. What all layers share is given once.
+
     Nothing here waits for the device. Raises ``ValueError`` and ``TypeError``.
     """
     if (k_center is None) == (k_min is None) or (k_min is None) != (k_max is None):
@@ -73,18 +76,19 @@ def page_select(
     if per_block < 1 or block_size % per_block or per_block & (per_block - 1) or per_block > 32:
         raise ValueError(f"per_block is {per_block}; expected a power of two up to 32 that divides the block size, {block_size}.")
     check_dtype("q", q)
-    check_shape("q", q, (None, None, None))
-    batch, heads, head_dim = q.shape
+    layers = tuple(q.shape[:1]) if q.dim() == 4 else ()
+    check_shape("q", q, (*layers, None, None, None))
+    batch, heads, head_dim = q.shape[-3:]
     check_head_dim(head_dim)
     check_last_contiguous("q", q)
     for name, summary in zip(("k_min", "k_max") if len(summaries) == 2 else ("k_center",), summaries, strict=True):
         check_dtype(name, summary, (q.dtype,))
-        check_shape(name, summary, (None, None, head_dim))
+        check_shape(name, summary, (*layers, None, None, head_dim))
         check_last_contiguous(name, summary)
         check_same_device(q, **{name: summary})
     if len(summaries) == 2 and (summaries[0].shape != summaries[1].shape or summaries[0].stride() != summaries[1].stride()):
         raise ValueError("k_min and k_max must have the same shape and strides.")
-    kv_heads = summaries[0].shape[1]
+    kv_heads = summaries[0].shape[-2]
     query_group(heads, kv_heads)
     check_table("block_table", block_table, batch)
     check_lens(seq_lens, batch)
@@ -101,12 +105,15 @@ def page_select(
             )
         budget = min(budget, block_table.shape[1])
     _check_reuse(q, budget, kv_heads, budgets, active, into)
-    if not batch or not block_table.shape[1]:
+    if not q.numel() or not block_table.shape[1]:
         width = block_table.shape[1] if budget is None else budget
         return Selection(
-            torch.empty(batch, kv_heads, width, dtype=torch.int32, device=q.device),
-            torch.zeros(batch, kv_heads, dtype=torch.int32, device=q.device),
+            torch.empty(*layers, batch, kv_heads, width, dtype=torch.int32, device=q.device),
+            torch.zeros(*layers, batch, kv_heads, dtype=torch.int32, device=q.device),
         )
+    if not layers:
+        q, summaries = q[None], tuple(summary[None] for summary in summaries)
+    place = into if into is None or layers else Selection(into.blocks[None], into.counts[None])
     arguments: dict[str, Any] = {
         "block_size": block_size,
         "per_block": per_block,
@@ -116,19 +123,24 @@ def page_select(
         "sum_group": sum_group,
         "budgets": budgets,
         "active": active,
-        "into": into,
+        "into": place,
     }
     if use_triton(q):
         from . import triton as kernels
 
-        return Selection(*kernels.page_select(q, summaries, block_table, seq_lens, **arguments))
-    return Selection(*naive.page_select(q, summaries, block_table, seq_lens, **arguments))
+        found = kernels.page_select(q, summaries, block_table, seq_lens, **arguments)
+    else:
+        found = naive.page_select(q, summaries, block_table, seq_lens, **arguments)
+    if into is not None:
+        return into
+    return Selection(*found) if layers else Selection(found[0][0], found[1][0])
 
 
 def _check_reuse(
     q: torch.Tensor, budget: int | None, kv_heads: int, budgets: torch.Tensor | None, active: torch.Tensor | None, into: Selection | None
 ) -> None:
-    batch = q.shape[0]
+    batch = q.shape[-3]
+    layers = tuple(q.shape[:-3])
     if budget is None and not (budgets is None and active is None and into is None):
         raise ValueError("budgets, active and into go with budget_tokens, not with rank.")
     if active is not None and into is None:
@@ -140,6 +152,8 @@ def _check_reuse(
             check_last_contiguous(name, tensor)
             check_same_device(q, **{name: tensor})
     if into is not None:
-        check_index(into.blocks, into.counts, batch, kv_heads)
-        check_shape("into.blocks", into.blocks, (batch, kv_heads, budget))
+        check_shape("into.blocks", into.blocks, (*layers, batch, kv_heads, budget))
+        check_shape("into.counts", into.counts, (*layers, batch, kv_heads))
+        for blocks, counts in zip(into.blocks, into.counts, strict=True) if layers else (into,):
+            check_index(blocks, counts, batch, kv_heads)
         check_same_device(q, blocks=into.blocks, counts=into.counts)

@@ -60,7 +60,28 @@ def page_select(
     block_size: int, per_block: int, budget: int | None, sink: int, recent: int, sum_group: bool,
     budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``budget``: blocks to choose, in the order of the sequence; None ranks all blocks, forced ones first, then by score."""
+    """``q`` [layers, batch, heads, head_dim] and summaries [layers, ...], as the result and ``into``.
+
+    ``budget``: blocks to choose, in the order of the sequence; None ranks all blocks, forced ones first, then by score.
+    """
+    found = [
+        _layer(
+            q[i], tuple(summary[i] for summary in summaries), block_table, seq_lens, block_size=block_size, per_block=per_block,
+            budget=budget, sink=sink, recent=recent, sum_group=sum_group, budgets=budgets, active=active,
+            into=None if into is None else (into[0][i], into[1][i]),
+        )
+        for i in range(len(q))
+    ]  # fmt: skip
+    if into is not None:
+        return into
+    return torch.stack([index for index, _ in found]), torch.stack([counts for _, counts in found])
+
+
+def _layer(
+    q: torch.Tensor, summaries: tuple[torch.Tensor, ...], block_table: torch.Tensor, seq_lens: torch.Tensor, *,
+    block_size: int, per_block: int, budget: int | None, sink: int, recent: int, sum_group: bool,
+    budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, max_blocks = block_table.shape
     kv_heads = summaries[0].shape[1]
     rows = [b for b in range(batch) if active is None or int(active[b])]

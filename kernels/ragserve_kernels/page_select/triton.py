@@ -17,14 +17,18 @@ MOST_IN_REGISTERS = 16384
 
 @triton.jit
 def _score(
-    q, low, high, table, lens, active, scores, counts, kv_heads, max_blocks, rows_each, sink, recent,
-    stride_qb, stride_qh, stride_table, stride_row, stride_head,
+    q, low, high, table, lens, active, scores, counts, per_layer, kv_heads, max_blocks, rows_each, sink, recent,
+    stride_ql, stride_qb, stride_qh, stride_table, stride_layer, stride_row, stride_head,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     TWO: tl.constexpr, SUM: tl.constexpr, RANK: tl.constexpr, SOME: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0)
-    i_b = (item // kv_heads).to(tl.int64)
-    i_h = (item % kv_heads).to(tl.int64)
+    item = tl.program_id(0)  # of layers x requests x KV heads
+    i_l = (item // per_layer).to(tl.int64)
+    i_b = (item % per_layer // kv_heads).to(tl.int64)
+    i_h = (item % kv_heads).to(tl.int64)  # per_layer is a multiple of kv_heads
+    q += i_l * stride_ql
+    low += i_l * stride_layer
+    high += i_l * stride_layer
     seq_len = tl.load(lens + i_b)
     total = (seq_len + BLOCK - 1) // BLOCK
     first = tl.program_id(1) * rows_each
@@ -80,18 +84,22 @@ def _ordered(scores, blocks, ok):
 
 @triton.jit
 def _choose_one(
-    scores, lens, index, counts, budgets, active, kv_heads, max_blocks, capacity,
+    scores, lens, index, counts, budgets, active, per_layer, kv_heads, max_blocks, capacity, stride_index, stride_counts,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """All of an item's blocks in registers: two bits of the last score that fits at a time, by counting."""
     item = tl.program_id(0)
+    i_l = (item // per_layer).to(tl.int64)
+    i_b = item % per_layer // kv_heads
     if SOME:  # noqa: SIM102  (Triton has no short-circuit)
-        if tl.load(active + item // kv_heads) <= 0:  # keeps its selection
+        if tl.load(active + i_b) <= 0:  # keeps its selection
             return
-    total = (tl.load(lens + item // kv_heads) + BLOCK - 1) // BLOCK
+    total = (tl.load(lens + i_b) + BLOCK - 1) // BLOCK
     take = tl.minimum(total, capacity)
     if EACH:
-        take = tl.minimum(take, tl.load(budgets + item // kv_heads))
+        take = tl.minimum(take, tl.load(budgets + i_b))
+    index += i_l * stride_index + (item % per_layer).to(tl.int64) * capacity
+    counts += i_l * stride_counts + item % per_layer
     blocks = tl.arange(0, CHUNK)
     ok = blocks < total
     key = _ordered(scores + item.to(tl.int64) * max_blocks, blocks, ok)  # 0 is below every score
@@ -112,27 +120,30 @@ def _choose_one(
     left = take - tl.sum(above.to(tl.int32), 0)
     keep = above | ((same > 0) & (tl.cumsum(same, 0) <= left))
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(index + item.to(tl.int64) * capacity + place, blocks, mask=keep)
-    tl.store(counts + item, take)
+    tl.store(index + place, blocks, mask=keep)
+    tl.store(counts, take)
 
 
 @triton.jit
 def _choose_many(
-    scores, lens, index, counts, budgets, active, kv_heads, max_blocks, capacity,
+    scores, lens, index, counts, budgets, active, per_layer, kv_heads, max_blocks, capacity, stride_index, stride_counts,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """The same in chunks, for more blocks than registers hold: a byte at a time, by histograms."""
     item = tl.program_id(0)
+    i_l = (item // per_layer).to(tl.int64)
+    i_b = item % per_layer // kv_heads
     if SOME:  # noqa: SIM102  (Triton has no short-circuit)
-        if tl.load(active + item // kv_heads) <= 0:  # keeps its selection
+        if tl.load(active + i_b) <= 0:  # keeps its selection
             return
-    total = (tl.load(lens + item // kv_heads) + BLOCK - 1) // BLOCK
+    total = (tl.load(lens + i_b) + BLOCK - 1) // BLOCK
     take = tl.minimum(total, capacity)
     if EACH:
-        take = tl.minimum(take, tl.load(budgets + item // kv_heads))
+        take = tl.minimum(take, tl.load(budgets + i_b))
+    index += i_l * stride_index + (item % per_layer).to(tl.int64) * capacity
+    counts += i_l * stride_counts + item % per_layer
     scores += item.to(tl.int64) * max_blocks
-    index += item.to(tl.int64) * capacity
-    tl.store(counts + item, take)
+    tl.store(counts, take)
     if total <= take:
         for start in range(0, take, CHUNK):
             blocks = start + tl.arange(0, CHUNK)
@@ -175,38 +186,40 @@ def page_select(
     budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
     options: tuple[int, int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``options``: ``(rows per tile, warps, stages)``, to tune them."""
-    batch, heads, head_dim = q.shape
-    kv_heads = summaries[0].shape[1]
+    """``q`` [layers, batch, heads, head_dim] and summaries [layers, ...]. ``options``: ``(rows per tile, warps, stages)``, to tune them."""
+    layers, batch, heads, head_dim = q.shape
+    kv_heads = summaries[0].shape[2]
     group = heads // kv_heads
-    n_items = batch * kv_heads
+    per_layer = batch * kv_heads
+    n_items = layers * per_layer
     max_blocks = block_table.shape[1]
     rows, warps, stages = options or (max(16, 32768 // (head_dim * q.element_size())), 4, 3 if q.element_size() < 4 else 1)
     rows = max(min(rows, next_power_of_2(max_blocks * per_block)), per_block, 16)
     tiles = triton.cdiv(max_blocks * per_block, rows)
     splits = min(tiles, triton.cdiv(resident_programs(q, 4), n_items))
     rows_each = triton.cdiv(tiles, splits) * rows
-    scores = torch.empty(batch, kv_heads, max_blocks, dtype=torch.float32, device=q.device)
-    counts = torch.empty(batch, kv_heads, dtype=torch.int32, device=q.device) if into is None else into[1]
+    scores = torch.empty(layers, batch, kv_heads, max_blocks, dtype=torch.float32, device=q.device)
+    counts = torch.empty(layers, batch, kv_heads, dtype=torch.int32, device=q.device) if into is None else into[1]
     low, high = summaries[0], summaries[-1]
     none = seq_lens  # stands for an absent pointer
     some = none if active is None else active
     _score[(n_items, triton.cdiv(tiles * rows, rows_each))](
-        q, low, high, block_table, seq_lens, some, scores, counts, kv_heads, max_blocks, rows_each, sink, recent,
-        q.stride(0), q.stride(1), block_table.stride(0), high.stride(0), high.stride(1),
+        q, low, high, block_table, seq_lens, some, scores, counts, per_layer, kv_heads, max_blocks, rows_each, sink, recent,
+        q.stride(0), q.stride(1), q.stride(2), block_table.stride(0), high.stride(0), high.stride(1), high.stride(2),
         GROUP=group, BLOCK_M=tile_rows(group), D=head_dim, ROWS=rows, PER_BLOCK=per_block, BLOCK=block_size, TWO=len(summaries) == 2,
         SUM=sum_group, RANK=budget is None, SOME=active is not None, PRECISION=dot_precision(q.dtype), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if budget is None:
         return torch.sort(scores, dim=-1, descending=True, stable=True).indices.to(torch.int32), counts
-    index = torch.empty(batch, kv_heads, budget, dtype=torch.int32, device=q.device) if into is None else into[0]
+    index = torch.empty(layers, batch, kv_heads, budget, dtype=torch.int32, device=q.device) if into is None else into[0]
     chunk = max(64, next_power_of_2(max_blocks))
     if chunk <= MOST_IN_REGISTERS:
         choose, warps = _choose_one, max(4, min(16, chunk // 256))
     else:
         choose, warps, chunk = _choose_many, 8, min(chunk, 4096)
     choose[(n_items,)](
-        scores, seq_lens, index, counts, none if budgets is None else budgets, some, kv_heads, max_blocks, budget,
+        scores, seq_lens, index, counts, none if budgets is None else budgets, some, per_layer, kv_heads, max_blocks, budget,
+        index.stride(0), counts.stride(0),
         BLOCK=block_size, CHUNK=chunk, EACH=budgets is not None, SOME=active is not None, num_warps=warps,
     )  # fmt: skip
     return index, counts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.attention.config import AttentionConfig, from_environment
-from sglang_ext.attention.requests import Planner, Variant
+from sglang_ext.attention.requests import Planner, Step, Variant
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, DECODE_FIELD, DecodeOptions, PlanError
 
 
@@ -32,24 +32,66 @@ def test_dense_up_to_a_length_and_within_the_budget() -> None:
     assert [row.sparse for row in step.rows] == [False, True]
 
 
-def test_selections_are_reused_until_a_page_begins_or_the_batch_changes() -> None:
+def run(plan: Planner, reqs: list[Any], lengths: list[int]) -> Step:
+    step = plan.step(reqs, lengths)
+    plan.after(step)
+    return step
+
+
+def test_pages_are_chosen_at_once_first_and_then_at_the_end_of_every_reuse_th_step() -> None:
     plan = planner(mode="hierarchical", budget=64, reuse=4, dense_below=0)
-    a, b = request(plan, "a"), request(plan, "b", reuse=3)
-    steps = [plan.step([a], [length]) for length in range(101, 121)]
-    # new batch at 101, every 4th step; 113 = 7 * 16 + 1 begins a page (and is a 4th step as well)
-    assert [i for i, step in enumerate(steps) if step.variant is Variant.SELECTED] == [0, 4, 8, 12, 16]
-    assert all(step.variant is Variant.REUSED for i, step in enumerate(steps) if i % 4)
-    assert [step.changed for step in steps] == [True] + [False] * 19
-    assert plan.step([a], [129]).active == (True,), "its newest page is a new one"
-    assert plan.step([a, b], [130, 99]).active == (True, True)
-    assert [plan.step([a, b], [131 + i, 100 + i]).active for i in range(4)] == [
-        (False, False),
-        (False, False),
-        (False, True),
-        (True, False),
-    ]
+    a = request(plan, "a")
+    steps = [run(plan, [a], [length]) for length in range(101, 133)]
+    assert steps[0].variant is Variant.SELECTED
+    assert [i for i, step in enumerate(steps) if step.variant is Variant.REFRESHED] == list(range(3, 32, 4))
+    assert all(step.variant is Variant.REUSED for i, step in enumerate(steps) if i and i % 4 != 3)
+    assert [step.changed for step in steps] == [True] + [False] * 31
+    assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 28], "113 = 7 * 16 + 1 and 129 begin a page"
+    assert not a.ragserve_decode.widened, "chosen anew since"
+
+
+def test_every_step_chooses_by_itself_where_nothing_is_reused() -> None:
+    plan = planner(mode="hierarchical", budget=64, reuse=1, dense_below=0)
+    a = request(plan, "a")
+    steps = [run(plan, [a], [length]) for length in range(101, 120)]
+    assert {(step.variant, step.active, step.opened) for step in steps} == {(Variant.SELECTED, (True,), (False,))}
+
+
+def test_a_second_page_that_begins_is_one_too_many() -> None:
+    plan = planner(mode="hierarchical", budget=64, reuse=100, dense_below=0)
+    a = request(plan, "a")
+    steps = [run(plan, [a], [length]) for length in range(101, 150)]
+    assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 44]
+    assert [i for i, step in enumerate(steps) if step.active[0]] == [0, 28], "at 129 two pages are new since 101"
+    assert steps[28].variant is Variant.SELECTED
+
+
+def test_pages_stay_with_their_row_when_others_come_and_go() -> None:
+    plan = planner(mode="hierarchical", budget=64, reuse=8, dense_below=0)
+    a, b, dense = request(plan, "a"), request(plan, "b"), request(plan, "c", mode="dense")
+    run(plan, [a], [101])
+    joined = run(plan, [dense, b, a], [50, 200, 102])
+    assert (joined.changed, joined.kept, joined.active) == (True, (-1, -1, 0), (False, True, False))
+    assert joined.variant is Variant.SELECTED
+    left = run(plan, [a, b], [103, 201])
+    assert (left.changed, left.kept, left.active) == (True, (2, 1), (False, False))
+    assert left.variant is Variant.REUSED
+    run(plan, [b], [202])
+    back = run(plan, [a, b], [104, 203])
+    assert (back.kept, back.active) == ((-1, 0), (True, False)), "its place was taken meanwhile"
     plan.forget()
-    assert plan.step([a, b], [135, 104]).active == (True, True), "another forward ran in between"
+    assert run(plan, [a, b], [105, 204]).active == (True, True), "the tables are others"
+
+
+def test_rows_that_are_old_enough_come_along() -> None:
+    plan = planner(mode="hierarchical", budget=64, reuse=8, dense_below=0)
+    a, b, slow = request(plan, "a"), request(plan, "b"), request(plan, "c", reuse=40)
+    lengths = [100, 199, 300]
+    for step in range(5):
+        run(plan, [a, slow], [lengths[0] + step, lengths[2] + step])
+    steps = [run(plan, [a, b, slow], [n + step for n in lengths]) for step in range(5, 24)]
+    refreshed = {i + 5: step.active for i, step in enumerate(steps) if step.variant is Variant.REFRESHED}
+    assert refreshed == {7: (True, True, False), 15: (True, True, True), 23: (True, True, False)}, "b was 3 of 8 steps old, slow 8 of 40"
 
 
 def test_progressive_rows_decide_the_variant() -> None:
@@ -58,7 +100,7 @@ def test_progressive_rows_decide_the_variant() -> None:
     step = plan.step(rows, [500, 500, 500])
     assert step.variant is Variant.PROGRESSIVE
     assert step.active == (False, True, False)
-    assert plan.step(rows[:2], [501, 501]).variant is Variant.SELECTED
+    assert plan.step(rows[:2], [501, 501]).variant is Variant.REUSED
     assert plan.step(rows[:1], [502]).variant is Variant.DENSE
 
 

@@ -14,7 +14,7 @@ from sglang_ext.attention.requests import DecodeState, Planner, Row, Variant
 from sglang_ext.attention.tables import Shape, StepTables
 from sglang_ext.protocol import DecodeOptions
 
-SHAPE = Shape(layers=2, heads=4, kv_heads=2, pages=20, capacity=8, page_size=16)
+SHAPE = Shape(layers=2, heads=4, kv_heads=2, pages=20, capacity=9, page_size=16, head_dim=64, dtype=torch.float32)
 PATTERN = torch.tensor([[True, False], [False, False]])
 
 
@@ -43,9 +43,30 @@ def test_kinds_budgets_and_ranks_by_row() -> None:
     assert step.budgets.tolist()[:2] == [8, 4], "2048 tokens are capped at the tables' width, 64 are 4 pages"
     assert step.thresholds.tolist()[2] == 0.5
     step.counts.fill_(3)
-    step.set_rows((row("dense", sparse=False),))
+    step.set_rows((row("dense", sparse=False),), (-1,))
     assert not step.kinds.any()
     assert not step.counts.any(), "selections of other requests are forgotten"
+
+
+def test_chosen_pages_move_with_their_rows_and_a_new_page_joins_them() -> None:
+    step = tables()
+    by_budget = row("hierarchical", budget=64)
+    step.set_rows((row("dense", sparse=False), by_budget, by_budget))
+    step.index.copy_(torch.arange(step.index.numel(), dtype=torch.int32).view_as(step.index))
+    step.counts.fill_(4)
+    before = step.index.clone()
+    step.set_rows((by_budget, by_budget, row("progressive"), by_budget), (2, -1, -1, 1))
+    assert step.counts[:, :4, 0].tolist() == [[4, 0, 0, 4]] * 2
+    assert torch.equal(step.index[:, 0, :, :4], before[:, 2, :, :4])
+    assert torch.equal(step.index[:, 3, :, :4], before[:, 1, :, :4])
+    larger = StepTables(12, SHAPE, torch.device("cpu"), PATTERN)
+    larger.adopt(step)
+    assert torch.equal(larger.index[:, :6], step.index)
+    assert torch.equal(larger.counts[:, :6], step.counts)
+    step.open_pages({3: 17})
+    assert step.counts[:, :4, 1].tolist() == [[4, 0, 0, 5]] * 2
+    assert torch.equal(step.index[:, 3, :, :4], before[:, 1, :, :4])
+    assert (step.index[:, 3, :, 4] == 17).all()
 
 
 def test_lengths_and_pages_are_those_of_the_request_table() -> None:
@@ -81,6 +102,9 @@ class Backend:
             follow=lambda: None,
         )
         self.use = torch.zeros(2, 0)
+
+    def seat(self, n: int) -> None:
+        pass
 
     def begin(self, step: Any) -> None:
         self.steps.append(step)
@@ -126,7 +150,7 @@ def test_what_was_read_is_accounted_and_reported() -> None:
     for req in (by_budget, by_threshold, dense):
         runtime.on_finished(req, 160)
     said = [req.customized_info and DecodeReport.from_json(req.customized_info["ragserve_decode"][-1]) for req in (by_budget, by_threshold)]
-    assert said[0] == DecodeReport("hierarchical", 2, 2, 4.0, 10.5, 8 / 21, None)
+    assert said[0] == DecodeReport("hierarchical", 2, 2, 4.5, 10.5, 9 / 21, None), "in the second step a page begins and joins the others"
     assert said[1] is not None
     assert (said[1].pages, said[1].pages_held, round(said[1].weight or 0, 6)) == (5.0, 5.0, 0.9)
     assert len(by_budget.customized_info["ragserve_decode"]) == 3, "one place per token, the report in the last"
@@ -134,7 +158,7 @@ def test_what_was_read_is_accounted_and_reported() -> None:
     assert backend.ended == [(1, 160)] * 3
 
 
-def test_an_extend_writes_from_its_prefix_and_interrupts_reuse() -> None:
+def test_an_extend_writes_from_its_prefix_and_leaves_chosen_pages_alone() -> None:
     from sglang_ext.attention.runtime import DecodeRuntime
 
     backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0)))
@@ -148,7 +172,7 @@ def test_an_extend_writes_from_its_prefix_and_interrupts_reuse() -> None:
     assert backend.extended == [[(1, 16, 40), (1, 102, 103)]]
     assert backend.prefixes == [[(1, 16), (1, 102)]]
     runtime.before_forward(batch([req], [104]))
-    assert [step.variant for step in backend.steps] == [Variant.SELECTED, Variant.REUSED, Variant.SELECTED]
+    assert [step.variant for step in backend.steps] == [Variant.SELECTED, Variant.REUSED, Variant.REFRESHED]
 
 
 def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
@@ -175,7 +199,7 @@ def test_every_variant_is_captured_under_its_label() -> None:
     seen = []
     runner = SimpleNamespace(capture_forward_mode=SimpleNamespace(is_decode=lambda: True))
     DecodeRuntime(backend).capture(runner, lambda label: seen.append((label, backend.variant)))  # type: ignore[arg-type]
-    assert seen == [(str(v.value), v) for v in (Variant.SELECTED, Variant.REUSED, Variant.PROGRESSIVE)]
+    assert seen == [(str(v.value), v) for v in (Variant.SELECTED, Variant.REUSED, Variant.REFRESHED, Variant.PROGRESSIVE)]
     assert backend.variant is Variant.DENSE
 
 
