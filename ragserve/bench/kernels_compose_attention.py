@@ -13,7 +13,7 @@ from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, 
 
 
 def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
-    """A random 15 % of the kept tokens recomputed: their rows attend to all kept tokens before them. One layer."""
+    """Random ones of the kept tokens recomputed: their rows attend to all kept tokens before them. One layer."""
     import torch
 
     from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
@@ -24,8 +24,8 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
         Tile(128, 64, 8, 3), Tile(128, 64, 4, 2), Tile(128, 64, 4, 3), Tile(128, 32, 4, 3), Tile(128, 128, 8, 3), Tile(128, 128, 4, 2),
         Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 4), Tile(256, 64, 8, 2), Tile(256, 64, 8, 3),
     ]  # fmt: skip
-    for requests, kept in ((1, 4096),) if quick else ((1, 4096), (8, 4096), (1, 32768), (16, 1024)):
-        recomputed = kept * 15 // 100
+    cases = (1, 614, 4096), (8, 614, 4096), (1, 4915, 32768), (16, 153, 1024), (1, 256, 8192), (1, 64, 8192)
+    for requests, recomputed, kept in cases[:1] if quick else cases:
         slots = torch.randperm(requests * kept // 16, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
         slots = slots.flatten().int()
         q = torch.empty(requests * recomputed, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
@@ -45,10 +45,10 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
         ours = median_ms(partial(prefix_rows_attention, *args, max_rows=recomputed, out=out))
         rows.append(row("default", ours))
         if not quick:
-            for tile in tiles:
-                scale = 1 / math.sqrt(HEAD_DIM)
-                ms = median_ms(partial(prefix_rows_attention_triton, *args, out, max_rows=recomputed, scale=scale, tile=tile))
-                rows.append(row(f"rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}", ms))
+            direct = partial(prefix_rows_attention_triton, *args, torch.empty_like(out), max_rows=recomputed, scale=1 / math.sqrt(HEAD_DIM))
+            for tile, splits in [(tile, 1) for tile in tiles] + [(tile, n) for tile in (tiles[2], tiles[4]) for n in (2, 3, 4, 6, 8, 16)]:
+                name = f"rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}, {splits} splits"
+                rows.append(row(name, median_ms(partial(direct, tile=tile, splits=splits))))
         try:
             for name, ms in _rivals(q, k, v, slots, positions, out):
                 rows.append({**row(f"rival: {name}", ms), "ours_is_faster_by": round(ms / ours, 2)})

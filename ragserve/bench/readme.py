@@ -1,4 +1,4 @@
-"""The README's tables, made from what they are about: the settings, and the benchmarks' JSON.
+"""The tables of README files, made from what they are about: the settings, and the benchmarks' JSON.
 
 A section stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. ``settings`` is made from `ragserve.config.Settings`; any other
 name is a file ``NAME.json`` of examples/results, as `ragserve.bench.report.write` leaves it, optionally followed by the columns to show.
@@ -88,13 +88,14 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``README [--check]``: its tables, and the picture of the evaluation; 1 where ``--check`` finds one out of date."""
-    path, results = Path(arguments[0]), _REPO / "examples" / "results"
-    wanted = {path: rewritten(path.read_text(encoding="utf-8"), results)}
+    """``README ... [--check]``: their tables, and the picture of the evaluation; 1 where ``--check`` finds one out of date."""
+    results = _REPO / "examples" / "results"
+    paths = [Path(argument) for argument in arguments if argument != "--check"]
+    wanted = {path: rewritten(path.read_text(encoding="utf-8"), results) for path in paths}
     if (svg := curves.picture(results)) is not None:
         wanted[results / curves.PICTURE] = svg
     stale = [place for place, text in wanted.items() if not place.exists() or place.read_text(encoding="utf-8") != text]
-    if stale and "--check" in arguments[1:]:
+    if stale and "--check" in arguments:
         print(f"{', '.join(map(str, stale))} out of date: run scripts/readme-tables", file=sys.stderr)
         return 1
     for place in stale:

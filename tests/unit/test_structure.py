@@ -126,15 +126,27 @@ def test_the_build_ships_every_package() -> None:
 
 
 def test_readme_tables_are_in_sync() -> None:
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    assert rewritten(text, REPO / "examples" / "results") == text, "run scripts/readme-tables"
-    assert all(f"| `{name}` |" in text for name in Settings.model_fields)
     results = REPO / "examples" / "results"
+    for path in (*results.glob("*.md"), REPO / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        assert rewritten(text, results) == text, "run scripts/readme-tables"
+    assert all(f"| `{name}` |" in text for name in Settings.model_fields)
     drawn = curves.picture(results)
     assert drawn is None or drawn == (results / curves.PICTURE).read_text(encoding="utf-8"), "run scripts/readme-tables"
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "kernels/README.md", "sglang_ext/context/README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "examples/results/README.md",
+        "examples/results/answers.md",
+        "examples/results/first_token.md",
+        "kernels/README.md",
+        "sglang_ext/context/README.md",
+    ],
+)
 def test_paths_that_documents_name_exist(name: str) -> None:
     path = REPO / name
     text = path.read_text(encoding="utf-8")
