@@ -33,7 +33,7 @@ SCORINGS: tuple[Scoring, ...] = ("attention", "zscore", "softmax", "raw")
 SENTENCE_SCORINGS: tuple[Scoring, ...] = ("keys", "attention")
 ASKS: tuple[Ask, ...] = ("last", "mean")
 POSITIONS: tuple[Positions, ...] = ("full", "near")
-KEEP, WORDS, OPENINGS = 0.15, 0.5, 0.5  # of `sentences`
+KEEP, WORDS, OPENINGS, SHARPNESS, LENGTH = 0.15, 0.5, 0.7, 0.5, 0.5  # of `sentences`
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
 
@@ -50,6 +50,8 @@ class SamKv:
     keep: float | None = None
     words: float = WORDS
     openings: float = OPENINGS
+    sharpness: float = SHARPNESS
+    length: float = LENGTH
 
     @property
     def by_sentence(self) -> bool:
@@ -158,7 +160,8 @@ def choose_sentences(
             share = highest(_attention(_products(queries, analyses, blocks, fold=False), blocks))
             found = share[len(share) // 2 :].sum(0).flatten().cpu()[blocks.token_block]
         attention = sentences.largest(found, sentence)
-    score = sentences.opened(sentences.scores(held, attention, options.words), sentence, first, options.openings)
+    score = sentences.by_length(sentences.scores(held, attention, options.words, options.sharpness), sentence, options.length)
+    score = sentences.opened(score, sentence, first, options.openings)
     return blocks.first + sentences.best(score, sentence, options.budget(blocks))
 
 

@@ -1,6 +1,6 @@
 """Selection of whole sentences: by the question's words in them, and by what the model's retrieval heads look at.
 
-    score(S)     = w * words(S) / max words + (1 - w) * attention(S) / max attention
+    score(S)     = (w * words(S) / max words + (1 - w) * (attention(S) / max attention)^sharpness) / tokens(S)^length
     words(S)     = sum of log(sentences / sentences with t) over the question's tokens and pairs of neighbouring tokens t that S holds
     attention(S) = the most that the question's last token looks at a token of S, by the keys of the model's retrieval heads
 
@@ -17,6 +17,7 @@ import torch
 from sglang_ext.analysis.summary import Analysis
 
 _SINKS = 3  # first tokens of a document
+_SHORTEST = 8  # tokens that a sentence counts with at least
 _CHUNK_BYTES = 256 * 2**20  # of queries, one a token, at a time
 
 
@@ -56,12 +57,21 @@ def words(ids: torch.Tensor, sentence: torch.Tensor, question: torch.Tensor) -> 
     return score
 
 
-def scores(words: torch.Tensor | None, attention: torch.Tensor | None, weight: float) -> torch.Tensor:
-    """f32 [sentences]: both [sentences], each over its largest value; ``weight`` is that of words. What is None has no part."""
+def scores(words: torch.Tensor | None, attention: torch.Tensor | None, weight: float, sharpness: float = 1.0) -> torch.Tensor:
+    """f32 [sentences]: both [sentences], each over its largest value, attention to the power of ``sharpness``; ``weight`` is that of
+    words. What is None has no part."""
     parts = [
-        share * score / score.max().clamp(min=1e-9) for share, score in ((weight, words), (1 - weight, attention)) if score is not None
+        share * (score / score.max().clamp(min=1e-9)) ** power
+        for share, score, power in ((weight, words, 1.0), (1 - weight, attention, sharpness))
+        if score is not None
     ]
     return torch.stack(parts).sum(0)
+
+
+def by_length(score: torch.Tensor, sentence: torch.Tensor, power: float) -> torch.Tensor:
+    """f32 [sentences]: ``score`` over the sentence's tokens to that power: what a sentence brings for the room it takes. A heading of few
+    tokens counts as one of eight."""
+    return score / torch.bincount(sentence, minlength=len(score)).clamp(min=_SHORTEST) ** power
 
 
 def opened(score: torch.Tensor, sentence: torch.Tensor, first: torch.Tensor, factor: float) -> torch.Tensor:

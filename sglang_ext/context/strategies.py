@@ -19,7 +19,7 @@ from sglang_ext.analysis.summary import Analysis, Cut
 from sglang_ext.context import rules
 from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.rules import Kept, Rule
-from sglang_ext.context.samkv import ASKS, OPENINGS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, WORDS, SamKv
+from sglang_ext.context.samkv import ASKS, LENGTH, OPENINGS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, SHARPNESS, WORDS, SamKv
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
 BLOCK = 16  # tokens; unit of `keep`
@@ -199,6 +199,8 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         "keep",
         "words",
         "openings",
+        "sharpness",
+        "length",
         "places",
     )
     options = _options(plan, *known, *_COMMON)
@@ -217,6 +219,8 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         _share(options, 1.0, name="keep") if "keep" in options else None,
         _weight(options, "words", WORDS),
         _weight(options, "openings", OPENINGS),
+        _weight(options, "sharpness", SHARPNESS),
+        _weight(options, "length", LENGTH),
     )
     chosen = ("sentences", _SELECTED_SHARE) if samkv.by_sentence else ("outliers", _SENTENCES_SHARE)
     rule, update = _rule(plan, options, *chosen), _among(options, "update", _UPDATES)
@@ -228,7 +232,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
     ends = (0, 0) if samkv.by_sentence else (samkv.initial_blocks, cut.local_blocks)
     blocks = Blocks.build(documents, sizes, initial=ends[0], local=ends[1])
     kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
-    closed = _closed(options, by_layer=scope == "layers")
+    closed = _closed(options, by_layer=scope == "layers", default="closed" if samkv.by_sentence else "full")
     return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks, closed=closed)
 
 
@@ -257,9 +261,9 @@ def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str, sentences
     return Rule("positions", share, first, seed, positions)
 
 
-def _closed(options: Mapping[str, Any], *, by_layer: bool) -> bool:
+def _closed(options: Mapping[str, Any], *, by_layer: bool, default: Places = "full") -> bool:
     """``places``: whether kept tokens are moved together."""
-    closed = _among(options, "places", _PLACES) == "closed"
+    closed = _among({"places": default, **options}, "places", _PLACES) == "closed"
     if closed and by_layer:
         raise PlanError("places=closed needs the same tokens in every layer")
     return closed

@@ -112,7 +112,7 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
 @pytest.mark.parametrize(
     ("n_documents", "options"),
     [
-        (4, {"keep": 0.3, "places": "closed"}),
+        (4, {"keep": 0.3, "places": "full"}),
         (1, {}),
         (2, {"keep": 0.4, "update": "fusion"}),
         (4, {"words": 0}),

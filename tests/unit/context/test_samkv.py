@@ -240,6 +240,9 @@ def test_fusion_blends_by_likeness() -> None:
         ({"keep": 0}, "keep must be"),
         ({"words": 1.5}, "words must be a number from 0 to 1"),
         ({"openings": -1}, "openings must be a number"),
+        ({"sharpness": 2}, "sharpness must be a number"),
+        ({"length": "long"}, "length must be a number"),
+        ({"places": "closed", "selection": "layers"}, "same tokens in every layer"),
         ({"scoring": "raw"}, "scoring must be one of keys, attention"),
     ],
 )

@@ -49,9 +49,10 @@ def test_words_count_by_how_rare_they_are(texts: list[list[int]], question: list
     st.floats(0.01, 1.0),
     st.booleans(),
     st.sampled_from(["keys", "attention"]),
+    st.sampled_from([(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]),
 )
 def test_the_best_sentences_are_kept(
-    sizes: list[int], seed: int, weight: float, keep: float, bias: bool, scoring: Literal["keys", "attention"]
+    sizes: list[int], seed: int, weight: float, keep: float, bias: bool, scoring: Literal["keys", "attention"], powers: tuple[float, float]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan = plan_of(sizes)
@@ -60,7 +61,7 @@ def test_the_best_sentences_are_kept(
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
     total = sum(sizes)
     ids, question = torch.randint(0, 40, (total,), generator=generator), torch.randint(0, 40, (6,), generator=generator)
-    options = SamKv(personalised=bias, words=weight, keep=keep, openings=0.0, scoring=scoring)
+    options = SamKv(personalised=bias, words=weight, keep=keep, openings=0.0, scoring=scoring, sharpness=powers[0], length=powers[1])
     tables = Blocks.build(plan.spans[1:], blocks, initial=0, local=0)
     found = choose_sentences(options, tables, analyses, query, plan.question_start, ROTATION, ids, question)
     budget = max(1, round(keep * total))
@@ -103,7 +104,10 @@ def test_the_best_sentences_are_kept(
         share = torch.stack(late).sum(0)[block_of].tolist()
     attention = [max(share[t] for t in text) for text in texts]
     held = words_of([[int(ids[t]) for t in text] for text in texts], question.tolist())
-    score = [weight * w / max(max(held), 1e-9) + (1 - weight) * a / max(*attention, 1e-9) for w, a in zip(held, attention, strict=True)]
+    score = [
+        (weight * w / max(max(held), 1e-9) + (1 - weight) * (a / max(*attention, 1e-9)) ** powers[0]) / max(8, len(text)) ** powers[1]
+        for w, a, text in zip(held, attention, texts, strict=True)
+    ]
     kept = set((found - SYSTEM).tolist())
     taken = [len(kept & set(text)) for text in texts]
     partly = [i for i, text in enumerate(texts) if 0 < taken[i] < len(text)]
@@ -135,6 +139,19 @@ def test_a_document_s_opening_counts_with_its_best_sentence() -> None:
     score = torch.tensor([0.1, 0.8, 0.3, 0.9, 0.2])
     assert sentences.opened(score, sentence, first, 0.5).tolist() == pytest.approx([0.4, 0.8, 0.3, 0.9, 0.2])
     assert torch.equal(sentences.opened(score, sentence, first, 0.0), score)
+
+
+def test_a_sentence_pays_for_its_length_and_one_of_few_tokens_counts_as_one_of_eight() -> None:
+    sentence = torch.repeat_interleave(torch.arange(3), torch.tensor([2, 8, 32]))
+    assert sentences.by_length(torch.tensor([1.0, 1.0, 2.0]), sentence, 0.5).tolist() == pytest.approx([8**-0.5, 8**-0.5, 8**-0.5])
+    assert sentences.by_length(torch.tensor([1.0, 2.0, 3.0]), sentence, 0.0).tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("options", "closed"), [({}, True), ({"places": "full"}, False), ({"selection": "shared"}, False)])
+def test_chosen_sentences_move_together_unless_told_otherwise(options: dict[str, str], closed: bool) -> None:
+    plan = plan_of([30, 40])
+    made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
+    assert made.closed == closed
 
 
 def test_words_alone_need_no_query() -> None:
