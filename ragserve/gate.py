@@ -76,6 +76,7 @@ class Entry:
     hardware: str
     dtype: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
 
     def shortfalls(self) -> list[str]:
         """One line for each set on which it falls short. Sets that tell nothing are left out, unless there are no others."""
@@ -93,13 +94,14 @@ class Entry:
 
 
 class Gate:
-    """Reads the files, again when they change; of ``places`` earlier ones win. ``fingerprint`` and ``dtype`` are the engine's."""
+    """Reads the files, again when they change; of ``places`` earlier ones win. The other arguments are of the engine."""
 
-    def __init__(self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str) -> None:
+    def __init__(self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str, samkv: str = "") -> None:
         self._places = tuple(places)
         self._fingerprint = fingerprint
         self._model = model
         self._dtype = dtype
+        self._samkv = samkv
         self._stamps: tuple[int, ...] = ()
         self._entries: dict[str, Entry] = {}
 
@@ -107,7 +109,7 @@ class Gate:
     def of(cls, settings: Settings, info: EngineInfo) -> Gate:
         """The data folder's file, then the one that the model's folder may bring."""
         places = (settings.data_dir / FILE_NAME, Path(info.model) / FILE_NAME)
-        return cls(places, info.fingerprint, model=Path(info.model).name, dtype=info.dtype)
+        return cls(places, info.fingerprint, model=Path(info.model).name, dtype=info.dtype, samkv=info.samkv)
 
     def entries(self) -> Mapping[str, Entry]:
         """Of this model, by strategy. A file that cannot be read counts as absent and is logged."""
@@ -122,7 +124,14 @@ class Gate:
 
     def verified(self) -> list[str]:
         """The strategies that may answer."""
-        return [label for label, entry in self.entries().items() if entry.verified and entry.counts_for(self._dtype)]
+        return [label for label, entry in self.entries().items() if entry.verified and self._counts(label, entry)]
+
+    def _counts(self, label: str, entry: Entry) -> bool:
+        return entry.counts_for(self._dtype) and self._same_defaults(label, entry)
+
+    def _same_defaults(self, label: str, entry: Entry) -> bool:
+        """Whether the options that the label leaves out were the same when it was measured."""
+        return label.partition(":")[0] != "samkv" or entry.samkv == self._samkv
 
     def check(self, label: str) -> None:
         """Raises InvalidRequest (code ``strategy_not_verified``) with what to do, unless the strategy is verified."""
@@ -131,6 +140,8 @@ class Gate:
             return
         if entry is None:
             reason = f"has not been verified for {self._model}" + (f" (verified: {'; '.join(sorted(known))})" if known else "")
+        elif not self._same_defaults(label, entry):
+            reason = f"was measured for {self._model} with another samkv profile than the engine has now"
         elif entry.verified:
             reason = f"was verified for {self._model} in {entry.dtype}, and this engine computes in {self._dtype}, which is coarser"
         else:
@@ -161,7 +172,7 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
         if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
             groups.setdefault(row["strategy"], {})[row["set"]] = Figures(**{name: row[name] for name in names})
     hardware = environment["gpu"] or environment["cpu"]
-    where = workload["model"], environment["date"], hardware, workload["dtype"], environment["versions"]
+    where = workload["model"], environment["date"], hardware, workload["dtype"], environment["versions"], workload.get("samkv profile", "")
     return {label: Entry(sets, *where) for label, sets in groups.items()}
 
 

@@ -50,6 +50,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
         "recompute_graphs": runtime.recompute_graphs,
+        "samkv": runtime.profile.digest,
         "strategies": [] if runtime.unsupported else list(names()),
         "unsupported": runtime.unsupported,
     }
@@ -150,6 +151,12 @@ def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
     return {}
 
 
+def _try(runtime: Any, body: dict[str, Any]) -> Answer:
+    """A probe of `ragserve calibrate`."""
+    found: Answer = runtime.tried(body)
+    return found
+
+
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
     "prefix": _prefix,
@@ -164,4 +171,5 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "budget": _budget,
     "check": _check,
     "flush": _flush,
+    "try": _try,
 }

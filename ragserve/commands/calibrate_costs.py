@@ -1,9 +1,11 @@
-"""`ragserve calibrate`: fit the cost model by which strategy ``auto`` chooses."""
+"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model by which strategy ``auto`` chooses."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -14,11 +16,19 @@ from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from ragserve.costs import Sample
+    from ragserve.calibrate import Schedule
     from ragserve.engine.local import LocalEngine
     from ragserve.strategies import StrategySpec
 
 SETTINGS = ("model", "data_dir", "kv_disk_bytes", *ENGINE_SETTINGS)
+
+
+class Part(StrEnum):
+    """What to measure."""
+
+    all = "all"
+    samkv = "samkv"
+    costs = "costs"
 
 
 def register(app: typer.Typer) -> None:
@@ -27,49 +37,115 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     settings: Settings,
-    strategies: Annotated[str | None, typer.Option(help="Composed ones, as for eval. Default: those verified for the model.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=64, help="Longest prompt to measure. Default: what the engine takes.")] = None,
-    document_tokens: Annotated[int, typer.Option(min=16, help="Size of the documents.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each case, after one that does not count.")] = 3,
+    part: Annotated[
+        Part,
+        typer.Option(help="samkv: the model's profile, anew. costs: the cost model. all: the profile where there is none, then costs."),
+    ] = Part.all,
+    strategies: Annotated[
+        str | None, typer.Option(help="costs: composed ones, as for eval. Default: those verified for the model.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=64, help="costs: longest prompt to measure. Default: what the engine takes.")
+    ] = None,
+    document_tokens: Annotated[int, typer.Option(min=16, help="costs: size of the documents.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="costs: measurements of each case, after one that does not count.")] = 3,
+    sets: Annotated[int, typer.Option(min=1, help="samkv: sets of documents to ask about.")] = 4,
+    questions: Annotated[int, typer.Option(min=1, help="samkv: questions of each of the four kinds on every set.")] = 6,
 ) -> None:
-    """Measure the time to the first token of every strategy on this machine and leave a profile in the data folder.
+    """Find out how a model is served best on this machine, and leave what was found where `serve` reads it.
 
-    Stop a server on the same machine first: it would be measured with it.
+    The samkv profile (stable layers, retrieval heads, selection and its options) is the model's, and is written beside it; the costs (time
+    to the first token of every strategy) are this machine's, and are written to the data folder. Stop a server on the same machine first:
+    it would be measured with it.
     """
-    from ragserve.bench.report import environment
     from ragserve.bench.server import free_port
-    from ragserve.calibrate import Schedule, measure
-    from ragserve.costs import COSTS, FILE_NAME, fit
+    from ragserve.calibrate import Schedule
     from ragserve.engine.once import run_once
-    from ragserve.gate import Gate
+    from ragserve.samkv_profile import FILE_NAME
     from ragserve.strategies import parse
     from sglang_ext.protocol import EXACT_STRATEGIES
 
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
-    given = parse(strategies, names) if strategies else None
-    place = settings.data_dir / FILE_NAME
-    served: dict[str, str] = {}
+    given = parse(strategies, names) if strategies else []
+    schedule = Schedule(max_tokens, document_tokens, repeats)
 
-    async def work(engine: LocalEngine) -> list[Sample]:
-        served["fingerprint"] = engine.info.fingerprint
-        gate = Gate.of(settings, engine.info)
-        specs: list[StrategySpec] = given or [parse(label)[0] for label in gate.verified()]
-        if not specs:
-            raise InvalidRequest(
-                "No composed strategy is verified for this model, so auto has nothing to choose from.",
-                hint="Run ragserve eval --write-gate first, or name some with --strategies.",
-            )
-        return await measure(engine, specs, Schedule(max_tokens, document_tokens, repeats), lambda line: typer.echo(line, err=True))
+    async def work(engine: LocalEngine) -> None:
+        made = part == Part.samkv or (part == Part.all and not engine.info.samkv and not engine.info.only_exact)
+        if made:
+            await _samkv(settings, engine, sets, questions)
+        if part != Part.samkv:
+            await _costs(settings, engine, given, schedule, made=made)
 
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
         # Documents of its own: a server may own those of the data folder.
-        samples = run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
+        if (settings.data_dir / FILE_NAME).exists():
+            shutil.copy(settings.data_dir / FILE_NAME, folder)
+        run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
+
+
+async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:
+    from ragserve.bench.report import environment
+    from ragserve.prompt import PromptBuilder
+    from ragserve.samkv_calibrate import Schedule, find, table
+    from ragserve.samkv_profile import SAMKV, SamkvProfile, place_of
+
+    info, ran = engine.info, environment()
+    if info.only_exact:
+        raise InvalidRequest(f"There is no samkv for this model: {info.only_exact}.")
+    schedule = Schedule(sets=sets, questions=questions)
+    probes = schedule.probes(PromptBuilder.load(info.tokenizer), info.max_prompt_tokens)
+    found = await find(engine, probes, _say)
+    for line in table(found):
+        typer.echo(line)
+    asked = {"documents": len(probes[0].spans) - 1, "tokens": len(probes[0].ids), "questions": sum(len(p.questions) for p in probes)}
+    profile = SamkvProfile(
+        found.stable,
+        found.heads,
+        found.selection,
+        found.options,
+        model=Path(settings.model).name,
+        hardware=ran["gpu"] or ran["cpu"],
+        dtype=info.dtype,
+        date=time.strftime("%Y-%m-%d"),
+        versions=ran["versions"],
+        probes={"sets": sets, "seed": schedule.seed, **asked},
+        figures=found.figures,
+    )
+    place = place_of(settings, info.fingerprint)
+    SAMKV.save(place, info.fingerprint, profile)
+    typer.echo(f"written: {place}")
+
+
+async def _costs(settings: Settings, engine: LocalEngine, given: list[StrategySpec], schedule: Schedule, *, made: bool) -> None:
+    """``made``: a profile was, which the running engine does not have: samkv by it has not been verified, and is left out."""
+    from ragserve.bench.report import environment
+    from ragserve.calibrate import measure
+    from ragserve.costs import COSTS, FILE_NAME, fit
+    from ragserve.gate import Gate
+    from ragserve.strategies import parse
+
+    specs = given or [spec for label in Gate.of(settings, engine.info).verified() if (spec := parse(label)[0]).name != "samkv" or not made]
+    if not specs:
+        why, hint = (
+            "No composed strategy is verified for this model, so auto has nothing to choose from.",
+            "Run ragserve eval --write-gate first, or name some with --strategies.",
+        )
+        if made:
+            _say(f"No costs were measured. {why} {hint}")
+            return
+        raise InvalidRequest(why, hint=hint)
+    samples = await measure(engine, specs, schedule, _say)
     ran = environment()
     costs = fit(samples, model=Path(settings.model).name, hardware=ran["gpu"] or ran["cpu"], date=time.strftime("%Y-%m-%d"))
-    COSTS.save(place, served["fingerprint"], costs)
+    place = settings.data_dir / FILE_NAME
+    COSTS.save(place, engine.info.fingerprint, costs)
     typer.echo(f"{len(samples)} measurements, mean error of the fit {costs.error:.1%}")
     for label in costs.composed:
         for tokens in (1024, 4096):
             composed = costs.composed_ms(label, [(tokens, "device")])
             typer.echo(f"{label}, {tokens} tokens on the device: {composed:.0f} ms, exact {costs.exact_ms(tokens):.0f} ms")
     typer.echo(f"written: {place}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

@@ -76,6 +76,7 @@ class LocalEngine:
             only_exact=cache["unsupported"],
             sparse_decode=cache["decode"] is not None,
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
+            samkv=cache["samkv"],
         )
         warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
         if self._info.sparse_decode:  # a model that sparse decoding does not know fails here, at the start
@@ -338,9 +339,15 @@ def server_args(settings: Settings) -> Any:
 
 
 def _kv_config(settings: Settings) -> dict[str, Any]:
-    """What the document cache of the scheduler processes reads from its environment."""
+    """What the document cache of the scheduler processes reads from its environment. Raises InvalidRequest for a broken samkv profile."""
+    from ragserve import samkv_profile
+    from sglang_ext.documents.factory import model_fingerprint
+
     config: dict[str, Any] = {"host_bytes": settings.kv_host_bytes, "disk_bytes": settings.kv_disk_bytes}
     config |= {"analysis": settings.kv_analysis, "analysis_bytes": settings.kv_analysis_bytes, "block_tokens": settings.kv_block_tokens}
+    profile = samkv_profile.load(settings, model_fingerprint(settings.model, ""))
+    if profile is not None:
+        config["samkv"] = profile.engine
     if settings.kv_disk_bytes:
         config |= {"disk_dir": str(settings.data_dir.resolve() / "kv"), "backend": settings.kv_storage, "extra": settings.kv_storage_args}
     return config

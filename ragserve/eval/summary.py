@@ -41,6 +41,7 @@ def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, An
         "device": served["engine"]["device"],
         "attention": served["engine"]["attention_backend"],
         "dtype": served["engine"].get("dtype", ""),
+        "samkv profile": served["engine"].get("samkv", ""),
         "max_new_tokens": plan.max_new_tokens,
         "limit": plan.limit,
         "engines": plan.workers,

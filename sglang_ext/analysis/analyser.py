@@ -18,13 +18,16 @@ from sglang_ext.analysis.texts import Texts
 class Analyser:
     """Analyses documents on one rank. Every method launches work on the current stream and takes part in the ranks' collectives."""
 
-    def __init__(self, model_runner: Any, texts: Callable[[], Texts], cut: Cut) -> None:
-        """``texts`` is asked once, before the first document: it loads the tokenizer."""
+    def __init__(self, model_runner: Any, texts: Callable[[], Texts], cut: Cut, heads: Sequence[tuple[int, int]] = ()) -> None:
+        """``texts`` is asked once, before the first document: it loads the tokenizer. ``heads``: layer and KV head, of all ranks, of the
+        retrieval heads; none: they are found."""
         self.cut = cut
         self._runner = model_runner
         self._load_texts = texts
         self._texts: Texts | None = None
         self._contexts: list[list[Kv]] | None = None  # by text, by layer
+        self._given = list(heads)
+        self._own_way: list[tuple[int, int]] | None = None
         self._found: list[tuple[int, int]] | None = None
         self._device = torch.device(model_runner.device)
         self._tp_group = model_runner.tp_group
@@ -50,7 +53,7 @@ class Analyser:
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
             alone, *behind = states
-            summary = _summary(self._all_heads(alone.q), self._all_heads(alone.k), plan, alone.scaling)
+            summary = _summary(self.gathered(alone.q), self.gathered(alone.k), plan, alone.scaling)
             own = slice(self._rank * alone.k.shape[1], (self._rank + 1) * alone.k.shape[1])
             heads = slice(self._rank * alone.q.shape[1], (self._rank + 1) * alone.q.shape[1])
             mean_k, mean_k_scale = quantize(summary.mean_k[:, own])
@@ -93,12 +96,22 @@ class Analyser:
     def heads(self) -> list[tuple[int, int]]:
         """This rank's retrieval heads, layer and KV head; found at the first call, in which all ranks take part."""
         if self._found is None:
-            contexts = self._foreign_contexts()
-            score = heads.found(self._runner, self.texts.foreign, contexts, self._all_heads)
-            own, dim = contexts[0][0][0].shape[1:]
-            count = heads.affordable(score.shape[0], score.shape[1], dim, self._itemsize)
-            self._found = [(layer, head - self._rank * own) for layer, head in heads.best(score, count) if head // own == self._rank]
+            self._found = self.own(self._given or self.find_heads())
         return self._found
+
+    def find_heads(self) -> list[tuple[int, int]]:
+        """Those of all ranks, as `heads.py` finds them. All ranks take part."""
+        if self._own_way is None:
+            contexts = self._foreign_contexts()
+            score = heads.found(self._runner, self.texts.foreign, contexts, self.gathered)
+            count = heads.affordable(score.shape[0], score.shape[1], contexts[0][0][0].shape[2], self._itemsize)
+            self._own_way = heads.best(score, count)
+        return self._own_way
+
+    def own(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """This rank's of those of all ranks, counted in it."""
+        count = self._runner.token_to_kv_pool.head_num
+        return [(layer, head - self._rank * count) for layer, head in heads if head // count == self._rank]
 
     @property
     def texts(self) -> Texts:
@@ -114,8 +127,8 @@ class Analyser:
     def _rank(self) -> int:
         return 0 if self._tp_group is None else int(self._tp_group.rank_in_group)
 
-    def _all_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """[n, heads, head_dim] of all ranks: attention is averaged over all heads, so that every rank finds the same tokens."""
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """[n, heads, ...] of all ranks: attention is averaged over all heads, so that every rank finds the same tokens."""
         return part if self._world == 1 else self._tp_group.all_gather(part.contiguous(), dim=1)
 
     def _foreign_contexts(self) -> list[list[Kv]]:

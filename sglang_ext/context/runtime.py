@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -26,9 +26,10 @@ from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource,
 from sglang_ext.context.held import Held
 from sglang_ext.context.locate import Locator
 from sglang_ext.context.metrics import context_metrics
+from sglang_ext.context.profile import Profile
 from sglang_ext.context.query import QueryPass
 from sglang_ext.context.resident import DeviceDocuments
-from sglang_ext.context.rope import UnsupportedRope, rotation_of
+from sglang_ext.context.rope import Rotation, UnsupportedRope, rotation_of
 from sglang_ext.context.slots import SlotCount
 from sglang_ext.context.staging import Stager
 from sglang_ext.context.strategies import Shape, draft
@@ -44,11 +45,12 @@ _LOST = (
 @dataclass(frozen=True, slots=True)
 class AnalysisConfig:
     """``at_ingestion``: analyse documents when they are prefilled, unless their plans say otherwise; else at the first use that needs it.
-    ``memory_bytes``: of analyses kept decoded."""
+    ``memory_bytes``: of analyses kept decoded. ``profile``: the model's."""
 
     at_ingestion: bool = True
     memory_bytes: int = 2**30
     cut: Cut = field(default_factory=Cut)
+    profile: Profile = field(default_factory=Profile)
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class ContextRuntime:
         self._analysis = analysis
         self._device = torch.device(model_runner.device)
         self._layers = model_runner.token_to_kv_pool.layer_num
+        self._shape = Shape(self._layers, model_runner.token_to_kv_pool.dtype.itemsize, analysis.cut, analysis.profile)
         # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests, written each time a row is taken.
         self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
         self._held = Held()  # host pages that a running copy still reads
@@ -108,14 +111,17 @@ class ContextRuntime:
         self._locator = Locator(tree, tiers, self.documents.is_removed, block, tp_group)
         self._composer: Composer | None = None
         self._stager: Stager | None = None
+        self._rotation: Rotation | None = None
         self.unsupported: str | None = None
         try:
             check_pool(model_runner.token_to_kv_pool)
-            rotation = rotation_of(model_runner.model)
+            self._rotation = rotation = rotation_of(model_runner.model)
             self._composer = Composer(model_runner, rotation, tiers, block)
-            analyser = Analyser(model_runner, texts, analysis.cut)
+            analyser = Analyser(model_runner, texts, analysis.cut, analysis.profile.heads)
             query = QueryPass(model_runner, self._composer, self._allocator)
-            self._stager = Stager(model_runner, rotation, self._locator, tiers, analyser, query, analysis.memory_bytes)
+            self._stager = Stager(
+                model_runner, rotation, self._locator, tiers, analyser, query, analysis.memory_bytes, analysis.profile.stable
+            )
             self.documents.on_removed = self._stager.forget
         except (UnsupportedPool, UnsupportedRope) as error:
             self.unsupported = str(error)
@@ -159,8 +165,7 @@ class ContextRuntime:
     def _attach(self, req: Any, plan: ContextPlan) -> None:
         ids = array("q", req.origin_input_ids)
         keys = tuple(document_key(plan.namespace, self.fingerprint, ids[s.start : s.end]) for s in plan.spans)
-        shape = Shape(self._layers, self._runner.token_to_kv_pool.dtype.itemsize, self._analysis.cut)
-        context = ComposedContext(plan, ids, keys, draft(plan, shape))
+        context = ComposedContext(plan, ids, keys, draft(plan, self._shape))
         if context.draft.needs_analysis and self._stager is not None:
             self._stager.add(context)
         else:
@@ -390,6 +395,20 @@ class ContextRuntime:
         self.documents.cached(document.key)
         meta = DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint)
         self.tiers.put(meta, k, v, b"" if document.analysis is None else document.analysis.encode())
+
+    def tried(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the ways of selecting keep of a probe, see `sglang_ext.context.trial`. Raises PlanError for a model without composition."""
+        from sglang_ext.context import trial
+
+        if self._stager is None or self._rotation is None:
+            raise PlanError(self.unsupported or "this model's contexts cannot be composed")
+        with self._stager.forward_stream():
+            return trial.answer(self._runner, self._rotation, self._stager, self._shape, body)
+
+    @property
+    def profile(self) -> Profile:
+        """The model's, of strategy samkv."""
+        return self._analysis.profile
 
     @property
     def analyses(self) -> dict[str, int]:

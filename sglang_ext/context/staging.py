@@ -27,6 +27,7 @@ from sglang_ext.context.composer import ComposedContext
 from sglang_ext.context.locate import Locator
 from sglang_ext.context.query import QueryPass
 from sglang_ext.context.rope import Rotation
+from sglang_ext.context.strategies import Draft
 
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # documents' tokens analysed in one scheduler step: others' decode waits for no more
@@ -40,8 +41,17 @@ class Stager:
     """Settles drafts."""
 
     def __init__(
-        self, model_runner: Any, rotation: Rotation, locator: Locator, tiers: Any, analyser: Analyser, query: QueryPass, cache: int
+        self,
+        model_runner: Any,
+        rotation: Rotation,
+        locator: Locator,
+        tiers: Any,
+        analyser: Analyser,
+        query: QueryPass,
+        cache: int,
+        stable: Sequence[int] = (),
     ) -> None:
+        """``stable``: the layers over which P is averaged; none: the built-in ones."""
         self.analyser = analyser
         self.analyses = AnalysisCache(cache)
         self._runner = model_runner
@@ -49,6 +59,7 @@ class Stager:
         self._locator = locator
         self._tiers = tiers
         self._query = query
+        self._stable = stable
         self._computed = 0
         self._waiting: list[ComposedContext] = []
         self._step: Callable[[], Any] = lambda: None
@@ -74,7 +85,7 @@ class Stager:
             if vote == _MISSING:
                 context.missing = self._locator.missing_anywhere(context, context.missing)
         try:
-            with self._forward_stream():
+            with self.forward_stream():
                 ready = self._analyse(found)
                 self._select(ready)
         finally:
@@ -86,11 +97,11 @@ class Stager:
 
     # a document request's own analysis
 
-    def analyse(self, key: str, ids: Sequence[int]) -> Analysis | None:
+    def analyse(self, key: str, ids: Sequence[int]) -> Analysis:
         """A document's analysis with the server's cut, computed now unless it is in memory."""
         cut = self.analyser.cut
         known = self.analyses.get(key, self.analyser.block_of(len(ids), cut), cut.local_blocks)
-        if self._locator.all_agree(known is not None):
+        if self._locator.all_agree(known is not None) and known is not None:
             return known
         return self._compute(key, ids, cut)
 
@@ -214,23 +225,30 @@ class Stager:
 
     def _settle(self, context: ComposedContext, queries: Mapping[samkv.Ask, torch.Tensor] | None) -> None:
         """Select, where there is something to select; ``queries`` where the selector looks at them."""
-        draft, analyses = context.draft, context.in_order
-        kept = None
-        if draft.selects and draft.samkv is not None and draft.blocks is not None:
-            start = context.plan.question_start
-            query = None if queries is None else queries[draft.samkv.ask]
-            if draft.samkv.by_sentence:
-                ids = torch.from_numpy(np.array(context.ids))
-                document, question = ids[draft.blocks.first : start], ids[start:]
-                kept = samkv.choose_sentences(
-                    draft.samkv, draft.blocks, analyses, query, start, self._rotation, document,
-                    self.analyser.texts.telling(question), reduce=self._sum, highest=self._max,
-                )  # fmt: skip
-            elif query is not None:
-                kept = samkv.choose(
-                    draft.samkv, draft.blocks, analyses, query, start, self._rotation, reduce=self._sum, highest=self._max
-                ).kept
-        context.decided = draft.settle(analyses, kept)
+        analyses = context.in_order
+        query = None if queries is None or context.draft.samkv is None else queries[context.draft.samkv.ask]
+        kept = self.chosen(context.draft, analyses, query, torch.from_numpy(np.array(context.ids)), self._stable)
+        context.decided = context.draft.settle(analyses, kept)
+
+    def chosen(
+        self, draft: Draft, analyses: Sequence[Analysis], query: torch.Tensor | None, ids: torch.Tensor, stable: Sequence[int]
+    ) -> torch.Tensor | None:
+        """The document tokens that a draft's selector keeps, as in `samkv.Chosen`; None where it keeps no more than the draft does.
+        ``query``: of the question, where the selector looks at it; ``ids`` int64: the whole prompt; ``stable`` as above."""
+        if not draft.selects or draft.samkv is None or draft.blocks is None:
+            return None
+        options, blocks, start = draft.samkv, draft.blocks, draft.plan.question_start
+        if options.by_sentence:
+            return samkv.choose_sentences(
+                options, blocks, analyses, query, start, self._rotation, ids[blocks.first : start],
+                self.analyser.texts.telling(ids[start:]), reduce=self._sum, highest=self._max,
+            )  # fmt: skip
+        if query is None:
+            return None
+        found = samkv.choose(
+            options, blocks, analyses, query, start, self._rotation, reduce=self._sum, highest=self._max, stable=stable or None
+        )
+        return found.kept
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
         """Over ranks: all choose the same."""
@@ -246,7 +264,7 @@ class Stager:
         return part
 
     @contextlib.contextmanager
-    def _forward_stream(self) -> Iterator[None]:
+    def forward_stream(self) -> Iterator[None]:
         """Passes run behind the forward passes that were launched, as all that reads KV, and in the same order on every rank."""
         device = torch.device(self._runner.device)
         if device.type != "cuda":

@@ -18,6 +18,7 @@ import torch
 from sglang_ext.analysis.summary import Analysis, Cut
 from sglang_ext.context import rules
 from sglang_ext.context.blocks import Blocks
+from sglang_ext.context.profile import Profile
 from sglang_ext.context.rules import Kept, Rule
 from sglang_ext.context.samkv import ASKS, LENGTH, OPENINGS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, SHARPNESS, WORDS, SamKv
 from sglang_ext.protocol import ContextPlan, PlanError, Span
@@ -120,6 +121,7 @@ class Shape:
     layers: int
     kv_itemsize: int = 2
     cut: Cut = field(default_factory=Cut)
+    profile: Profile = field(default_factory=Profile)
 
 
 Strategy = Callable[[ContextPlan, Shape], Draft]
@@ -203,7 +205,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         "length",
         "places",
     )
-    options = _options(plan, *known, *_COMMON)
+    options = shape.profile.completed(_options(plan, *known, *_COMMON))
     block = _integer(options, "block_size", shape.cut.block, low=0)
     if block and (block & (block - 1) or block > 64):
         raise PlanError("block_size must be 0 (about 1/32 of the document) or a power of two up to 64")

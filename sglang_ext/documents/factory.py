@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def create_cache(context: Any) -> Any:
             tiers=tiers,
             fingerprint=fingerprint,
             block=BLOCK,
-            analysis=_analysis_config(config),
+            analysis=_analysis_config(config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size),
             texts=lambda: _texts(args, runner.model_config.vocab_size),
             tp_group=context.tp_group,
         )
@@ -82,14 +83,19 @@ def create_cache(context: Any) -> Any:
     return tree
 
 
-def _analysis_config(config: dict[str, Any]) -> Any:
+def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int) -> Any:
     from sglang_ext.analysis.summary import Cut
+    from sglang_ext.context.profile import Profile
     from sglang_ext.context.runtime import AnalysisConfig
 
+    profile = Profile.of(config.get("samkv", {}), shape.layers, kv_heads)
+    if ranks > kv_heads:  # every rank has a copy of some head, and counting them over ranks says nothing
+        profile = replace(profile, heads=())
     return AnalysisConfig(
         at_ingestion=config.get("analysis", "ingest") == "ingest",
         memory_bytes=int(config.get("analysis_bytes", _DEFAULT_ANALYSIS_BYTES)),
         cut=Cut(int(config.get("block_tokens", 0))),
+        profile=profile,
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from ragserve.samkv_profile import FILE_NAME, SAMKV, SamkvProfile
+from sglang_ext.documents.factory import model_fingerprint
 from sglang_ext.protocol import ContextPlan, document_key
 from tests.integration.context_client import assert_same, generate
 from tests.integration.reference import Generated, Reference
@@ -38,6 +40,13 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "random": ("random", {"share": 0.2}),
     "cacheblend": ("cacheblend", {"share": 0.3}),
 }
+PROFILE: dict[str, Any] = {
+    "stable": [0],
+    "heads": [[1, 1]],
+    "selection": "shared",
+    "options": {"shared": {"scoring": "raw", "ask": "mean", "positions": "near"}},
+}
+"""Of strategy samkv, beside the model: nothing of it is built in."""
 Document = tuple[int, int]  # namespace, text
 
 
@@ -47,6 +56,8 @@ class Engine:
     def __init__(self, start: Any, model: Path, folder: Path) -> None:
         self._start, self.model, self.folder = start, model, folder
         self._stack = contextlib.ExitStack()
+        about = {"model": "small", "hardware": "", "dtype": "float32", "date": "", "versions": {}, "probes": {}, "figures": {}}
+        SAMKV.save(model / FILE_NAME, model_fingerprint(str(model), ""), SamkvProfile(**PROFILE, **about))
         self.reference = Reference(model)
         self.answers: dict[Any, Generated] = {}
         self.tally: Counter[str] = Counter()

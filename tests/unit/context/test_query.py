@@ -29,8 +29,9 @@ class Layer:
         self._projections = [torch.randn(HIDDEN, size) / 4 for size in sizes]
         self._out = torch.randn(HEADS * DIM, HIDDEN) / 4
         self._attention = SimpleNamespace(
-            layer_id=number, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5
-        )
+            layer_id=number, scaling=DIM**-0.5,
+            tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, tp_v_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM,
+        )  # fmt: skip
 
     def __call__(self, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, residual: Any) -> tuple[torch.Tensor, None]:
         from sglang.srt.model_executor.forward_context import get_attn_backend

@@ -1,0 +1,205 @@
+"""A model's samkv profile: probes whose needed tokens are where they are said to be, what is chosen by them, and which file counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.config import DEFAULT_MODEL, Settings
+from ragserve.engine.local import server_args
+from ragserve.errors import InvalidRequest
+from ragserve.probes import KINDS, Probe, make
+from ragserve.prompt import PromptBuilder
+from ragserve.samkv_calibrate import BUDGETS, Candidate, Schedule, best_options, better, find, heads_of, stable_of, table
+from ragserve.samkv_profile import FILE_NAME, SAMKV, SamkvProfile, load, place_of
+from sglang_ext.documents.factory import model_fingerprint
+from sglang_ext.protocol import KV_CONFIG_VARIABLE
+from tests.conftest import MODEL
+
+PROFILE = SamkvProfile(
+    [8, 9], [[7, 0]], "sentences", {"sentences": {"scoring": "keys"}}, "tiny", "a CPU", "float32", "2026-01-01", {}, {"sets": 1}, {}
+)
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def probe(builder: PromptBuilder) -> Probe:
+    return make(builder, documents=3, questions=2, seed=7)
+
+
+def test_a_probe_knows_where_its_answers_stand(builder: PromptBuilder, probe: Probe) -> None:
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(DEFAULT_MODEL).decode
+    assert [question.kind for question in probe.questions] == [kind for kind in KINDS for _ in range(2)]
+    bounds = [0, *(end for _, end in probe.spans)]
+    assert [start for start, _ in probe.spans] == bounds[:-1]
+    assert bounds[-1] == len(probe.ids)
+    for question in probe.questions:
+        texts = [decode(probe.ids[a:b]).strip() for a, b in question.needed]
+        assert all(text.endswith(".") and text.count(".") == 1 for text in texts), texts
+        asked = decode(question.ids)
+        assert len(texts) == 1 + (question.kind == "linked")
+        assert texts[0].startswith("She ") == (question.kind == "pronoun")
+        if question.kind in ("named", "reworded"):
+            person = " ".join(word for word in asked.partition("?")[0].split() if word[0].isupper())[-12:]
+            assert person.split()[-1] in texts[0]
+        if question.kind == "linked":
+            assert texts[0].startswith("The sister of ")
+            assert texts[0].removesuffix(".").split(" was ")[1] in texts[1]
+            first, second = (next(i for i, span in enumerate(probe.spans) if span[0] <= a < span[1]) for a, _ in question.needed)
+            assert first != second
+    assert make(builder, documents=3, questions=2, seed=7) == probe
+    assert make(builder, documents=3, questions=2, seed=8) != probe
+
+
+def test_a_prompt_too_short_for_probes(builder: PromptBuilder) -> None:
+    with pytest.raises(InvalidRequest, match="1000 tokens are too short"):
+        Schedule().probes(builder, 1000)
+    assert {len(probe.spans) - 1 for probe in Schedule(sets=2, questions=1).probes(builder, 2400)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("stability", "found"),
+    [
+        ([9, 9, 9, 9, 1, 1.5, 3, 2], [5, 6, 7]),
+        ([0.1] * 8, [4, 5, 6, 7]),
+        ([1, 1, 0, 0], []),
+        ([1, 1, -2, -1], []),
+        ([1, 1, 4], [2]),
+    ],
+    ids=str,
+)
+def test_stable_layers_are_of_the_later_half(stability: list[float], found: list[int]) -> None:
+    assert stable_of(stability) == found
+
+
+def test_other_heads_take_over_where_they_find_more() -> None:
+    recall = [[[0.2, 0.1], [0.9, 0.5 + i / 100]] for i in range(10)]
+    assert heads_of(recall, [[0, 1]]) == [[1, 0]]
+    assert heads_of(recall, [[0, 0], [0, 1]]) == [[1, 0], [1, 1]]
+    noisy = [[[float(i % 2), 0.0], [float(i % 2 == 0) + (i == 0), 0.0]] for i in range(10)]
+    assert heads_of(noisy, [[0, 0]]) == [[0, 0]], "better by chance only"
+
+
+def candidate(recall: list[float], kept: float = 0.05, **options: Any) -> Candidate:
+    return Candidate({"selection": "shared", **options}, [[value] * 3 for value in recall], [[kept, 0.15, 0.3]])
+
+
+def test_a_default_stays_unless_something_is_better_by_more_than_chance() -> None:
+    low, high, noisy = [0.1] * 8, [0.4, 0.5] * 4, [0.0, 0.9, 0.0, 0.1] * 2
+    assert better(high, low)
+    assert not better(noisy, low)
+    assert not better(low, low)
+    names = {"ask": "last", "positions": "full"}
+    group = [candidate(low, scoring="raw", **names), candidate(noisy, scoring="zscore", **names)]
+    assert best_options(group) == ("shared", {"shared": {"scoring": "raw", **names}})
+    group.append(candidate(high, scoring="softmax", **names))
+    assert best_options(group) == ("shared", {"shared": {"scoring": "softmax", **names}})
+    none = Candidate({"selection": "none"}, [[1.0] * 3] * 8, [[0.2, 0.2, 0.2]])
+    assert none.scores() == pytest.approx([1 / 3] * 8), "it keeps more than two of the budgets"
+    assert best_options([none, *group])[0] == "shared"
+
+
+def test_sentences_are_compared_by_attention_alone_too() -> None:
+    """Where words find all that is asked for, and options of attention are all the same, what attention finds by itself decides."""
+    same = [1.0] * 8
+    group = []
+    for ask, alone in (("last", 0.2), ("mean", 0.6)):
+        group += [candidate(same, selection="sentences", ask=ask), candidate([alone] * 8, selection="sentences", ask=ask, words=0.0)]
+    assert best_options([*group, candidate([0.5] * 8)]) == ("sentences", {"sentences": {"ask": "mean"}})
+
+
+class Engine:
+    """Answers as an engine whose last layer is stable, whose head 1.1 finds everything, and whose keys near the question do."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    async def control(self, operation: str, **body: Any) -> dict[str, Any]:
+        assert operation == "try"
+        self.asked.append(body)
+        count = len(body["questions"])
+        if "budgets" not in body:
+            heads = [[[0.1, 0.2], [0.3, 1.0]]] * count
+            return {"heads": heads, "stable": [[0.0, 2.0], [1.0, 3.0]], "built_in": {"stable": [1], "heads": [[0, 0]]}}
+        rows = [
+            {
+                "options": {"selection": "shared", "scoring": "raw", "positions": where},
+                "recall": [[r] * 3] * count,
+                "kept": [0.05, 0.15, 0.3],
+            }
+            for where, r in (("full", 0.3), ("near", 0.8))
+        ]
+        proportion = {name: {"recall": [0.5] * count, "kept": 0.2} for name in ("built_in", "found")}
+        return {"rows": rows, "proportion": proportion}
+
+
+def test_an_engine_is_asked_about_every_set_and_the_best_is_chosen(probe: Probe) -> None:
+    engine, lines = Engine(), []
+    found = asyncio.run(find(engine, [probe, probe], lines.append))  # type: ignore[arg-type]
+    assert (found.stable, found.heads, found.selection) == ([1], [[1, 1]], "shared")
+    assert found.options == {"shared": {"scoring": "raw", "positions": "near"}}
+    assert [("budgets" in body, body.get("heads")) for body in engine.asked] == [(False, None)] * 2 + [(True, [[1, 1]])] * 2
+    assert engine.asked[2]["budgets"] == list(BUDGETS)
+    assert engine.asked[0]["questions"][0]["needed"] == probe.questions[0].needed
+    assert len(lines) == 5
+    written = json.loads(json.dumps(found.figures))
+    assert written["heads"]["1.1"] == 1.0
+    assert [row["score"] for row in written["selections"]] == [0.3, 0.8]
+    text = "\n".join(table(found))
+    assert "chosen: selection=shared" in text
+    assert text.index("positions=near") < text.index("positions=full"), "best first"
+
+
+def settings_of(tmp_path: Path, model: Path | str) -> Settings:
+    return Settings(data_dir=tmp_path / "data", model=str(model))
+
+
+def test_the_data_folders_profile_counts_before_the_models(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    settings = settings_of(tmp_path, model)
+    assert load(settings, "abc") is None
+    assert place_of(settings, "abc") == model / FILE_NAME
+    SAMKV.save(model / FILE_NAME, "abc", PROFILE)
+    assert load(settings, "abc") == PROFILE
+    mine = replace(PROFILE, selection="shared")
+    SAMKV.save(settings.data_dir / FILE_NAME, "abc", mine)
+    assert load(settings, "abc") == mine
+    assert place_of(settings, "abc") == settings.data_dir / FILE_NAME, "one beside the model would be hidden by it"
+    assert place_of(settings_of(tmp_path, "someone/model"), "other") == settings.data_dir / FILE_NAME, "a hub id has no folder"
+
+
+def test_a_profile_of_another_model_is_not_used_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    SAMKV.save(tmp_path / FILE_NAME, "abc", PROFILE)
+    with caplog.at_level(logging.WARNING):
+        assert load(settings_of(tmp_path, tmp_path), "changed weights") is None
+    assert "is of another model" in caplog.text
+    assert "ragserve calibrate --part samkv" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", '{"version": 1, "models": {"abc": {"stable": [1]}}}', '{"version": 2, "models": {}}'])
+def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(InvalidRequest, match="not a samkv profile"):
+        load(settings_of(tmp_path, tmp_path), "abc")
+
+
+def test_the_scheduler_processes_get_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KV_CONFIG_VARIABLE, "")
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), max_total_tokens=4096)
+    SAMKV.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""), PROFILE)
+    server_args(settings)
+    assert json.loads(os.environ[KV_CONFIG_VARIABLE])["samkv"] == PROFILE.engine
