@@ -33,7 +33,7 @@ SCORINGS: tuple[Scoring, ...] = ("attention", "zscore", "softmax", "raw")
 SENTENCE_SCORINGS: tuple[Scoring, ...] = ("keys", "attention")
 ASKS: tuple[Ask, ...] = ("last", "mean")
 POSITIONS: tuple[Positions, ...] = ("full", "near")
-KEEP, WORDS, OPENINGS, SHARPNESS, LENGTH = 0.15, 0.5, 0.7, 0.5, 0.5  # of `sentences`
+KEEP, WORDS, OPENINGS, SHARPNESS, LENGTH = 0.15, 0.3, 0.6, 0.5, 0.5  # of `sentences`
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
 

@@ -75,12 +75,14 @@ def by_length(score: torch.Tensor, sentence: torch.Tensor, power: float) -> torc
 
 
 def opened(score: torch.Tensor, sentence: torch.Tensor, first: torch.Tensor, factor: float) -> torch.Tensor:
-    """f32 [sentences]: a document's first sentence, a title where there is one, counts with ``factor`` of its best one where that is more:
-    "Continued" or "Part 2" say what a document goes on from. ``first`` int64 [D] as in :func:`numbered`."""
+    """f32 [sentences]: a document's first sentence, a title where there is one, counts with ``factor`` of the best one of its document and
+    of the next, where that is more. "Continued" or "Part 2" say what a document goes on from; and what comes before a document that goes
+    on must not seem to be another one. ``first`` int64 [D] as in :func:`numbered`."""
     opening = sentence[first]
     document = torch.zeros(len(score), dtype=torch.int64)
     document[opening] = 1
     top = torch.zeros(len(first)).scatter_reduce(0, document.cumsum(0) - 1, score, "amax", include_self=False)
+    top[:-1] = top[:-1].maximum(top[1:])
     out = score.clone()
     out[opening] = score[opening].maximum(factor * top)
     return out
