@@ -70,7 +70,7 @@ def test_recall_is_the_share_of_needed_tokens_that_is_kept(stage: tuple[Any, Rot
         if options["selection"] == "sentences":
             assert kept[0] == pytest.approx(10 / 360)
             if "words" not in options:
-                assert recall[0][0] > 0.8, "the rare word finds the sentence"
+                assert recall[0][1] > 0.8, "the rare word finds the sentence, for all that random weights look at"
     assert set(found["proportion"]) == {"built_in", "found"}
     assert len(found["proportion"]["found"]["recall"]) == 2
 
