@@ -97,6 +97,10 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
         for name, row in found["proportion"].items():
             proportions.setdefault(name, []).append(row)
         report(f"set {number + 1} of {len(probes)}: {len(found['rows'])} ways to select tried")
+    recalls = {name: [value for row in rows for value in row["recall"]] for name, rows in proportions.items()}
+    if better(recalls["built_in"], recalls["found"]):
+        report("P over the built-in stable layers finds more: they stay")
+        stable = list(own["stable"])
     kinds = [question.kind for probe in probes for question in probe.questions]
     selection, options = best_options(list(candidates.values()))
     figures = {

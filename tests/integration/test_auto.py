@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,14 +13,22 @@ from ragserve.costs import COSTS, Costs
 from ragserve.costs import FILE_NAME as COSTS_FILE
 from ragserve.gate import FILE_NAME as GATE_FILE
 from ragserve.gate import Entry, Figures, record
+from ragserve.samkv_profile import FILE_NAME as SAMKV_FILE
+from ragserve.samkv_profile import SAMKV
 from sglang_ext.documents.factory import model_fingerprint
 from tests.conftest import MODEL
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
 
 
-def test_calibrate_measures_every_tier_and_leaves_a_profile(tmp_path: Path) -> None:
+def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in MODEL.iterdir():
+        if file.name != SAMKV_FILE:
+            (model / file.name).symlink_to(file.resolve())
     command = [sys.executable, "-m", "ragserve.cli", "calibrate", "--data-dir", str(tmp_path), "--strategies", "epic:first=8"]
+    command += ["--model", str(model), "--sets", "1", "--questions", "1"]
     done = subprocess.run(
         [*command, "--max-tokens", "1000", "--repeats", "1", "--context-length", "2048"],
         capture_output=True,
@@ -35,6 +44,15 @@ def test_calibrate_measures_every_tier_and_leaves_a_profile(tmp_path: Path) -> N
     assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk"}
     assert costs.exact_ms(1000) > costs.exact_ms(1000, 900) > 0
     assert costs.exact_ms(4000) > costs.exact_ms(1000)
+    found = SAMKV.load(model / SAMKV_FILE, model_fingerprint(str(MODEL), ""))
+    assert found is not None, "beside the model, for its weights"
+    assert found.probes["documents"] == 3
+    assert found.stable
+    assert set(found.stable) <= set(range(5, 10)), "of the later half of ten layers"
+    rows = {json.dumps(row["options"]): row for row in found.figures["selections"]}
+    default = {"selection": "sentences", "scoring": "keys", "ask": "last", "positions": "full"}
+    assert rows[json.dumps(default)]["kinds"]["named"] == 1.0, "words find the sentence"
+    assert rows[json.dumps({"selection": "none"})]["recall"][0] < 0.5
 
 
 def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
