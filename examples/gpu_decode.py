@@ -1,11 +1,13 @@
 """Decode speed on an H200: our backend beside plain SGLang with FlashInfer and with its Triton kernels, Llama-3.1-8B shape, CUDA graphs on.
 
-    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--short | --embedded]
+    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--minutes M] [--threshold] [--short | --embedded]
 
 BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16 (pages of 16 tokens, not 64).
-Each is an engine of its own in a process of its own, N of them at a time, each on its GPU; on one GPU three starts do not fit into 8
-minutes, so name two and then the third. OUT gets decode-BACKEND.json after every row and decode.json at the end, with the speed-up over
-plain FlashInfer. ``--short``: three points. ``--embedded``: the small model and short contexts, to try the script.
+Each is an engine of its own in a process of its own, N of them at a time, each on its GPU. With ``--gpus 2`` all three take about 7
+minutes, on one GPU 12: name two, and the third in a second run with the same OUT. OUT gets decode-BACKEND.json after every row and
+decode.json at the end, also where an engine failed, with the speed-up over plain FlashInfer. The points that matter most come first;
+those that would begin when ``--minutes`` have passed are left out, which the file says. ``--threshold``: progressive decoding as well.
+``--short``: three points. ``--embedded``: the small model and short contexts, to try the script.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from ragserve.bench.decode import BACKENDS, run
 from ragserve.bench.fan_out import fan_out
 
-POINTS = ((8192, 1), (8192, 4), (8192, 16), (32_768, 1), (32_768, 4), (32_768, 16), (100_000, 1), (100_000, 4))
-SHORT = ((8192, 1), (32_768, 16), (100_000, 4))
-SMALL = ((600, 1), (600, 2))
+# 16 x 100,000 tokens would be 210 GB of KV.
+POINTS = ((32_768, 16), (32_768, 1), (32_768, 4), (100_000, 4), (100_000, 1), (8192, 1), (8192, 16), (8192, 4))
+SHORT = ((32_768, 16), (100_000, 4), (8192, 1))
+SMALL = ((2600, 1), (2600, 2))
 
 
 def child(backend: str, out: Path, given: argparse.Namespace) -> None:
@@ -31,12 +35,15 @@ def child(backend: str, out: Path, given: argparse.Namespace) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     points = SMALL if given.embedded else SHORT if given.short else POINTS
-    run(backend, points, write=write, shape="embedded" if given.embedded else "llama-3.1-8b")
+    shape = "embedded" if given.embedded else "llama-3.1-8b"
+    run(backend, points, write=write, shape=shape, threshold=given.threshold, until=given.until)
 
 
 def parent(out: Path, given: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    extra = ["--embedded"] * given.embedded + ["--short"] * given.short
+    extra = ["--embedded"] * given.embedded + ["--short"] * given.short + ["--threshold"] * given.threshold
+    if given.minutes is not None:
+        extra += ["--until", str(time.time() + 60 * given.minutes)]
     failed = fan_out({name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in given.backends}, given.gpus)
     merge(out)
     return len(failed)
@@ -64,6 +71,9 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("backends", nargs="*", default=["ragserve", "flashinfer", "triton"], choices=list(BACKENDS))
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--threshold", action="store_true")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--child", action="store_true")

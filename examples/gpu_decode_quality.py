@@ -1,10 +1,11 @@
 """Answers of the small model with sparse decoding: exact match over budget and threshold, hierarchical pages beside flat ones.
 
-    python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N]
+    python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N] [--reuse]
 
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000 tokens are left out.
 Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and before it a file per kind of page.
-Every prompt is prefilled once: modes differ in decode steps only. On one H200 about 2 minutes a kind of page; also runs on a CPU.
+Every prompt is prefilled once: modes differ in decode steps only. ``--reuse``: dense, and budgets by reuse interval, only.
+On one H200 about 2 minutes a kind of page; also runs on a CPU.
 RAGSERVE_ATTENTION names SGLang's backend where its default is not installed.
 """
 
@@ -38,6 +39,7 @@ PAGES: dict[str, dict[str, Any]] = {
 }
 DENSE: dict[str, Any] = {"mode": "dense"}
 BUDGETS = [{"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0} for budget in (128, 256, 512, 1024, 2048)]
+REUSE = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for budget in (512, 1024) for reuse in (1, 4, 16, 64)]
 FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for reuse in (1, 16) for budget in (256, 512, 1024)]
 THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
@@ -70,11 +72,13 @@ def save(report: Any, path: Path) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-async def measure(engine: Any, name: str, sets: list[Path], rows: int, report: dict[str, Any], out: Path) -> None:
+async def measure(engine: Any, name: str, sets: list[Path], rows: int, reuse: bool, report: dict[str, Any], out: Path) -> None:
     builder = PromptBuilder.load(engine.info.tokenizer)
     modes = [DENSE, *([] if "centre" in name else BUDGETS + FRESH), *THRESHOLDS]
     if "bits" in name:  # beside those of plain KV, not a study of their own
         modes = [DENSE, *BUDGETS[2:], *THRESHOLDS[3:4]]
+    if reuse:
+        modes = [DENSE, *REUSE]
     for path in sets:
         asked = await asyncio.to_thread(prompts, path, rows, builder)
         if not asked:
@@ -105,13 +109,13 @@ async def measure(engine: Any, name: str, sets: list[Path], rows: int, report: d
             save(report, out)
 
 
-def child(name: str, out: Path, sets: list[Path], rows: int) -> None:
+def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> None:
     path = out / f"quality-{name.replace(' ', '-')}.json"
     report: dict[str, Any] = {"pages": name, "rows": []}
 
     async def work(engine: Any) -> None:
         report["engine"] = str(engine.info)
-        await measure(engine, name, sets, rows, report, path)
+        await measure(engine, name, sets, rows, reuse, report, path)
         await engine.control("check")
         report["statistics checked"] = True
 
@@ -138,15 +142,16 @@ def main() -> int:
     parser.add_argument("sets", nargs="+", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", type=int, default=100)
+    parser.add_argument("--reuse", action="store_true")
     parser.add_argument("--pages", choices=list(PAGES), action="append")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()
     names = given.pages or list(PAGES)
     if given.child:
-        child(names[0], given.out, given.sets, given.rows)
+        child(names[0], given.out, given.sets, given.rows, given.reuse)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
-    same = [str(given.out), *map(str, given.sets), "--rows", str(given.rows), "--child"]
+    same = [str(given.out), *map(str, given.sets), "--rows", str(given.rows), "--child", *["--reuse"] * given.reuse]
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.out.glob("quality-*.json"))]
     save(reports, given.out / "quality.json")

@@ -54,7 +54,7 @@ class Settings(BaseSettings):
         "hierarchical", description="Of requests that do not say: dense, hierarchical (a token budget) or progressive (a threshold)."
     )
     decode_budget: int = Field(2048, ge=32, description="hierarchical: tokens that a KV head attends to in a step.")
-    decode_reuse: int = Field(4, ge=1, description="hierarchical: steps for which pages, once chosen, are kept.")
+    decode_reuse: int = Field(16, ge=1, description="hierarchical: steps for which pages, once chosen, are kept.")
     decode_threshold: float = Field(0.95, gt=0, le=1, description="progressive: share of the attention weight to reach, estimated.")
     decode_dense_below: int | None = Field(
         None, ge=0, description="Tokens of context up to which every request is dense. Default: what calibrate-decode found, else 8,192."

@@ -174,7 +174,7 @@ class DecodeOptions:
 
     mode: DecodeMode = "dense"
     budget: int = 2048
-    reuse: int = 4
+    reuse: int = 16
     threshold: float = 0.95
     dense_below: int = 8192
     streaming: bool = False

@@ -25,6 +25,7 @@ from sglang_ext.protocol import DecodeReport
 COPY_BANDWIDTH = 4.29e12  # bytes a second, of a device copy on an H200: what the bound is computed with
 TOKENS = 96  # generated per request
 SETTLE = 16  # first tokens of every request that are not counted
+_WARM_TOKENS = 32  # generated once before, for what a mode does for the first time
 _LOGICAL = 16
 
 Write = Callable[[dict[str, Any]], None]
@@ -38,15 +39,16 @@ class Mode:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _by_budget(budget: int, reuse: int) -> Mode:
+    return Mode(f"budget {budget}, reuse {reuse}", {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0})
+
+
 OURS = (
     Mode("dense", {"mode": "dense"}),
-    Mode("budget 2048, reuse 4", {"mode": "hierarchical", "budget": 2048, "reuse": 4, "dense_below": 0}),
-    Mode("budget 2048, reuse 1", {"mode": "hierarchical", "budget": 2048, "reuse": 1, "dense_below": 0}),
-    Mode("budget 2048, reuse 16", {"mode": "hierarchical", "budget": 2048, "reuse": 16, "dense_below": 0}),
-    Mode("budget 2048, reuse 64", {"mode": "hierarchical", "budget": 2048, "reuse": 64, "dense_below": 0}),
-    Mode("budget 4096, reuse 4", {"mode": "hierarchical", "budget": 4096, "reuse": 4, "dense_below": 0}),
-    Mode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0}),
+    *(_by_budget(2048, reuse) for reuse in (16, 4, 1, 64)),  # with 64, what attention takes nearly without selection
+    _by_budget(4096, 16),
 )
+BY_THRESHOLD = Mode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0})
 PLAIN = (Mode("dense"),)
 
 
@@ -71,14 +73,17 @@ BACKENDS = {
 
 def run(
     backend: str, points: Sequence[tuple[int, int]], *, write: Write, shape: str = "llama-3.1-8b",
-    engine_args: Mapping[str, Any] | None = None,
+    engine_args: Mapping[str, Any] | None = None, threshold: bool = False, until: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row for each of ``points``, (tokens of context, requests), and mode; ``write`` is called with the report after every row.
+    """A row for each of ``points``, (tokens of context, requests), and mode, in their order by length; ``write`` is called with the report
+    after every row.
 
-    ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. Raises EngineError where the engine's own check fails.
+    ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. ``threshold``: progressive decoding as well. Points that
+    would begin after ``until`` (seconds since the epoch) are ``left out``. Raises EngineError where the engine's own check fails.
     """
     chosen = BACKENDS[backend]
-    lengths = sorted({length for length, _ in points})
+    modes = (*OURS, *[BY_THRESHOLD] * threshold) if chosen.sparse else PLAIN
+    lengths = list(dict.fromkeys(length for length, _ in points))
     batches = sorted({batch for _, batch in points})
     most = max(length * batch for length, batch in points)
     report: dict[str, Any] = {"backend": backend, "shape": shape, "rows": []}
@@ -110,9 +115,10 @@ def run(
             report["engine"] = {"device": info.device, "attention": info.attention_backend, "version": info.version}
             print(f"{backend}: engine up after {report['start s']} s", flush=True)
             for length in lengths:
-                await _measure(engine, length, [b for n, b in points if n == length], backend, shape, report, write)
-            await engine.control("check")
-            report["statistics checked"] = True
+                await _measure(engine, length, [b for n, b in points if n == length], modes, backend, shape, report, write, until)
+            if chosen.sparse:
+                await engine.control("check")
+                report["statistics checked"] = True
             write(report)
 
         run_once(load(**flags), work)
@@ -120,23 +126,31 @@ def run(
 
 
 async def _measure(
-    engine: Any, length: int, batches: Sequence[int], backend: str, shape: str, report: dict[str, Any], write: Write
+    engine: Any, length: int, batches: Sequence[int], modes: Sequence[Mode], backend: str, shape: str, report: dict[str, Any],
+    write: Write, until: float | None,
 ) -> None:  # fmt: skip
     sparse, bits = BACKENDS[backend].sparse, BACKENDS[backend].bits
     draw = random.Random(length)
     contexts = [[draw.randrange(10, 8000) for _ in range(length)] for _ in range(max(batches))]
-    started = time.perf_counter()
-    for ids in contexts:  # one by one: nothing decodes yet
-        async for _ in engine.generate(GenerateRequest("prefill", ids, "bench", "prefix", Sampling(max_new_tokens=1))):
-            pass
-    print(f"{length} tokens x {len(contexts)} prefilled in {time.perf_counter() - started:.1f} s", flush=True)
-    if sparse:
-        await engine.control("check")  # statistics of what was prefilled, before anything is timed
-        report.setdefault("agreement", {})[str(length)] = await _agreement(engine, contexts[0])
+    prefilled = 0
     for batch in batches:
-        for mode in OURS if sparse else PLAIN:
-            runs = [await step_seconds(engine, contexts[:batch], mode.options) for _ in range(2)]  # the first one warms up
-            seconds, last = runs[-1]
+        if until is not None and time.time() > until:
+            report.setdefault("left out", []).append([length, batch])
+            write(report)
+            continue
+        started = time.perf_counter()
+        for ids in contexts[prefilled:batch]:  # one by one: nothing decodes yet
+            async for _ in engine.generate(GenerateRequest("prefill", ids, "bench", "prefix", Sampling(max_new_tokens=1))):
+                pass
+        if batch > prefilled:
+            print(f"{length} tokens x {batch - prefilled} prefilled in {time.perf_counter() - started:.1f} s", flush=True)
+            prefilled = batch
+            if sparse:
+                await engine.control("check")  # statistics of what was prefilled, before anything is timed
+                report.setdefault("agreement", {})[str(length)] = await _agreement(engine, contexts[0])
+        for mode in modes:
+            await step_seconds(engine, contexts[:batch], mode.options, tokens=_WARM_TOKENS)
+            seconds, last = await step_seconds(engine, contexts[:batch], mode.options)
             row: dict[str, Any] = {"context": length, "batch": batch, "mode": mode.name, "ms a step": round(seconds * 1e3, 3)}
             row["tokens a second"] = round(batch / seconds, 1)
             if last is not None:

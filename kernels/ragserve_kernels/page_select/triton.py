@@ -17,7 +17,7 @@ MOST_IN_REGISTERS = 16384
 
 @triton.jit
 def _score(
-    q, low, high, table, lens, active, scores, counts, per_layer, kv_heads, max_blocks, rows_each, sink, recent,
+    q, low, high, table, lens, active, scores, counts, per_layer, kv_heads, max_blocks, sink, recent,
     stride_ql, stride_qb, stride_qh, stride_table, stride_layer, stride_row, stride_head,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     TWO: tl.constexpr, SUM: tl.constexpr, RANK: tl.constexpr, SOME: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -31,15 +31,17 @@ def _score(
     high += i_l * stride_layer
     seq_len = tl.load(lens + i_b)
     total = (seq_len + BLOCK - 1) // BLOCK
-    first = tl.program_id(1) * rows_each
+    # an item's programs take turns: tables are as wide as the longest request may get, and most of it is empty
+    turn = tl.program_id(1)
+    turns = tl.num_programs(1)
     if RANK:  # the sort needs every score: -inf past the last block
-        end = tl.minimum(first + rows_each, max_blocks * PER_BLOCK)
-        if first == 0:
+        end = max_blocks * PER_BLOCK
+        if turn == 0:
             tl.store(counts + item, total)
     else:
-        end = tl.minimum(first + rows_each, total * PER_BLOCK)
+        end = total * PER_BLOCK
         if SOME:
-            end = tl.where(tl.load(active + i_b) > 0, end, first)
+            end = tl.where(tl.load(active + i_b) > 0, end, 0)
     heads = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, D)
     is_head = (heads < GROUP)[:, None]
@@ -50,7 +52,8 @@ def _score(
         wide = b_q.to(tl.float32)
         q_high = tl.maximum(wide, 0.0).to(b_q.dtype)
         q_low = tl.minimum(wide, 0.0).to(b_q.dtype)
-    for start in tl.range(first, end, ROWS, num_stages=STAGES):
+    for tile in tl.range(0, (tl.cdiv(end, ROWS) - turn + turns - 1) // turns, num_stages=STAGES):
+        start = (turn + tile * turns) * ROWS
         row = start + tl.arange(0, ROWS)
         block = row // PER_BLOCK
         ok = row * logical < seq_len
@@ -197,14 +200,13 @@ def page_select(
     rows = max(min(rows, next_power_of_2(max_blocks * per_block)), per_block, 16)
     tiles = triton.cdiv(max_blocks * per_block, rows)
     splits = min(tiles, triton.cdiv(resident_programs(q, 4), n_items))
-    rows_each = triton.cdiv(tiles, splits) * rows
     scores = torch.empty(layers, batch, kv_heads, max_blocks, dtype=torch.float32, device=q.device)
     counts = torch.empty(layers, batch, kv_heads, dtype=torch.int32, device=q.device) if into is None else into[1]
     low, high = summaries[0], summaries[-1]
     none = seq_lens  # stands for an absent pointer
     some = none if active is None else active
-    _score[(n_items, triton.cdiv(tiles * rows, rows_each))](
-        q, low, high, block_table, seq_lens, some, scores, counts, per_layer, kv_heads, max_blocks, rows_each, sink, recent,
+    _score[(n_items, splits)](
+        q, low, high, block_table, seq_lens, some, scores, counts, per_layer, kv_heads, max_blocks, sink, recent,
         q.stride(0), q.stride(1), q.stride(2), block_table.stride(0), high.stride(0), high.stride(1), high.stride(2),
         GROUP=group, BLOCK_M=tile_rows(group), D=head_dim, ROWS=rows, PER_BLOCK=per_block, BLOCK=block_size, TWO=len(summaries) == 2,
         SUM=sum_group, RANK=budget is None, SOME=active is not None, PRECISION=dot_precision(q.dtype), STAGES=stages, num_warps=warps,

@@ -21,7 +21,7 @@ from sglang_ext.documents.factory import model_fingerprint
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from tests.conftest import MODEL
 
-OPTIONS = {"mode": "hierarchical", "budget": 512, "reuse": 4}
+OPTIONS = {"mode": "hierarchical", "budget": 512, "reuse": 16}
 
 
 def points(*rows: tuple[int, float, float]) -> list[Point]:
