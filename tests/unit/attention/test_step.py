@@ -161,7 +161,7 @@ def test_what_was_read_is_accounted_and_reported() -> None:
 def test_an_extend_writes_from_its_prefix_and_leaves_chosen_pages_alone() -> None:
     from sglang_ext.attention.runtime import DecodeRuntime
 
-    backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0)))
+    backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, reuse=4, dense_below=0)))
     runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
     req = request(runtime, "a")
     for length in (101, 102):
