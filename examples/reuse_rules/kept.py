@@ -1,11 +1,11 @@
-"""Which stage loses the answer where few tokens are kept? Strategies as a server runs them, and their stages one by one, outside an engine.
+"""Which stage loses the answer where few tokens are kept? Strategies as a server runs them, outside an engine.
 
-    python -m examples.reuse_rules.kept MODEL DATA_DIR CACHE_DIR OUT.json --sets onehop:100 needle:60 --strategies samkv samkv:words=1
+    python -m examples.reuse_rules.kept MODEL DATA_DIR CACHE_DIR OUT.json --sets onehop:100 needle:60 --strategies samkv samkv:places=full
 
-Drafts, selections and rules are the server's own code (`sglang_ext.context`), with the options it would be given; K and V are those of a
-plain Llama in float32. What a document has at ingestion (K, V, sensitivity) is computed once a question and kept in CACHE_DIR, in half
-precision; a run goes on where another one stopped, and ``--seconds`` bounds it. Options of an upper bound, for every strategy: ``redo=all``
-computes everything kept again, ``redo=none`` nothing, ``only=N`` every question whose number leaves N divided by two.
+Drafts, selections and rules are the server's own code (`sglang_ext.context`) with the options of a request; K and V are those of a plain
+Llama in float32, documents computed alone. What a document has at ingestion (K and V in half precision, sensitivity) stays in CACHE_DIR.
+For every question and strategy: F1 of the greedy answer, what share of the sentences of the gold documents that say the answer was kept
+(``held``), and how many tokens were kept and computed again. A run goes on where another one stopped; ``--seconds`` bounds it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,27 @@ class Lab:
             moved += (behind.v - alone.v).square().sum((0, 1, 2, 4))
         return moved
 
+    def analysis(self, ids: torch.Tensor, keys: torch.Tensor) -> Analysis:
+        """Of a document: its sentences and the ``keys`` [n, heads, head_dim] of the retrieval heads; the rest, of blocks, is empty."""
+        n, model = len(ids), self.model
+        blocks = -(-n // BLOCK)
+        token_k, scale = quantize(keys)
+        return Analysis(
+            n, BLOCK, 2,
+            mean_k=torch.zeros(model.layers, blocks, model.kv_heads, model.dim, dtype=torch.int8),
+            mean_k_scale=torch.zeros(model.layers, blocks, model.kv_heads, dtype=torch.float16),
+            local_q=torch.zeros(model.layers, model.heads, model.dim, dtype=torch.int8),
+            local_q_scale=torch.zeros(model.layers, model.heads, dtype=torch.float16),
+            token=torch.zeros(model.layers, blocks, dtype=torch.uint8),
+            attention=torch.zeros(model.layers, blocks),
+            exponent=torch.zeros(model.layers, blocks, dtype=torch.float16),
+            sensitivity=torch.zeros(n),
+            begins=self.texts.begins(ids.tolist()),
+            heads=torch.tensor(HEADS, dtype=torch.uint8),
+            token_k=token_k,
+            token_k_scale=scale,
+        )  # fmt: skip
+
 
 @dataclass
 class Asked:
@@ -77,6 +98,17 @@ class Asked:
     k: torch.Tensor
     v: torch.Tensor
     analyses: list[Analysis]
+    sensitivity: Path
+
+    @property
+    def plan(self) -> tuple[Span, ...]:
+        return tuple(Span(a, b) for a, b in pairwise(self.bounds))
+
+    def with_sensitivity(self, lab: Lab) -> list[Analysis]:
+        if not self.sensitivity.exists():
+            torch.save(torch.cat([lab.sensitivity(self.ids[a:b]) for a, b in pairwise(self.bounds)]), self.sensitivity)
+        found = torch.load(self.sensitivity)
+        return [replace(one, sensitivity=found[a:b]) for one, (a, b) in zip(self.analyses, pairwise(self.bounds[1:]), strict=True)]
 
     @property
     def start(self) -> int:
@@ -97,8 +129,8 @@ class Asked:
 
 
 @torch.no_grad()
-def asked(lab: Lab, question: Question, file: Path, *, sensitive: bool) -> Asked:
-    """The question over its cached documents; what is not in ``file`` is computed and kept there. ``sensitive``: their sensitivity, too."""
+def asked(lab: Lab, question: Question, file: Path) -> Asked:
+    """The question over its cached documents; K and V that are not in ``file`` are computed and kept there."""
     documents = [PromptDocument(d.key, d.title, d.text) for d in question.documents]
     prompt = lab.prompts.build(question.question, documents, max_prompt_tokens=10**9)
     ids, bounds = torch.tensor(prompt.input_ids), [0, *(segment.end for segment in prompt.segments[:-1])]
@@ -106,39 +138,11 @@ def asked(lab: Lab, question: Question, file: Path, *, sensitive: bool) -> Asked
     if not file.exists():
         found = [lab.alone(part) for part in parts]
         torch.save([torch.cat([own[0] for own in found], 2), torch.cat([own[1] for own in found], 2)], file)
-    model = lab.model
-    k, v = (half.float() for half in torch.load(file)[:2])
-    sensitivity = torch.zeros(bounds[-1])
-    if sensitive:
-        beside = file.with_suffix(".sensitivity.pt")
-        if not beside.exists():
-            torch.save(torch.cat([lab.sensitivity(part) for part in parts]), beside)
-        sensitivity = torch.load(beside)
+    k, v = (half.float() for half in torch.load(file))
     local = torch.cat([torch.arange(len(part)) for part in parts])
-    analyses = []
-    for begin, end in pairwise(bounds[1:]):
-        n = end - begin
-        own = torch.stack([model.rotate(k[layer][None], local[None])[0, head, begin:end] for layer, head in HEADS], dim=1)
-        token_k, scale = quantize(own)
-        blocks = -(-n // BLOCK)
-        analyses.append(
-            Analysis(
-                n, BLOCK, 2,
-                mean_k=torch.zeros(model.layers, blocks, model.kv_heads, model.dim, dtype=torch.int8),
-                mean_k_scale=torch.zeros(model.layers, blocks, model.kv_heads, dtype=torch.float16),
-                local_q=torch.zeros(model.layers, model.heads, model.dim, dtype=torch.int8),
-                local_q_scale=torch.zeros(model.layers, model.heads, dtype=torch.float16),
-                token=torch.zeros(model.layers, blocks, dtype=torch.uint8),
-                attention=torch.zeros(model.layers, blocks),
-                exponent=torch.zeros(model.layers, blocks, dtype=torch.float16),
-                sensitivity=sensitivity[begin:end],
-                begins=lab.texts.begins(ids[begin:end].tolist()),
-                heads=torch.tensor(HEADS, dtype=torch.uint8),
-                token_k=token_k,
-                token_k_scale=scale,
-            )
-        )  # fmt: skip
-    return Asked(question, ids, bounds, k, v, analyses)
+    heads = torch.stack([lab.model.rotate(k[layer][None], local[None])[0, head] for layer, head in HEADS], dim=1)
+    analyses = [lab.analysis(ids[a:b], heads[a:b]) for a, b in pairwise(bounds[1:])]
+    return Asked(question, ids, bounds, k, v, analyses, file.with_suffix(".sensitivity.pt"))
 
 
 class Context:
@@ -156,7 +160,7 @@ class Context:
     def redo(self, positions: torch.Tensor) -> None:
         """Compute these kept tokens again: each over what stands before it, all in one pass."""
         if len(positions):
-            self._pass(torch.searchsorted(self.kept, positions), self.one.ids[positions], write=True)
+            self._pass(torch.searchsorted(self.kept, positions), self.one.ids[positions])
 
     def attention(self) -> torch.Tensor:
         """f32 [document tokens] as `sglang_ext.context.ask.attention` gives it."""
@@ -169,7 +173,7 @@ class Context:
         out[self.kept] = looked
         return out[self.one.bounds[1] :]
 
-    def queries(self) -> torch.Tensor:
+    def query(self) -> torch.Tensor:
         """f32 [layers, heads, head_dim] of the question's last token."""
         return torch.stack([q[:, -1] for q in self._ask(self.one.ids[self.one.start :])[1]])
 
@@ -210,7 +214,7 @@ class Context:
             hidden = model.finish(layer, hidden, out)
         return hidden, queries, seen
 
-    def _pass(self, rows: torch.Tensor, ids: torch.Tensor, *, write: bool) -> None:
+    def _pass(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
         model = self.model
         places = self.places[rows][None]
         hidden = model.w["model.embed_tokens.weight"][ids][None]
@@ -225,52 +229,56 @@ class Context:
 
 
 @torch.no_grad()
-def selected(lab: Lab, one: Asked, spec: StrategySpec) -> Selection:
-    """What the server would keep; what it would compute again is still open where `asks` is set."""
-    options = {name: value for name, value in spec.options.items() if name != "redo"}
-    spans = tuple(Span(a, b) for a, b in pairwise(one.bounds))
-    plan = ContextPlan("compose", "n", spec.name, spans, options)
-    made = draft(plan, Shape(lab.model.layers))
+def answer(lab: Lab, one: Asked, spec: StrategySpec) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The answer, and the positions kept and computed again."""
+    made = draft(ContextPlan("compose", "n", spec.name, one.plan, spec.options), Shape(lab.model.layers))
+    analyses = one.with_sensitivity(lab) if made.rule.needs_analysis else one.analyses
     chosen = None
     if made.selects and made.samkv is not None and made.blocks is not None:
+        if not made.samkv.by_sentence:
+            raise SystemExit(f"{spec.label}: only selections of sentences are computed here")
         query = None
         if made.needs_query:
-            query = Context(lab.model, one, Selection(torch.arange(one.bounds[1]), torch.empty(0))).queries()
+            none = torch.empty(0, dtype=torch.int64)
+            query = Context(lab.model, one, Selection(torch.arange(one.bounds[1]), none)).query()
         chosen = choose_sentences(
-            made.samkv, made.blocks, one.analyses, query, one.start, lab.rotation,
+            made.samkv, made.blocks, analyses, query, one.start, lab.rotation,
             one.ids[one.bounds[1] : one.start], lab.texts.telling(one.ids[one.start :]),
         )  # fmt: skip
-    return made.settle(one.analyses, chosen)
-
-
-@torch.no_grad()
-def answer(lab: Lab, one: Asked, spec: StrategySpec) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """The answer, and what was kept and computed again."""
-    selection = selected(lab, one, spec)
+    selection = made.settle(analyses, chosen)
     context = Context(lab.model, one, selection)
-    redo = spec.options.get("redo")
     recomputed = selection.recomputed
-    if redo == "all":
-        recomputed = selection.kept
-    elif redo == "none":
-        recomputed = torch.empty(0, dtype=torch.int64)
-    elif selection.asks:
-        spans = tuple(Span(a, b) for a, b in pairwise(one.bounds))
-        options = {name: value for name, value in spec.options.items() if name != "redo"}
-        made = draft(ContextPlan("compose", "n", spec.name, spans, options), Shape(lab.model.layers))
-        recomputed = made.recomputed(selection.kept, one.analyses, context.attention())
+    if selection.asks:
+        recomputed = made.recomputed(selection.kept, analyses, context.attention())
     context.redo(recomputed)
     return lab.tokenizer.decode(context.answer()).strip(), selection.kept, recomputed
 
 
-def asks(
-    lab: Lab, folder: Path, data: Path, sets: Sequence[str], ids: set[str] | None, *, sensitive: bool = True
-) -> Iterator[tuple[str, int, Asked]]:
+def asks(lab: Lab, folder: Path, data: Path, sets: Sequence[str], every: slice) -> Iterator[tuple[str, int, Asked]]:
     for entry in sets:
         name, _, count = entry.partition(":")
-        for number, question in enumerate(load(find(name, data))[: int(count or 10**9)]):
-            if ids is None or question.id in ids:
-                yield name, number, asked(lab, question, folder / f"{name}-{number}.pt", sensitive=sensitive)
+        questions = list(enumerate(load(find(name, data))))
+        for number, question in questions[: int(count or len(questions))][every]:
+            yield name, number, asked(lab, question, folder / f"{name}-{number}.pt")
+
+
+def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By set and strategy: questions, mean F1 and held in percent, shares kept and computed again of the document tokens."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for key, row in rows.items():
+        name, _, label = key.split("/", 2)
+        groups.setdefault((name, label), []).append(row)
+    found: dict[str, dict[str, Any]] = {}
+    for (name, label), own in groups.items():
+        held = [row["held"] for row in own if row["held"] is not None]
+        found.setdefault(name, {})[label] = {
+            "n": len(own),
+            "f1": round(100 * sum(row["f1"] for row in own) / len(own), 1),
+            "held": round(100 * sum(held) / len(held), 1) if held else None,
+            "kept": round(sum(row["kept"] for row in own) / sum(row["tokens"] for row in own), 3),
+            "recomputed": round(sum(row["recomputed"] for row in own) / sum(row["tokens"] for row in own), 3),
+        }
+    return found
 
 
 def main() -> None:
@@ -279,34 +287,38 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("cache", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sets", nargs="+", default=["onehop:100"])
-    parser.add_argument("--strategies", nargs="*", default=["samkv"])
-    parser.add_argument("--ids", type=Path, help="a file of question ids, one a line: only these")
+    parser.add_argument("--sets", nargs="+", default=["onehop:100"], help="NAME or NAME:n, the first n questions")
+    parser.add_argument("--strategies", nargs="+", default=["samkv"])
+    parser.add_argument("--half", choices=["all", "even", "odd"], default="all", help="the defaults were tuned on even questions")
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(1)
     given.cache.mkdir(parents=True, exist_ok=True)
     started, lab = time.monotonic(), Lab(given.model)
     specs = [parse(text)[0] for text in given.strategies]
-    rows: dict[str, dict[str, Any]] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    wanted = set(given.ids.read_text().split()) if given.ids else None
-    sensitive = any(spec.options.get("redo") is None and spec.options.get("recompute") != "none" for spec in specs)
-    for name, number, one in asks(lab, given.cache, given.data, given.sets, wanted, sensitive=sensitive):
-        saying = one.answering(lab.tokenizer)
+    rows: dict[str, dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.exists() else {}
+    every = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}[given.half]
+    for name, number, one in asks(lab, given.cache, given.data, given.sets, every):
+        first, saying = one.bounds[1], one.answering(lab.tokenizer)
         for spec in specs:
             key = f"{name}/{number}/{spec.label}"
             if key in rows:
                 continue
             said, kept, recomputed = answer(lab, one, spec)
-            found = float(torch.isin(saying.nonzero()[:, 0], kept).float().mean()) if saying.any() else None
             rows[key] = {
-                "f1": token_f1(said, one.question.answers), "answer": said, "held": found,
-                "kept": len(kept), "recomputed": len(recomputed), "tokens": one.start,
-            }  # fmt: skip
+                "f1": round(token_f1(said, one.question.answers), 4),
+                "held": float(torch.isin(saying.nonzero()[:, 0], kept).float().mean()) if saying.any() else None,
+                "kept": int((kept >= first).sum()),
+                "recomputed": int((recomputed >= first).sum()),
+                "tokens": one.start - first,
+                "answer": said,
+            }
         if time.monotonic() - started > given.seconds:
             break
-    given.out.write_text(json.dumps(rows))
+    given.out.write_text(json.dumps({"model": given.model.name, "half": given.half, "sets": summary(rows), "rows": rows}, indent=0))
+    for name, found in summary(rows).items():
+        for label, row in found.items():
+            print(f"{name:14s} {label:60s} n={row['n']:3d} F1 {row['f1']:5.1f} held {row['held']} kept {row['kept']} {row['recomputed']}")
 
 
 if __name__ == "__main__":
