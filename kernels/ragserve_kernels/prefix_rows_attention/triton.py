@@ -191,11 +191,13 @@ def combine_splits_kernel(
 
 
 def choose_splits(programs: int, key_tiles: int) -> int:
-    """Into how many parts the keys are split, for at least ``_WAVES`` programs on each SM.
+    """Into how many parts the keys are split: with fewer programs than SMs, so that each SM gets at least ``_WAVES``.
 
-    The last rows see all keys and the first ones few: with one program on each SM the longest decides, and the others wait for it.
-    ``key_tiles``: how many tiles the keys can be at most.
+    The last rows see all keys and the first ones few: the longest program decides, and the others wait for it. With a program for each SM
+    the parts and adding them up cost more than that (README.md). ``key_tiles``: how many tiles the keys can be at most.
     """
+    if programs >= _SMS:
+        return 1
     return max(1, min(_MAX_SPLITS, key_tiles, -(-_WAVES * _SMS // programs)))
 
 
