@@ -3,6 +3,7 @@
     python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N] [--reuse]
 
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000 tokens are left out.
+With streaming heads (of results/heads-embedded.json) budgets are tried with and without them.
 Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and before it a file per kind of page.
 Every prompt is prefilled once: modes differ in decode steps only. ``--reuse``: dense, and budgets by reuse interval, only.
 On one H200 about 2 minutes a kind of page; also runs on a CPU.
@@ -20,12 +21,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ragserve.bench.fan_out import fan_out
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.once import run_once
 from ragserve.eval.metrics import contains_answer, exact_match
 from ragserve.prompt import PromptBuilder, PromptDocument
+from sglang_ext.attention.heads import save_pattern
 
 LONGEST = 8000
 IN_FLIGHT = 16
@@ -35,12 +39,22 @@ PAGES: dict[str, dict[str, Any]] = {
     "flat 64": {"decode_page_size": 64, "decode_logical_page": 64},
     "64 of 16 in 8 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 8},
     "64 of 16 in 4 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 4},
+    **{f"64 of 16, {share} % streaming": {"decode_page_size": 64, "decode_logical_page": 16, "streaming": share} for share in (25, 50, 75)},
     "64 by centre": {"decode_page_size": 64, "decode_logical_page": 16, "decode_ranking": "center", "decode_bound": "lowest"},
 }
+GATES = Path(__file__).parent / "results" / "heads-embedded.json"
 DENSE: dict[str, Any] = {"mode": "dense"}
 BUDGETS = [{"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0} for budget in (128, 256, 512, 1024, 2048)]
 REUSE = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for budget in (512, 1024) for reuse in (1, 4, 16, 64)]
 FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for reuse in (1, 16) for budget in (256, 512, 1024)]
+STREAMING: list[dict[str, Any]] = [
+    {"mode": "progressive", "threshold": 1.0, "streaming": True, "dense_below": 0},  # the other heads attend to everything
+    *(
+        {"mode": "hierarchical", "budget": budget, "reuse": 16, "streaming": streams, "dense_below": 0}
+        for budget in (512, 1024)
+        for streams in (False, True)
+    ),
+]
 THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
 
@@ -77,6 +91,8 @@ async def measure(engine: Any, name: str, sets: list[Path], rows: int, reuse: bo
     modes = [DENSE, *([] if "centre" in name else BUDGETS + FRESH), *THRESHOLDS]
     if "bits" in name:  # beside those of plain KV, not a study of their own
         modes = [DENSE, *BUDGETS[2:], *THRESHOLDS[3:4]]
+    if "streaming" in name:
+        modes = [DENSE, *STREAMING]
     if reuse:
         modes = [DENSE, *REUSE]
     for path in sets:
@@ -110,7 +126,7 @@ async def measure(engine: Any, name: str, sets: list[Path], rows: int, reuse: bo
 
 
 def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> None:
-    path = out / f"quality-{name.replace(' ', '-')}.json"
+    path = out / f"quality-{name.replace(' ', '-').replace(',', '').replace('%', 'percent')}.json"
     report: dict[str, Any] = {"pages": name, "rows": []}
 
     async def work(engine: Any) -> None:
@@ -127,6 +143,9 @@ def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> Non
         "decode_max_budget": 2048,
         "max_total_tokens": 2**18,
     } | PAGES[name]
+    if (share := options.pop("streaming", None)) is not None:
+        options["decode_heads"] = heads = out / f"heads-{share}.json"
+        save_pattern(heads, torch.tensor(json.loads(GATES.read_text(encoding="utf-8"))["gates"]), share=share / 100, model="ragserve-tiny")
     attention = os.environ.get("RAGSERVE_ATTENTION")
     options["engine_args"] = {"cuda_graph_max_bs_decode": IN_FLIGHT, "disable_prefill_cuda_graph": True} | (
         {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
