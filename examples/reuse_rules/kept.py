@@ -26,12 +26,15 @@ from examples.reuse_rules.model import Cache, Llama
 from ragserve.eval.data import Question, find, load
 from ragserve.eval.metrics import contains_answer, token_f1
 from ragserve.prompt import PromptBuilder, PromptDocument, load_tokenizer
+from ragserve.samkv_profile import FILE_NAME, SAMKV
 from ragserve.strategies import StrategySpec, parse
 from sglang_ext.analysis.summary import Analysis, quantize
 from sglang_ext.analysis.texts import Texts, foreign_contexts
+from sglang_ext.context.profile import Profile
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.samkv import choose_sentences
 from sglang_ext.context.strategies import Selection, Shape, draft
+from sglang_ext.documents.factory import model_fingerprint
 from sglang_ext.protocol import ContextPlan, Span
 
 HEADS = ((7, 0),)  # what sglang_ext.analysis.heads finds for ragserve-tiny
@@ -47,6 +50,8 @@ class Lab:
         self.model, self.tokenizer, self.prompts = Llama(folder, torch.device("cpu")), tokenizer, PromptBuilder(tokenizer)
         self.texts = Texts.of(tokenizer, self.model.w["model.embed_tokens.weight"].shape[0])
         self.rotation = Rotation(self.model.frequencies, self.model.dim, neox=True)
+        found = SAMKV.load(folder / FILE_NAME, model_fingerprint(str(folder), ""))  # the server's defaults, where the model brings some
+        self.profile = Profile() if found is None else Profile.of(found.engine, self.model.layers, self.model.kv_heads)
         self._foreign: list[tuple[Cache, torch.Tensor]] = []
         for ids in foreign_contexts(tokenizer):
             steps = torch.arange(len(ids))[None]
@@ -231,7 +236,7 @@ class Context:
 @torch.no_grad()
 def answer(lab: Lab, one: Asked, spec: StrategySpec) -> tuple[str, torch.Tensor, torch.Tensor]:
     """The answer, and the positions kept and computed again."""
-    made = draft(ContextPlan("compose", "n", spec.name, one.plan, spec.options), Shape(lab.model.layers))
+    made = draft(ContextPlan("compose", "n", spec.name, one.plan, spec.options), Shape(lab.model.layers, profile=lab.profile))
     analyses = one.with_sensitivity(lab) if made.rule.needs_analysis else one.analyses
     chosen = None
     if made.selects and made.samkv is not None and made.blocks is not None:

@@ -124,8 +124,10 @@ def test_sentences_are_compared_by_attention_alone_too() -> None:
 class Engine:
     """Answers as an engine whose last layer is stable, whose head 1.1 finds everything, and whose keys near the question do."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_found: float = 0.5) -> None:
+        """``with_found``: recall where P decides over the stable layers that were found; 0.5 over the built-in ones."""
         self.asked: list[dict[str, Any]] = []
+        self._with_found = with_found
 
     async def control(self, operation: str, **body: Any) -> dict[str, Any]:
         assert operation == "try"
@@ -133,7 +135,7 @@ class Engine:
         count = len(body["questions"])
         if "budgets" not in body:
             heads = [[[0.1, 0.2], [0.3, 1.0]]] * count
-            return {"heads": heads, "stable": [[0.0, 2.0], [1.0, 3.0]], "built_in": {"stable": [1], "heads": [[0, 0]]}}
+            return {"heads": heads, "stable": [[0.0, 2.0], [1.0, 3.0]], "built_in": {"stable": [0], "heads": [[0, 0]]}}
         rows = [
             {
                 "options": {"selection": "shared", "scoring": "raw", "positions": where},
@@ -142,7 +144,8 @@ class Engine:
             }
             for where, r in (("full", 0.3), ("near", 0.8))
         ]
-        proportion = {name: {"recall": [0.5] * count, "kept": 0.2} for name in ("built_in", "found")}
+        recalls = {"built_in": 0.5, "found": self._with_found}
+        proportion = {name: {"recall": [value] * count, "kept": 0.2} for name, value in recalls.items()}
         return {"rows": rows, "proportion": proportion}
 
 
@@ -161,6 +164,11 @@ def test_an_engine_is_asked_about_every_set_and_the_best_is_chosen(probe: Probe)
     text = "\n".join(table(found))
     assert "chosen: selection=shared" in text
     assert text.index("positions=near") < text.index("positions=full"), "best first"
+
+
+def test_stable_layers_that_find_less_are_not_taken(probe: Probe) -> None:
+    found = [asyncio.run(find(Engine(recall), [probe], lambda line: None)) for recall in (0.4, 0.5, 0.6)]  # type: ignore[arg-type]
+    assert [each.stable for each in found] == [[0], [1], [1]]
 
 
 def settings_of(tmp_path: Path, model: Path | str) -> Settings:
@@ -203,3 +211,11 @@ def test_the_scheduler_processes_get_the_profile(tmp_path: Path, monkeypatch: py
     SAMKV.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""), PROFILE)
     server_args(settings)
     assert json.loads(os.environ[KV_CONFIG_VARIABLE])["samkv"] == PROFILE.engine
+
+
+def test_the_models_own_profile_is_of_these_weights() -> None:
+    """The embedded model brings one; with other weights it would not be used."""
+    found = SAMKV.load(MODEL / FILE_NAME, model_fingerprint(str(MODEL), ""))
+    assert found is not None
+    assert found.figures["selections"]
+    assert found.selection == "sentences"
