@@ -211,11 +211,3 @@ def test_the_scheduler_processes_get_the_profile(tmp_path: Path, monkeypatch: py
     SAMKV.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""), PROFILE)
     server_args(settings)
     assert json.loads(os.environ[KV_CONFIG_VARIABLE])["samkv"] == PROFILE.engine
-
-
-def test_the_models_own_profile_is_of_these_weights() -> None:
-    """The embedded model brings one; with other weights it would not be used."""
-    found = SAMKV.load(MODEL / FILE_NAME, model_fingerprint(str(MODEL), ""))
-    assert found is not None
-    assert found.figures["selections"]
-    assert found.selection == "sentences"
