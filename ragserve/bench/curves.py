@@ -25,7 +25,7 @@ Point = tuple[float, float, float]  # recomputed in percent, F1 in percent, stan
 
 
 def families(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Points by strategy, ascending in the share. Options that are numbers vary along a line, others make lines of their own.
+    """Points by strategy, ascending in the share. Options that are numbers vary along a line; others, and zeros, make lines of their own.
 
     ``concat`` without options, which recomputes nothing, is where every line begins that keeps all tokens.
     """
@@ -37,7 +37,7 @@ def families(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
         if spec.name in ("full", "prefix") or share is None or share > MAX_SHARE:
             continue
         point = (float(share), float(row["f1"]), float(row["f1_vs_full_se"] or 0.0))
-        fixed = [f"{key}={value}" for key, value in sorted(spec.options.items()) if isinstance(value, (str, bool))]
+        fixed = [f"{key}={value}" for key, value in sorted(spec.options.items()) if isinstance(value, (str, bool)) or value == 0]
         if spec.label == "concat":
             start = [point]
         else:
@@ -69,7 +69,8 @@ def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
             for family, points in curves.items():
                 number = names.index(family)
                 shares, f1, errors = zip(*points, strict=True)
-                style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+                marker = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]  # another one where colours come again
+                style = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker, "markersize": 4}
                 axis.errorbar(shares, f1, yerr=errors, label=family, linewidth=1.4, elinewidth=0.6, **style)
             for row in rows:
                 if row["strategy"] == "full":
@@ -78,7 +79,7 @@ def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("token F1, %")
         handles = dict(zip(*reversed([list(part) for part in axes[0].get_legend_handles_labels()]), strict=True))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()

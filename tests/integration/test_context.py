@@ -200,6 +200,9 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
     question = {"query": "Who founded the observatory of Quillmark?", "namespace": "deletions", "strategy": "concat"}
     refused = client.post("/rag/query", json=question)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "strategy_not_verified")
+    assert "fell short (onehop" in refused.json()["error"]["message"]
+    verified = client.post("/rag/query", json=question | {"strategy_options": {"recompute": "sentences", "share": 0.1}})
+    assert verified.json()["context"]["tokens_recomputed"] > 0, "by the record that the model brings"
     question["strategy_options"] = {"force": True}
     for _ in range(2):
         answer = client.post("/rag/query", json=question).json()
