@@ -94,8 +94,9 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
         stack.push_async_callback(asyncio.to_thread, store.close)
         info = await engine.start()
         stack.push_async_callback(engine.close)
-        prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
         embedder = await embedder_loading
+        # Only now: both import transformers, whose lazy modules two threads at once can find half made.
+        prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         evict = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info))
