@@ -10,29 +10,24 @@ from __future__ import annotations
 import importlib.util
 import threading
 from pathlib import Path
-from typing import Any
 
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
+_OPERATORS = ("nms", "qnms")
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _lock = threading.Lock()
-_library: Any = None  # the declarations live as long as this object
 _prepared = False
 
 
 def prepare() -> None:
     """Call before the first ``import sglang`` in a process. Idempotent and thread-safe; does nothing where torchvision works."""
-    global _library, _prepared
+    global _prepared
     with _lock:
         if _prepared:
             return
         if _torchvision_library_is_broken():
-            from torch.library import Library
+            from torch import library
 
-            _library = Library("torchvision", "DEF")
-            for schema in _SCHEMAS:
-                _library.define(schema)
+            for name in _OPERATORS:
+                library.define(f"torchvision::{name}", _SCHEMA)
         _prepared = True
 
 
