@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.analysis.summary import Analysis
+from sglang_ext.context.sentences import SINKS
 from sglang_ext.protocol import ContextPlan
 
 Ints = npt.NDArray[np.int64]
@@ -89,7 +90,6 @@ _rules: dict[str, Chooser] = {}
 _ANALYSED: set[str] = set()
 _ASKING: set[str] = set()
 _outliers_of: WeakKeyDictionary[Analysis, tuple[Ints, Ints]] = WeakKeyDictionary()
-_SINKS = 3  # first tokens of a document, where models park attention
 
 
 def rule(name: str, *, analysed: bool = False, asks: bool = False) -> Callable[[Chooser], Chooser]:
@@ -176,7 +176,7 @@ def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
     start = np.cumsum(lengths) - lengths  # of documents
     begin = np.flatnonzero(torch.cat([analysis.begins for analysis in kept.analyses]).numpy())  # of sentences
     attention = np.zeros_like(weight) if kept.attention is None else kept.attention.numpy() * live
-    for sink in range(_SINKS):
+    for sink in range(SINKS):
         attention[start[sink < lengths] + sink] = 0.0
     looked_at = np.maximum.reduceat(attention, begin)
     opening = np.searchsorted(begin, start)

@@ -36,6 +36,7 @@ from sglang_ext.context.strategies import Shape, draft
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key
 
 log = logging.getLogger(__name__)
+ANALYSIS_BYTES = 2**30  # unless the configuration says otherwise
 _POLL_S = 0.0005  # between two looks at a load, where nothing else is to be done
 _LOST = (
     "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: ask again, or give the cache more memory"
@@ -48,7 +49,7 @@ class AnalysisConfig:
     ``memory_bytes``: of analyses kept decoded. ``profile``: the model's."""
 
     at_ingestion: bool = True
-    memory_bytes: int = 2**30
+    memory_bytes: int = ANALYSIS_BYTES
     cut: Cut = field(default_factory=Cut)
     profile: Profile = field(default_factory=Profile)
 

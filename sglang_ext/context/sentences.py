@@ -16,7 +16,7 @@ import torch
 
 from sglang_ext.analysis.summary import Analysis
 
-_SINKS = 3  # first tokens of a document
+SINKS = 3  # first tokens of a document, where models park attention
 _SHORTEST = 8  # tokens that a sentence counts with at least
 _CHUNK_BYTES = 256 * 2**20  # of queries, one a token, at a time
 
@@ -106,7 +106,7 @@ def looked_at(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch.Tens
     device, dim = queries.device, queries.shape[-1]
     lengths = torch.tensor([analysis.n_tokens for analysis in analyses], device=device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-    parked = torch.arange(len(document), device=device) - (lengths.cumsum(0) - lengths)[document] < _SINKS
+    parked = torch.arange(len(document), device=device) - (lengths.cumsum(0) - lengths)[document] < SINKS
     group = queries.shape[2] // analyses[0].mean_k.shape[2]
     keys, scale = (torch.cat([getattr(a, name).to(device) for a in analyses]) for name in ("token_k", "token_k_scale"))
     total = torch.zeros(len(document), device=device)

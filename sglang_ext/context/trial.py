@@ -24,7 +24,6 @@ from sglang_ext.context.staging import Stager
 from sglang_ext.context.strategies import Draft, Shape, draft
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
-_SINKS = 3  # first tokens of a document
 _HEADS_KEEP = 0.05  # of the tokens, by one head alone
 
 
@@ -184,7 +183,7 @@ class Trial:
         starts = torch.tensor([span.start - first for span in self._spans[1:]])
         sentence = sentences.numbered(torch.cat([analysis.begins for analysis in self._analyses]), starts)
         parked = torch.zeros(len(sentence), dtype=torch.bool)
-        for offset in range(_SINKS):
+        for offset in range(sentences.SINKS):
             parked[(starts + offset).clamp(max=len(sentence) - 1)] = True
         query = self._queries(self._draft({"selection": "sentences"}))[number]["last"]
         budget = max(1, round(_HEADS_KEEP * len(sentence)))

@@ -17,7 +17,6 @@ from sglang_ext.protocol import KV_CONFIG_VARIABLE
 log = logging.getLogger(__name__)
 BLOCK = 16  # tokens of a host or disk page
 _DEFAULT_HOST_BYTES = 256 * 2**20
-_DEFAULT_ANALYSIS_BYTES = 2**30
 
 
 def create_cache(context: Any) -> Any:
@@ -86,14 +85,14 @@ def create_cache(context: Any) -> Any:
 def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int) -> Any:
     from sglang_ext.analysis.summary import Cut
     from sglang_ext.context.profile import Profile
-    from sglang_ext.context.runtime import AnalysisConfig
+    from sglang_ext.context.runtime import ANALYSIS_BYTES, AnalysisConfig
 
     profile = Profile.of(config.get("samkv", {}), shape.layers, kv_heads)
     if ranks > kv_heads:  # every rank has a copy of some head, and counting them over ranks says nothing
         profile = replace(profile, heads=())
     return AnalysisConfig(
         at_ingestion=config.get("analysis", "ingest") == "ingest",
-        memory_bytes=int(config.get("analysis_bytes", _DEFAULT_ANALYSIS_BYTES)),
+        memory_bytes=int(config.get("analysis_bytes", ANALYSIS_BYTES)),
         cut=Cut(int(config.get("block_tokens", 0))),
         profile=profile,
     )
