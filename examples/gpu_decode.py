@@ -3,10 +3,11 @@
     python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--minutes M] [--threshold] [--short | --embedded]
 
 BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16 (pages of 16 tokens, not 64).
-Each is an engine of its own in a process of its own, N of them at a time, each on its GPU. With ``--gpus 2`` all three take about 7
-minutes, on one GPU 12: name two, and the third in a second run with the same OUT. OUT gets decode-BACKEND.json after every row and
-decode.json at the end, also where an engine failed, with the speed-up over plain FlashInfer. The points that matter most come first;
-those that would begin when ``--minutes`` have passed are left out, which the file says. ``--threshold``: progressive decoding as well.
+Each is an engine of its own in a process of its own, N of them at a time, each on its GPU. All three take eleven minutes on one GPU;
+where a command may not run that long, name two, and the third in a second run with the same OUT. OUT gets decode-BACKEND.json after every
+row and decode.json at the end, also where an engine failed, with the speed-up over plain FlashInfer. The points that matter most come
+first; those that would begin when ``--minutes`` have passed are left out, which the file says. ``--threshold``: progressive decoding as
+well.
 ``--short``: three points. ``--embedded``: the small model and short contexts, to try the script.
 """
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What remains to be measured of sparse decoding on an H200, in two parts (their times are estimates: neither has been run):
-#   examples/gpu_decode_more.sh OUT answers SET.jsonl.gz ...   tests that need a GPU, streaming heads, KV of 8 and 4 bits (about 5 minutes)
-#   examples/gpu_decode_more.sh OUT speed BACKEND ...          decode steps at three points: ragserve (with the check), ragserve-8-bit,
-#                                                              ragserve-page-16; two of them in about 8 minutes where nothing is compiled yet
+# More of sparse decoding on an H200, in two parts:
+#   examples/gpu_decode_more.sh OUT answers SET.jsonl.gz ... [--rows N]   tests that need a GPU, streaming heads, KV of 8 and 4 bits
+#                                                              (two and a half minutes with four sets of 60 rows)
+#   examples/gpu_decode_more.sh OUT speed BACKEND ...          decode steps at three points: ragserve (with the check), ragserve-8-bit (three
+#                                                              minutes), ragserve-page-16
 # OUT gets JSON and a log for each run; a part goes on when one of its runs fails. RAGSERVE_ATTENTION as for gpu_decode_quality.py.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd) part=$2
