@@ -1,6 +1,6 @@
 """What questions attend to in their composed contexts: a pass of the questions alone.
 
-A question whose slots are in the step already writes its K and V there, where its extend writes them again over the repaired context; so
+A question whose slots are in the step already writes its K and V there, where they are written again over the repaired context; so
 the pass is the recompute pass with the question's tokens as its rows, by CUDA graph where that fits. A question that comes in chunks
 has not got all of its slots yet, and is kept beside the pool.
 """
@@ -106,7 +106,7 @@ def _in_place(model_runner: Any, questions: Sequence[Question], graphs: Recomput
     pool = model_runner.token_to_kv_pool
     ends = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64)
     last = LastQueries(upload(ends - 1, jobs[0].ids.device))
-    if recompute(model_runner, jobs, graphs, last) and graphs is not None:
+    if recompute(model_runner, jobs, graphs, last).by_graph and graphs is not None:
         last = graphs.last
     upper = range(pool.layer_num // 2, pool.layer_num)
     found = []

@@ -143,7 +143,7 @@ class Composer:
         self._ask(contexts, rows)
         clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
-        by_graph = recompute(self._runner, [job for job in jobs if job is not None], self.graphs)
+        by_graph = recompute(self._runner, [job for job in jobs if job is not None], self.graphs).by_graph
         clock.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True

@@ -44,7 +44,7 @@ class StaticRows:
         """Whether the jobs are few and small enough, and the same in every layer."""
         return (
             len(jobs) <= REQUESTS
-            and all(job.choose is None and job.alone is None and not job.fuse and len(job.seen) == 1 for job in jobs)
+            and all(job.uniform for job in jobs)
             and sum(len(job.positions) for job in jobs) <= self._max_rows
             and sum(len(job.slots) for job in jobs) <= len(self._slots)
         )
@@ -99,32 +99,42 @@ class RecomputeGraphs:
         self._static = StaticRows(SIZES[-1], len(keys), keys.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.last = LastQueries(self._static.last)
+        self._hidden = torch.empty(0)  # [most rows, hidden size], of the latest pass
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:
             for size in reversed(SIZES):
                 ids, positions, rows = static.ids[:size], static.positions[:size], static.rows(size)
                 for _ in range(2):  # compiles kernels and lets libraries choose theirs
-                    run_layers(model_runner, rows, ids, positions, watch=self.last)
+                    hidden = run_layers(model_runner, rows, ids, positions, self.last)
+                if not len(self._hidden):
+                    self._hidden = torch.empty_like(hidden)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=capture.stream, capture_error_mode="thread_local"):
-                    run_layers(model_runner, rows, ids, positions, watch=self.last)
+                    self._hidden[:size].copy_(run_layers(model_runner, rows, ids, positions, self.last))
                 self._graphs[size] = graph
         torch.cuda.synchronize()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def replay(self, jobs: Sequence[RecomputeJob]) -> bool:
-        """Run the jobs on the current stream; False, and nothing done, where no graph fits them."""
-        if not self._static.fits(jobs):
-            return False
+    def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
+        """Whether there is a graph for these jobs."""
+        return self._static.fits(jobs)
+
+    def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
+        """Run the jobs on the current stream; None, and nothing done, where no graph fits them.
+
+        Hidden states behind the model's last norm, [rows, hidden size], until the next pass writes its own there.
+        """
+        if not self.fits(jobs):
+            return None
         count = sum(len(job.positions) for job in jobs)
         size = next(size for size in SIZES if size >= count)
         self._static.load(jobs, size)
         self._pool.get_key_buffer(self._pool.layer_num - 1)  # a graph does not ask: wait for all that is still coming from host
         self._graphs[size].replay()
-        return True
+        return self._hidden[:count]
 
 
 def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:

@@ -39,7 +39,7 @@ class QueryPass:
             bounds = [0, *accumulate(len(job.ids) for job in jobs)]
             seen = Queries(upload(np.array(bounds[1:], dtype=np.int64) - 1, self._device), self._means(contexts, bounds))
             graphs = self._composer.graphs if beside is None and not seen.means_of else None
-            if recompute(self._runner, jobs, graphs, seen, beside) and graphs is not None:
+            if recompute(self._runner, jobs, graphs, seen, beside).by_graph and graphs is not None:
                 seen.last = graphs.last
             last = torch.stack([queries for queries, _ in seen.last.queries], dim=1).float()  # a graph's are overwritten by the next pass
         found: list[dict[Ask, torch.Tensor]] = [{"last": queries} for queries in last[: len(contexts)]]

@@ -7,8 +7,8 @@ sorted by position, so that is a prefix length per row and layer. All requests o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,11 +91,37 @@ class RecomputeJob:
             fuse=fuse,
         )
 
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer does the same with every row: none is chosen or left out on the way, or blended."""
+        return self.choose is None and self.alone is None and not self.fuse and len(self.seen) == 1
+
+    def behind(self, job: RecomputeJob | None) -> RecomputeJob:
+        """These rows behind those of ``job``, in one job: both uniform, and this one's slots begin with that one's."""
+        if job is None:
+            return self
+        return replace(
+            self,
+            ids=torch.cat((job.ids, self.ids)),
+            positions=torch.cat((job.positions, self.positions)),
+            seen=torch.cat((job.seen, self.seen), dim=1),
+            targets=torch.cat((job.targets, self.targets), dim=1),
+            recomputed=job.recomputed + self.recomputed,
+        )
+
     def narrow(self, rows: torch.Tensor) -> None:
         """Go on with these rows, int64 ascending, only."""
         self.ids, self.positions, self.choose = self.ids[rows], self.positions[rows], None
         self.seen, self.targets = self.seen[:, rows], self.targets[:, rows]
         self.alone = None if self.alone is None else self.alone[:, rows]
+
+
+class Passed(NamedTuple):
+    """``hidden`` [rows, hidden size]: behind the model's last norm, of all rows in the jobs' order; None where rows were chosen on the way.
+    ``by_graph``: whether a CUDA graph did it, and writes those of the next pass to the same memory."""
+
+    hidden: torch.Tensor | None
+    by_graph: bool
 
 
 class _Pass:
@@ -157,16 +183,20 @@ def recompute(
     graphs: RecomputeGraphs | None = None,
     watch: Watch | None = None,
     beside: Buffers | None = None,
-) -> bool:
-    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Whether a CUDA graph did it: ``watch``
-    is not called then, `RecomputeGraphs.last` has the jobs' last queries. ``beside``: whose slots these are, if not the pool's."""
+) -> Passed:
+    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Where a CUDA graph did it, ``watch``
+    was not called: `RecomputeGraphs.last` has the jobs' last queries. ``beside``: whose slots these are, if not the pool's."""
     if not jobs:
-        return False
-    if graphs is not None and graphs.replay(jobs):
-        return True
+        return Passed(None, False)
+    hidden = None if graphs is None else graphs.replay(jobs)
+    if hidden is not None:
+        return Passed(hidden, True)
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
-    run_layers(model_runner, Rows.of(jobs), ids, positions, jobs, watch, beside)
-    return False
+    if any(job.choose is not None for job in jobs):
+        _run_choosing(model_runner, jobs, ids, positions, watch, beside)
+    else:
+        hidden = run_layers(model_runner, Rows.of(jobs), ids, positions, watch, beside)
+    return Passed(hidden, False)
 
 
 def warm(model_runner: Any) -> None:
@@ -187,15 +217,35 @@ def run_layers(
     rows: Rows,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    jobs: Sequence[RecomputeJob] = (),
+    watch: Watch | None = None,
+    beside: Buffers | None = None,
+) -> torch.Tensor:
+    """Tokens ``ids`` at ``positions``, int64 [rows] each, through the model as SGLang runs it, with what it does around its layers.
+
+    Hidden states behind its last norm, [rows, hidden size].
+    """
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    backend: Any = _Pass(model_runner, rows, (), watch, beside)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        hidden = model_runner.model.model(input_ids=ids, positions=positions, forward_batch=forward_batch(ids, positions))
+    states: torch.Tensor = hidden[0] if isinstance(hidden, tuple) else hidden  # some models give those of inner layers, too
+    return states
+
+
+def _run_choosing(
+    model_runner: Any,
+    jobs: Sequence[RecomputeJob],
+    ids: torch.Tensor,
+    positions: torch.Tensor,
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> None:
-    """Tokens ``ids`` at ``positions``, int64 [rows] each, through all layers; ``jobs`` where some have rows to choose."""
+    """As `run_layers`, for jobs some of which choose rows: layer by layer, because after layer 1 fewer rows go on."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     model = model_runner.model
-    backend: Any = _Pass(model_runner, rows, jobs, watch, beside)
+    backend: Any = _Pass(model_runner, Rows.of(jobs), jobs, watch, beside)
     batch = forward_batch(ids, positions)
     hidden, residual = model.model.embed_tokens(ids), None
     with forward_context(ForwardContext(attn_backend=backend)):

@@ -10,35 +10,15 @@ import pytest
 import torch
 
 from sglang_ext.context.composer import ComposedContext, DeviceSource
-from sglang_ext.context.gather import PADDING_SLOT, Buffers, Gather
+from sglang_ext.context.gather import PADDING_SLOT, Gather
 from sglang_ext.context.query import QueryPass
 from sglang_ext.context.recompute import warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan, Span
+from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 
-LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, SLOTS = 3, 4, 2, 8, 16, 200
-QUESTION = 3
-
-
-class Layer:
-    """A decoder layer of attention alone."""
-
-    def __init__(self, number: int) -> None:
-        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)
-        self._projections = [torch.randn(HIDDEN, size) / 4 for size in sizes]
-        self._out = torch.randn(HEADS * DIM, HIDDEN) / 4
-        self._attention = SimpleNamespace(
-            layer_id=number, scaling=DIM**-0.5,
-            tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, tp_v_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM,
-        )  # fmt: skip
-
-    def __call__(self, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, residual: Any) -> tuple[torch.Tensor, None]:
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        q, k, v = (hidden @ projection for projection in self._projections)
-        k, v = (part.view(-1, KV_HEADS, DIM) for part in (k + positions[:, None] / 100, v))
-        return hidden + get_attn_backend().forward(q, k, v, self._attention, batch) @ self._out, None
+SLOTS, QUESTION = 200, 3
 
 
 class Allocator:
@@ -58,20 +38,9 @@ class Allocator:
         self.free_slots += slots.tolist()
 
 
-def runner_of() -> Any:
-    pool = Buffers(*([torch.randn(SLOTS, KV_HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
-    holder = SimpleNamespace(
-        k_buffer=pool.k, v_buffer=pool.v, layer_num=LAYERS, get_key_buffer=pool.get_key_buffer, get_value_buffer=pool.get_value_buffer
-    )
-    embeddings = torch.randn(50, HIDDEN)
-    model = SimpleNamespace(model=SimpleNamespace(layers=[Layer(number) for number in range(LAYERS)], embed_tokens=embeddings.__getitem__))
-    return SimpleNamespace(token_to_kv_pool=holder, req_to_token_pool=None, tp_group=None, device="cpu", model=model)
-
-
 @pytest.mark.parametrize("ask", ["last", "mean"])
 def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
-    torch.manual_seed(0)
-    runner = runner_of()
+    runner = runner_of(SLOTS)
     rotation = Rotation(torch.rand(DIM // 2), DIM, neox=True)
     gather = Gather(runner.token_to_kv_pool, rotation, torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM), 16)
     composer: Any = SimpleNamespace(gather=gather, graphs=None)
@@ -94,7 +63,7 @@ def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
 
 
 def test_warming_up_writes_to_the_padding_slot_only() -> None:
-    runner = runner_of()
+    runner = runner_of(SLOTS)
     buffers = [*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer]
     before = [buffer.clone() for buffer in buffers]
     warm(runner)

@@ -19,7 +19,7 @@ from sglang_ext.context.staging import Stager
 from sglang_ext.context.strategies import Shape
 from sglang_ext.context.trial import answer, candidates
 from sglang_ext.protocol import PlanError
-from tests.unit.context.test_query import DIM, KV_HEADS, LAYERS, runner_of
+from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, runner_of
 from tests.unit.context.test_samkv import analysis_of
 
 END, RARE, QUESTION = 40, 45, 46  # tokens: ends a sentence, stands in one sentence only, begins the question
@@ -29,8 +29,7 @@ NEEDED = (185, 195)
 
 @pytest.fixture(scope="module")
 def stage() -> tuple[Any, Rotation, Stager]:
-    torch.manual_seed(1)
-    runner = runner_of()
+    runner = runner_of(200, seed=1)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
     rotation = Rotation(torch.rand(DIM // 2), DIM, neox=True)
     ends = torch.zeros(50, dtype=torch.bool)
