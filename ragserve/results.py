@@ -91,7 +91,7 @@ class Timings(RetrievalTimings):
     prompt_ms: float | None = Field(default=None, description="Laying out the prompt.")
     load_ms: float | None = Field(default=None, description="Composed: waiting for documents from disk.")
     compose_ms: float | None = Field(default=None, description="Composed: filling the context from cached documents.")
-    recompute_ms: float | None = Field(default=None, description="Composed: computing chosen tokens again.")
+    recompute_ms: float | None = Field(default=None, description="Composed: computing chosen tokens again, mostly with the question.")
     queue_ms: float | None = Field(default=None, description="Waiting in the engine's queue.")
     prefill_ms: float | None = Field(default=None, description="Prefill in the engine, as it says.")
     ttft_ms: float | None = Field(default=None, description="From the request's arrival to the first generated token.")

@@ -26,6 +26,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.model_executor.model_runner.ModelRunner.sample": ("self", "logits_output", "forward_batch"),
+    "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw": ("self", "forward_batch", "pp_proxy_tensors"),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape": (
         "self",
         "size",
@@ -50,7 +51,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 
-TARGETS = tuple(SIGNATURES)[:11]  # those that are hooked; the others are methods that our cache overrides or calls
+TARGETS = tuple(SIGNATURES)[:12]  # those that are hooked; the others are methods that our cache overrides or calls
 
 _runtime: Any = None
 _batch: Any = None  # whose forward pass runs, for the hook on sampling, which does not see it
@@ -132,6 +133,8 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
         result = original(worker, batch, *args, **kwargs)
     finally:
         _batch = None
+        if extend:
+            _runtime.end_forward()
     if extend:
         _runtime.after_forward(batch)
     if _attention is not None:
@@ -144,6 +147,11 @@ def _before_sampling(runner: Any, logits_output: Any, *args: Any, **kwargs: Any)
         from sglang_ext.distribution import capture
 
         capture(_batch, logits_output.next_token_logits)
+
+
+def _around_model(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    output = None if _batch is None else _runtime.output_of(forward_batch)
+    return original(runner, forward_batch, *args, **kwargs) if output is None else output
 
 
 def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,10 +232,11 @@ def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
         _around_result,
         _around_control,
         _before_sampling,
+        _around_model,
         _around_capture,
         _around_variant,
         _around_pool,
         _after_cell_size,
     )
-    kinds = ("after", "around", "around", "after", "around", "around", "before", "around", "around", "around", "after")
+    kinds = ("after", "around", "around", "after", "around", "around", "before", "around", "around", "around", "around", "after")
     return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -140,12 +140,13 @@ class ContextReport:
     compose_ms: float
     load_ms: float
     recompute_ms: float
-    extend_ms: float = 0.0  # the forward pass of the question, or of its first chunk, and of the requests beside it
+    extend_ms: float = 0.0  # the forward pass of the question, or of its first chunk, and of the requests beside it; logits, if one_pass
     analysis_ms: float = 0.0  # of documents that had none yet
     query_ms: float = 0.0  # SamKV's query pass, of all requests in it
     select_ms: float = 0.0
     ask_ms: float = 0.0  # part of recompute_ms: the question over its composed context, where the rule asks for that
     recompute_graph: bool = False  # whether the pass was one CUDA graph
+    one_pass: bool = False  # whether the question was computed in it: recompute_ms holds that
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

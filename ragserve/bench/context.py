@@ -299,4 +299,4 @@ def _breakdown(runs: Sequence[_Run]) -> dict[str, Any]:
     row = {name: round(statistics.median(times), 2) for name, times in columns.items()}
     last = reports[-1]
     by_graph = {"recompute graph": last.recompute_graph} if last.recomputed else {}
-    return {"kept": last.kept, "recomputed": last.recomputed, **by_graph, **row}
+    return {"kept": last.kept, "recomputed": last.recomputed, **by_graph, "one pass": last.one_pass, **row}

@@ -13,9 +13,9 @@ from ragserve.costs import Sample
 
 NOTE = (
     "Milliseconds, medians. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's query pass) and select;"
-    " compose, ask (what the question attends to), recompute and extend: the work on the device; other: messages between processes,"
-    " admission, launching, sampling and the way back. Rows of one run were measured together, in turn. Random weights where the model is"
-    " only a shape: the answers mean nothing."
+    " compose, ask (what the question attends to), recompute and extend (of one pass the first has the question, too, the second its"
+    " logits): the work on the device; other: messages between processes, admission, launching, sampling and the way back."
+    " Rows of one run were measured together, in turn. Random weights where the model is only a shape: the answers mean nothing."
 )
 _EXACT = ("full", "prefix, question new")
 _PLACE = ("context tokens", "document tokens", "strategy", "tier")

@@ -15,6 +15,7 @@ from sglang_ext.context.ask import Question, attention
 from sglang_ext.context.clock import StageClock
 from sglang_ext.context.gather import Filling, Gather, Ints, needed_blocks, upload
 from sglang_ext.context.graphs import capture_graphs
+from sglang_ext.context.one_pass import OnePass
 from sglang_ext.context.recompute import RecomputeJob, recompute, warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.strategies import Draft, Selection
@@ -57,7 +58,8 @@ class ComposedContext:
     clock: StageClock | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by the tier that they came from
     recomputed: int = 0
-    by_graph: bool = False  # they were computed by a CUDA graph
+    by_graph: bool = False  # the pass over them was a CUDA graph
+    one_pass: bool = False  # the question was in it
     waiting_since: float | None = None
     below_device: bool = False  # take documents from host or disk even where the device has them
     load_ms: float = 0.0
@@ -123,6 +125,7 @@ class Composer:
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
         self.graphs = capture_graphs(model_runner)
+        self.one_pass = OnePass(model_runner, self.graphs)
         if self._device.type == "cuda":
             warm(model_runner)
 
@@ -131,10 +134,11 @@ class Composer:
         """How many CUDA graphs of the recompute pass there are."""
         return 0 if self.graphs is None else len(self.graphs)
 
-    def fill(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> StageClock:
+    def fill(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor], *, whole: bool = False) -> StageClock:
         """Write the kept KV of each context into its slots, recompute, and note in the contexts what was done and when.
 
-        ``rows``: int64, a context's S slots and behind them those that its question has by now.
+        ``rows``: int64, a context's S slots and behind them those that its question has by now. ``whole``: the contexts are all of the
+        batch that is extended next, so the pass may compute their questions, too, and `one_pass` then has the forward's output.
         """
         slots = [row[: context.slots] for context, row in zip(contexts, rows, strict=True)]
         clock = StageClock(self._device)
@@ -143,12 +147,16 @@ class Composer:
         self._ask(contexts, rows)
         clock.mark("ask")
         jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
-        by_graph = recompute(self._runner, [job for job in jobs if job is not None], self.graphs).by_graph
+        joined = self.one_pass.joined(contexts, rows, jobs, loading=self.gather.loading is not None) if whole else None
+        hidden, by_graph = recompute(self._runner, joined or [job for job in jobs if job is not None], self.graphs)
+        if joined and hidden is not None:
+            self.one_pass.keep(hidden, contexts, joined)
         clock.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
             context.recomputed = 0 if job is None else job.recomputed
-            context.by_graph = by_graph and job is not None
+            context.one_pass = joined is not None
+            context.by_graph = by_graph and (job is not None or context.one_pass)
             context.by_tier = tokens_by_tier(context)
             context.clock = clock
         return clock
@@ -222,6 +230,7 @@ def report_of(context: ComposedContext) -> ContextReport:
         select_ms=context.select_ms,
         ask_ms=stages.get("ask", 0.0),
         recompute_graph=context.by_graph,
+        one_pass=context.one_pass,
     )
 
 

@@ -316,8 +316,18 @@ class ContextRuntime:
         table = self.tree.req_to_token_pool.req_to_token
         slots = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
-        self._clock = self._composer.fill(contexts, slots)
+        whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"  # and no decoding row beside them
+        self._clock = self._composer.fill(contexts, slots, whole=whole)
         self._hold(contexts, self._composer.gather.loading)
+
+    def output_of(self, forward_batch: Any) -> Any:
+        """The model's output where `before_forward` has computed it already, given once; None where the model has to run."""
+        return None if self._composer is None else self._composer.one_pass.output(forward_batch)
+
+    def end_forward(self) -> None:
+        """The forward pass has been launched, or has failed."""
+        if self._composer is not None:
+            self._composer.one_pass.drop()
 
     def after_forward(self, batch: Any) -> None:
         """The extend batch's forward pass has run, or, on CUDA, has been launched: analyse the documents that are complete in it."""

@@ -212,10 +212,11 @@ def test_answers_of_a_dialogue_are_found_with_their_statistics(sparse: Any, refe
     verify(sparse.client)
 
 
-def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseReference) -> None:
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseReference, recompute: str) -> None:
     spans = [(0, 20), (20, 230), (230, 471), (471, 700)]
     ids = some_ids(700 + 15, 31)
-    plan = ContextPlan("compose", "sparse", "concat", tuple(Span(a, b) for a, b in spans))
+    plan = ContextPlan("compose", "sparse", "concat", tuple(Span(a, b) for a, b in spans), {"recompute": recompute})
     decode = {"mode": "hierarchical", "budget": 96, "reuse": 4, "streaming": False}
     for _ in range(3):
         answer = generate(sparse.client, ids, 20, plan, **decode)
@@ -225,9 +226,11 @@ def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseRefer
         for i in json.loads(message.removeprefix(MISSING_PREFIX)):
             generate(sparse.client, ids[slice(*spans[i])], 1, ContextPlan("document", "sparse"))
     reference.decode = DecodeOptions(**decode, dense_below=0)
-    assert worst(result(answer), reference.composed(ids, spans, 20)) < TOLERANCE
+    want = reference.plain(ids, 20) if recompute == "all" else reference.composed(ids, spans, 20)
+    assert worst(result(answer), want) < TOLERANCE
     assert report(answer).sparse_steps == 19
-    assert answer["meta_info"][PLAN_FIELD][0], "both reports arrive"
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (recompute == "all"), "both reports arrive"
+    verify(sparse.client)
 
 
 def test_bad_options_end_the_request_with_a_reason(sparse: Any, server: Any) -> None:

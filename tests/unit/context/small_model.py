@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.context import one_pass
 from sglang_ext.context.gather import Buffers
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, VOCABULARY = 3, 4, 2, 8, 16, 50
@@ -71,11 +72,13 @@ def runner_of(slots: int, seed: int = 0) -> Any:
     holder = SimpleNamespace(
         k_buffer=pool.k, v_buffer=pool.v, layer_num=LAYERS, get_key_buffer=pool.get_key_buffer, get_value_buffer=pool.get_value_buffer
     )
+    flags = one_pass.WITHOUT
     return SimpleNamespace(
         token_to_kv_pool=holder,
         req_to_token_pool=None,
         tp_group=None,
         device="cpu",
         dtype=torch.float32,
+        server_args=SimpleNamespace(**dict.fromkeys(flags)),
         model=Model(),
     )

@@ -1,0 +1,234 @@
+"""The question in the recompute pass: what two passes one after the other compute, and when it is left to SGLang."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.context import one_pass
+from sglang_ext.context.ask import question_job
+from sglang_ext.context.composer import ComposedContext, Composer, DeviceSource
+from sglang_ext.context.gather import PADDING_SLOT
+from sglang_ext.context.recompute import RecomputeJob, recompute, run_layers
+from sglang_ext.context.rope import Rotation
+from sglang_ext.context.rows import Rows
+from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.protocol import ContextPlan, Span
+from tests.unit.context.small_model import DIM, HIDDEN, KV_HEADS, LAYERS, VOCABULARY, runner_of
+
+SLOTS, SYSTEM = 600, 3
+ROTATION = Rotation(torch.linspace(1, 0.1, DIM // 2), DIM, neox=True)
+
+
+class Graphs:
+    """Runs passes of up to ``most`` rows as a captured graph does, the same memory for the result of each."""
+
+    def __init__(self, runner: Any, most: int) -> None:
+        self._runner = runner
+        self._hidden = torch.full((most, HIDDEN), float("nan"))
+
+    def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
+        return all(job.uniform for job in jobs) and sum(len(job.ids) for job in jobs) <= len(self._hidden)
+
+    def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
+        if not self.fits(jobs):
+            return None
+        ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
+        self._hidden[: len(ids)] = run_layers(self._runner, Rows.of(jobs), ids, positions)
+        return self._hidden[: len(ids)]
+
+
+def composer_of(runner: Any, graphs: Any = None) -> Composer:
+    composer = Composer(runner, ROTATION, SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM)), 16)
+    composer.graphs, composer.one_pass = graphs, one_pass.OnePass(runner, graphs)
+    return composer
+
+
+class Case:
+    """Contexts over documents at drawn slots, and the slots of their own, the question's behind."""
+
+    def __init__(self, options: Sequence[dict[str, Any]], seed: int, strategy: str = "concat") -> None:
+        draw = random.Random(seed)
+        free = draw.sample([slot for slot in range(SLOTS) if slot != PADDING_SLOT], SLOTS - 1)
+        self.contexts, self.rows = [], []
+        for each in options:
+            ends = [SYSTEM, SYSTEM + draw.randint(1, 23), SYSTEM + 23 + draw.randint(1, 31)]
+            spans = tuple(Span(a, b) for a, b in zip([0, *ends], ends, strict=False))
+            question = draw.choice((1, 5, 17))
+            ids = [draw.randrange(VOCABULARY) for _ in range(ends[-1] + question)]
+            plan = ContextPlan("compose", "n", strategy, spans, {k: v(ends[-1], draw) if callable(v) else v for k, v in each.items()})
+            context = ComposedContext(plan, array("q", ids), tuple(map(str, spans)), draft(plan, Shape(LAYERS)))
+            context.decided = context.draft.settle()
+            context.sources = [DeviceSource(torch.tensor([free.pop() for _ in range(s.end - s.start)]), None) for s in spans]
+            self.contexts.append(context)
+            self.rows.append(torch.tensor([free.pop() for _ in range(context.slots + question)]))
+
+
+def some(end: int, draw: random.Random) -> list[int]:
+    return draw.sample(range(end), draw.randint(1, 11))
+
+
+def holes(end: int, draw: random.Random) -> list[int]:
+    return sorted(draw.sample(range(end), end // 2))
+
+
+def batch_of(case: Case) -> Any:
+    return SimpleNamespace(input_ids=torch.cat([torch.tensor(c.ids[c.plan.question_start :]) for c in case.contexts]))
+
+
+def in_two(options: Sequence[dict[str, Any]], seed: int) -> tuple[torch.Tensor, Any]:
+    """The questions' logits of a pass of their own over the recomputed contexts, and the pool behind it."""
+    runner, case = runner_of(SLOTS, seed), Case(options, seed)
+    composer = composer_of(runner)
+    composer.fill(case.contexts, case.rows)
+    assert composer.one_pass.output(batch_of(case)) is None
+    jobs = [
+        question_job(torch.tensor(c.ids[c.plan.question_start :]), c.question_at, row[: c.slots], row[c.slots :])
+        for c, row in zip(case.contexts, case.rows, strict=True)
+    ]
+    hidden = recompute(runner, jobs).hidden
+    assert hidden is not None
+    return hidden @ runner.model.lm_head, runner.token_to_kv_pool
+
+
+def assert_same_pools(one: Any, other: Any) -> None:
+    for a, b in zip((*one.k_buffer, *one.v_buffer), (*other.k_buffer, *other.v_buffer), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+MIXES: dict[str, list[dict[str, Any]]] = {
+    "all": [{"recompute": "all"}],
+    "some": [{"recompute": some}],
+    "closed": [{"kept": holes, "places": "closed", "recompute": "all"}],
+    "several": [{"recompute": some}, {}, {"recompute": "all"}, {"recompute": some}, {"recompute": "first", "first": 2}],
+    "none": [{}, {"kept": holes}],
+}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["layers", "graph"])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("seed", range(5))
+def test_one_pass_computes_what_two_do(mix: str, seed: int, graph: bool) -> None:
+    wanted, pool = in_two(MIXES[mix], seed)
+    runner, case = runner_of(SLOTS, seed), Case(MIXES[mix], seed)
+    composer = composer_of(runner, Graphs(runner, 400) if graph else None)
+    composer.fill(case.contexts, case.rows, whole=True)
+    output = composer.one_pass.output(batch_of(case))
+    if mix == "none" and not graph:
+        assert output is None, "nothing is saved by a pass of questions alone that is launched layer by layer"
+        assert not any(c.one_pass for c in case.contexts)
+        return
+    torch.testing.assert_close(output.logits_output, wanted)
+    assert_same_pools(runner.token_to_kv_pool, pool)
+    assert all(c.one_pass and c.by_graph == graph for c in case.contexts)
+    assert sum(c.recomputed for c in case.contexts) == sum(c.recomputed for c in _filled(MIXES[mix], seed))
+
+
+def _filled(options: Sequence[dict[str, Any]], seed: int) -> list[ComposedContext]:
+    case = Case(options, seed)
+    composer_of(runner_of(SLOTS, seed)).fill(case.contexts, case.rows)
+    return case.contexts
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_everything_recomputed_the_question_has_its_states_of_a_whole_prompt(seed: int) -> None:
+    """Against the model over the whole prompt with causal attention, nothing cached."""
+    runner, case = runner_of(SLOTS, seed), Case([{"recompute": "all"}], seed)
+    composer = composer_of(runner)
+    composer.fill(case.contexts, case.rows, whole=True)
+    (context,) = case.contexts
+    n = len(context.ids)
+    slots = torch.arange(100, 100 + n)
+    prompt = RecomputeJob(torch.tensor(context.ids), torch.arange(n), slots, torch.arange(1, n + 1)[None], slots[None], None, 0)
+    whole = recompute(runner_of(SLOTS, seed), [prompt]).hidden
+    assert whole is not None
+    output = composer.one_pass.output(batch_of(case))
+    torch.testing.assert_close(output.logits_output, whole[context.plan.question_start :] @ runner.model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("cacheblend", {"share": 0.5}),
+        ("concat", {"recompute": some, "update": "fusion"}),
+        ("concat", {"kept": holes, "recompute": lambda end, _: list(range(end))}),  # rows that no layer keeps
+        ("concat", {"kept": lambda end, draw: [sorted(draw.sample(range(end), end // 2)) for _ in range(LAYERS)], "recompute": "all"}),
+    ],
+    ids=["chosen", "blended", "not kept", "by layer"],
+)
+def test_a_pass_that_is_not_the_same_in_every_layer_leaves_the_question_to_sglang(strategy: str, options: dict[str, Any]) -> None:
+    case, composer = Case([options], 1, strategy), composer_of(runner_of(SLOTS))
+    composer.fill(case.contexts, case.rows, whole=True)
+    assert case.contexts[0].recomputed
+    assert not case.contexts[0].one_pass
+    assert composer.one_pass.output(batch_of(case)) is None
+
+
+@pytest.mark.parametrize("cut", [-1, 1], ids=["a chunk", "with answers"])
+def test_only_whole_questions_without_answers_are_in_the_pass(cut: int) -> None:
+    case, composer = Case([{"recompute": "all"}, {"recompute": "all"}], 2), composer_of(runner_of(SLOTS))
+    case.rows[1] = case.rows[1][:-1] if cut < 0 else torch.cat((case.rows[1], case.rows[1][-1:]))
+    composer.fill(case.contexts, case.rows, whole=True)
+    assert not any(c.one_pass for c in case.contexts)
+    assert composer.one_pass.output(batch_of(case)) is None
+
+
+@pytest.mark.parametrize("why", ["", "ranks", "loading", "slots", "rows"])
+def test_questions_alone_go_by_graph_only_where_that_pays(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, case = runner_of(SLOTS), Case([{}, {}], 3)
+    if why == "ranks":
+        runner.tp_group = SimpleNamespace(world_size=2)
+    if why == "slots":
+        monkeypatch.setattr(one_pass, "SLOTS", max(c.slots for c in case.contexts) - 1)
+    rows = sum(c.question_tokens for c in case.contexts)
+    passes = one_pass.OnePass(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
+    joined = passes.joined(case.contexts, case.rows, [None, None], loading=why == "loading")
+    assert (joined is not None) == (not why)
+
+
+@pytest.mark.parametrize("why", ["enable_lora", "split", "lm_head", "window", "cap", "dtype"])
+def test_models_that_end_or_attend_another_way_extend_by_themselves(why: str) -> None:
+    runner, case = runner_of(SLOTS), Case([{"recompute": "all"}], 4)
+    attn = runner.model.model.layers[-1].self_attn.attn
+    if why == "split":
+        runner.model = SimpleNamespace(model=runner.model.model, lm_head=None, logits_processor=None)
+    elif why == "lm_head":
+        del runner.model.lm_head
+    elif why == "window":
+        attn.sliding_window_size = 128
+    elif why == "cap":
+        attn.logit_cap = 30.0
+    elif why == "dtype":
+        runner.dtype = torch.bfloat16
+    else:
+        setattr(runner.server_args, why, True)
+    composer = composer_of(runner)
+    composer.fill(case.contexts, case.rows, whole=True)
+    assert not case.contexts[0].one_pass
+
+
+def test_states_are_given_once_to_their_batch_and_no_other_pass_touches_them() -> None:
+    runner, case = runner_of(SLOTS), Case([{"recompute": "all"}], 5)
+    graphs = Graphs(runner, 400)
+    composer, batch = composer_of(runner, graphs), batch_of(case)
+    composer.fill(case.contexts, case.rows, whole=True)
+    wanted = composer.one_pass.output(batch).logits_output
+    assert composer.one_pass.output(batch) is None, "given once"
+
+    composer.fill(case.contexts, case.rows, whole=True)
+    graphs.replay([question_job(torch.tensor([1] * 60), 0, case.rows[0], torch.arange(500, 560))])
+    torch.testing.assert_close(composer.one_pass.output(batch).logits_output, wanted)
+
+    composer.fill(case.contexts, case.rows, whole=True)
+    assert composer.one_pass.output(SimpleNamespace(input_ids=torch.zeros(99))) is None, "another batch"
+    assert composer.one_pass.output(batch) is None
+
+    composer.fill(case.contexts, case.rows, whole=True)
+    composer.one_pass.drop()
+    assert composer.one_pass.output(batch) is None, "the forward has failed"
