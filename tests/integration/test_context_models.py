@@ -75,7 +75,9 @@ def test_documents_equal_concatenated_rotated_caches(client: Any, reference: Ref
 def test_recomputing_everything_equals_plain_prefill(client: Any, reference: Reference, strategy: str, options: dict[str, Any]) -> None:
     exact = reference.plain(IDS, NEW)
     assert reference.composed(IDS, SPANS, NEW).ids != exact.ids
-    assert_same(result(composed(client, IDS, SPANS, strategy, **options)), exact)
+    answer = composed(client, IDS, SPANS, strategy, **options)
+    assert_same(result(answer), exact)
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (strategy == "concat"), "on both ranks, or they would hang"
 
 
 def test_each_layer_may_keep_other_tokens(client: Any, reference: Reference) -> None:

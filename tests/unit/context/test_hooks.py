@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,3 +34,45 @@ def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Scheduler, "handle_dumper_control")
     (problem,) = hooks.check()
     assert "handle_dumper_control is gone" in problem
+
+
+class Runtime:
+    """Has the output of one forward."""
+
+    def __init__(self) -> None:
+        self.slots = SimpleNamespace(count=lambda: None)
+        self.output: str | None = None
+
+    def before_forward(self, batch: Any) -> None:
+        self.output = "computed already"
+
+    def output_of(self, forward_batch: Any) -> str | None:
+        output, self.output = self.output, None
+        return output
+
+    def end_forward(self) -> None:
+        self.output = None
+
+    def after_forward(self, batch: Any) -> None: ...
+
+
+def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_gets_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_runtime", Runtime())
+    around = {target: hook for target, (hook, _) in hooks._hooks().items()}
+    forward = around["sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"]
+    model = around["sglang.srt.model_executor.model_runner.ModelRunner._forward_raw"]
+
+    def run(runner: Any, batch: Any, proxy: Any) -> str:
+        return "run"
+
+    def generate(worker: Any, batch: Any) -> list[str]:
+        return [model(run, None, batch, None) for _ in range(2)]
+
+    def failing(worker: Any, batch: Any) -> None:
+        raise MemoryError
+
+    extend, decode = (SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda is_it=is_it: is_it)) for is_it in (True, False))
+    assert forward(generate, None, extend) == ["computed already", "run"]
+    with pytest.raises(MemoryError):
+        forward(failing, None, extend)
+    assert forward(generate, None, decode) == ["run", "run"]
