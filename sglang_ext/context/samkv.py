@@ -34,6 +34,7 @@ SENTENCE_SCORINGS: tuple[Scoring, ...] = ("keys", "attention")
 ASKS: tuple[Ask, ...] = ("last", "mean")
 POSITIONS: tuple[Positions, ...] = ("full", "near")
 KEEP, WORDS, OPENINGS, SHARPNESS, LENGTH = 0.15, 0.3, 0.6, 0.5, 0.5  # of `sentences`
+LEAST = 1024  # tokens: so few cost next to nothing, and a share of them answers less
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
 
@@ -52,6 +53,7 @@ class SamKv:
     openings: float = OPENINGS
     sharpness: float = SHARPNESS
     length: float = LENGTH
+    least: int = 0
 
     @property
     def by_sentence(self) -> bool:
@@ -68,7 +70,7 @@ class SamKv:
         if self.scope == "none":
             return 0
         if self.by_sentence:
-            return max(1, round((KEEP if self.keep is None else self.keep) * blocks.tokens))
+            return min(blocks.tokens, max(1, self.least, round((KEEP if self.keep is None else self.keep) * blocks.tokens)))
         if self.keep is None:
             return min(blocks.middle_tokens, blocks.tokens // blocks.documents)
         return max(0, min(blocks.middle_tokens, round(self.keep * blocks.tokens) - (blocks.tokens - blocks.middle_tokens)))

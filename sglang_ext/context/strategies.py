@@ -20,7 +20,7 @@ from sglang_ext.context import rules
 from sglang_ext.context.blocks import Blocks
 from sglang_ext.context.profile import Profile
 from sglang_ext.context.rules import Kept, Rule
-from sglang_ext.context.samkv import ASKS, LENGTH, OPENINGS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, SHARPNESS, WORDS, SamKv
+from sglang_ext.context.samkv import ASKS, LEAST, LENGTH, OPENINGS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, SHARPNESS, WORDS, SamKv
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
 BLOCK = 16  # tokens; unit of `keep`
@@ -203,6 +203,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         "openings",
         "sharpness",
         "length",
+        "least",
         "places",
     )
     options = shape.profile.completed(_options(plan, *known, *_COMMON))
@@ -223,6 +224,7 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
         _weight(options, "openings", OPENINGS),
         _weight(options, "sharpness", SHARPNESS),
         _weight(options, "length", LENGTH),
+        _integer(options, "least", 0 if "keep" in options else LEAST, low=0),
     )
     chosen = ("sentences", _SELECTED_SHARE) if samkv.by_sentence else ("outliers", _SENTENCES_SHARE)
     rule, update = _rule(plan, options, *chosen), _among(options, "update", _UPDATES)
@@ -235,6 +237,8 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
     blocks = Blocks.build(documents, sizes, initial=ends[0], local=ends[1])
     kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
     closed = _closed(options, by_layer=scope == "layers", default="closed" if samkv.by_sentence else "full")
+    if samkv.by_sentence and samkv.budget(blocks) == blocks.tokens:  # nothing to select
+        return Draft(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv, closed=closed)
     return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks, closed=closed)
 
 

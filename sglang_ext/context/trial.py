@@ -185,7 +185,7 @@ class Trial:
         parked = torch.zeros(len(sentence), dtype=torch.bool)
         for offset in range(sentences.SINKS):
             parked[(starts + offset).clamp(max=len(sentence) - 1)] = True
-        query = self._queries(self._draft({"selection": "sentences"}))[number]["last"]
+        query = self._queries(self._draft({"selection": "sentences", "least": 0}))[number]["last"]
         budget = max(1, round(_HEADS_KEEP * len(sentence)))
         found = []
         for layer, (keys, _) in enumerate(self._kv):

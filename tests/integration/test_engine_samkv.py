@@ -18,7 +18,7 @@ from ragserve.strategies import StrategySpec
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.samkv import KEEP
+from sglang_ext.context.samkv import KEEP, LEAST
 from sglang_ext.documents.files import DocumentFiles
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
 from tests.conftest import MODEL
@@ -44,7 +44,7 @@ def test_everything_kept_and_recomputed_equals_full(server: Any, builder: Prompt
     assert_same(result(answer), reference.plain(ids, NEW), TOLERANCE)
     said = report(answer)
     assert said["kept"] == said["recomputed"] == said["document_tokens"]
-    assert said["query_ms"] > 0
+    assert said["query_ms"] == 0, "nothing is left to choose"
 
 
 def moved(client: Any) -> int:
@@ -116,18 +116,20 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
     ("n_documents", "options"),
     [
         (4, {"keep": 0.3, "places": "full"}),
-        (1, {}),
+        (1, {"keep": 0.15}),
+        (1, {}),  # shorter than what is kept at least
+        (8, {}),  # longer
         (2, {"keep": 0.4, "update": "fusion"}),
-        (4, {"words": 0}),
-        (4, {"words": 0.5, "scoring": "attention", "openings": 0}),
-        (8, {"words": 1, "recompute": "sentences", "share": 0.6}),
+        (4, {"words": 0, "least": 100}),
+        (4, {"words": 0.5, "scoring": "attention", "openings": 0, "least": 0}),
+        (8, {"words": 1, "recompute": "sentences", "share": 0.6, "keep": 0.15, "least": 300}),
         (1, {"selection": "shared"}),
         (3, {"block_size": 64, "selection": "shared"}),  # no longer than initial and local blocks: kept whole
         (8, {"selection": "none"}),
         (8, {"selection": "layers", "scoring": "zscore", "ask": "mean"}),
         (8, {"recompute": "deviation", "share": 0.3, "selection": "shared"}),
         (8, {"recompute": "sensitivity", "share": 0.2, "keep": 0.5}),
-        (8, {"recompute": "sentences", "share": 0.2}),
+        (8, {"recompute": "sentences", "share": 0.2, "keep": 0.15}),
         (8, {"recompute": "deviation", "personalised": False, "scoring": "raw", "positions": "near", "selection": "layers"}),
     ],
 )
@@ -136,18 +138,18 @@ def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBui
     answer = composed(server.client, ids, spans, "samkv", **options)
     assert len(result(answer).ids) == NEW
     said = report(answer)
-    whole = options.get("block_size") == 64
-    by_sentence = "selection" not in options
-    if by_sentence or options.get("keep"):
-        assert said["kept"] == round(options.get("keep", KEEP) * said["document_tokens"])
+    tokens, least = said["document_tokens"], options.get("least", 0 if "keep" in options else LEAST)
+    if "selection" in options:
+        assert (said["kept"] == tokens) == (options.get("block_size") == 64)
     else:
-        assert (said["kept"] == said["document_tokens"]) == whole
+        assert said["kept"] == min(tokens, max(round(options.get("keep", KEEP) * tokens), least))
+    whole = said["kept"] == tokens
     assert 0 < said["recomputed"] <= said["kept"]
     assert (said["query_ms"] > 0) == (options.get("words") != 1 and options.get("selection") != "none" and not whole)
     assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), "the same request, the same answer"
 
 
-@pytest.mark.parametrize(("name", "options"), [("crossdoc", {}), ("onehop", {"places": "full", "keep": 0.3}), ("crossdoc", {"words": 1.0})])
+@pytest.mark.parametrize(("name", "options"), [("crossdoc", {}), ("onehop", {"places": "full", "keep": 0.3}), ("crossdoc", {"words": 1.0, "keep": 0.15})])
 def test_what_is_computed_outside_the_engine_is_what_it_answers(
     server: Any, builder: PromptBuilder, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:

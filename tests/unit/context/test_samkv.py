@@ -242,6 +242,7 @@ def test_fusion_blends_by_likeness() -> None:
         ({"openings": -1}, "openings must be a number"),
         ({"sharpness": 2}, "sharpness must be a number"),
         ({"length": "long"}, "length must be a number"),
+        ({"least": -1}, "least must be a whole number"),
         ({"places": "closed", "selection": "layers"}, "same tokens in every layer"),
         ({"scoring": "raw"}, "scoring must be one of keys, attention"),
     ],

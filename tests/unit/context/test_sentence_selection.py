@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.context import sentences
 from sglang_ext.context.blocks import Blocks
-from sglang_ext.context.samkv import SamKv, choose_sentences
+from sglang_ext.context.samkv import LEAST, SamKv, choose_sentences
 from sglang_ext.context.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan
 from tests.unit.context.test_samkv import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, SYSTEM, analysis_of, plan_of, turned
@@ -152,6 +152,33 @@ def test_chosen_sentences_move_together_unless_told_otherwise(options: dict[str,
     plan = plan_of([30, 40])
     made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
     assert made.closed == closed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "kept"),
+    [
+        (2000, {}, LEAST),
+        (8000, {}, 1200),
+        (2000, {"keep": 0.15}, 300),
+        (2000, {"keep": 0.15, "least": 400}, 400),
+        (2000, {"least": 0}, 300),
+        (LEAST + 1, {}, LEAST),
+    ],
+)
+def test_of_short_contexts_so_many_tokens_are_kept_at_least(tokens: int, options: dict[str, Any], kept: int) -> None:
+    plan = plan_of([tokens - 99, 99])
+    made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
+    assert made.needs_query
+    assert made.slots == SYSTEM + kept
+
+
+@pytest.mark.parametrize(("tokens", "options"), [(LEAST, {}), (300, {"least": 300, "keep": 0.1}), (200, {"keep": 1.0})])
+def test_where_all_is_kept_nothing_is_asked(tokens: int, options: dict[str, Any]) -> None:
+    plan = plan_of([tokens - 99, 99])
+    made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options | {"recompute": "all"}), Shape(LAYERS))
+    assert not made.selects
+    assert not made.needs_analysis
+    assert made.settle().kept.tolist() == list(range(SYSTEM + tokens))
 
 
 def test_words_alone_need_no_query() -> None:
