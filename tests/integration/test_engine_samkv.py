@@ -149,7 +149,9 @@ def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBui
     assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), "the same request, the same answer"
 
 
-@pytest.mark.parametrize(("name", "options"), [("crossdoc", {}), ("onehop", {"places": "full", "keep": 0.3}), ("crossdoc", {"words": 1.0, "keep": 0.15})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("crossdoc", {}), ("onehop", {"places": "full", "keep": 0.3}), ("crossdoc", {"words": 1.0, "keep": 0.15})]
+)
 def test_what_is_computed_outside_the_engine_is_what_it_answers(
     server: Any, builder: PromptBuilder, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
