@@ -27,6 +27,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": ("self", "recv_req"),
     "sglang.srt.model_executor.model_runner.ModelRunner.sample": ("self", "logits_output", "forward_batch"),
     "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw": ("self", "forward_batch", "pp_proxy_tensors"),
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": ("self", "logits", "vocab_mask"),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape": (
         "self",
         "size",
@@ -51,7 +52,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
 }
 
-TARGETS = tuple(SIGNATURES)[:12]  # those that are hooked; the others are methods that our cache overrides or calls
+TARGETS = tuple(SIGNATURES)[:13]  # those that are hooked; the others are methods that our cache overrides or calls
 
 _runtime: Any = None
 _batch: Any = None  # whose forward pass runs, for the hook on sampling, which does not see it
@@ -154,6 +155,16 @@ def _around_model(original: Callable[..., Any], runner: Any, forward_batch: Any,
     return original(runner, forward_batch, *args, **kwargs) if output is None else output
 
 
+def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_mask: Any) -> None:
+    """SGLang masks logits on accelerators only: on a CPU one request with a grammar would end the server."""
+    if logits.device.type != "cpu":
+        original(grammar, logits, vocab_mask)
+        return
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask)
+
+
 def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
     if _runtime is not None:
         _runtime.shift_positions(result)
@@ -233,10 +244,11 @@ def _hooks() -> dict[str, tuple[Callable[..., Any], str]]:
         _around_control,
         _before_sampling,
         _around_model,
+        _around_mask,
         _around_capture,
         _around_variant,
         _around_pool,
         _after_cell_size,
     )
-    kinds = ("after", "around", "around", "after", "around", "around", "before", "around", "around", "around", "around", "after")
+    kinds = ("after", "around", "around", "after", "around", "around", "before", *["around"] * 5, "after")
     return {target: (hook, kind) for target, hook, kind in zip(TARGETS, hooks, kinds, strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,6 @@ def test_hidden_states_are_those_of_the_answer(engine: Any, case: Any) -> None:
 
 
 def test_what_is_done_to_logits_before_sampling_is_done(engine: Any, case: Any) -> None:
-    """Where a grammar's mask is applied, too, for which no backend that is installed knows CPUs."""
     ids, spans = case
     want = result(generate(engine, ids))
     sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "logit_bias": {str(want.ids[0]): -50.0}}
@@ -84,6 +84,23 @@ def test_what_is_done_to_logits_before_sampling_is_done(engine: Any, case: Any) 
     assert report(moved)["one_pass"]
     assert result(moved).ids[0] != want.ids[0]
     assert_same(result(moved), result(generate(engine, ids, sampling_params=sampling)))
+
+
+def test_an_answer_keeps_to_its_grammar_in_one_pass_as_in_a_prefill(engine: Any, case: Any) -> None:
+    ids, spans = case
+    plan = plan_of(spans, recompute="all")
+    schema = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}
+    for grammar in ({"regex": "No[.] [0-9]{4}"}, {"json_schema": json.dumps(schema)}):
+        sampling = {"temperature": 0, "max_new_tokens": 24, **grammar}
+        answers = [
+            generate(engine, ids, sampling_params=sampling | extra) for extra in ({}, {"custom_params": {PLAN_FIELD: plan.to_json()}})
+        ]
+        assert report(answers[1])["one_pass"]
+        assert answers[0]["text"] == answers[1]["text"]
+        if "regex" in grammar:
+            assert re.fullmatch(grammar["regex"], answers[0]["text"])
+        else:
+            assert answers[0]["text"].lstrip().startswith("{")
 
 
 def test_the_first_tokens_distribution_is_that_of_a_prefill(engine: Any, case: Any) -> None:
