@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from ragserve.errors import InvalidRequest
+from ragserve.strategies import StrategySpec, parse
 
 _REPO = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
+_WITHOUT_OPTIONS = ("full", "prefix", "auto")
 DecodeMode = Literal["dense", "hierarchical", "progressive"]
 
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["default"])]
@@ -101,9 +105,10 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the server and the engine.")
 
     # answering
-    strategy: StrategyName = Field(
+    strategy: str = Field(
         "prefix",
-        description="full, prefix: exact. auto: the fastest verified. concat, epic, cacheblend, random, samkv: composed from documents.",
+        description="full, prefix: exact. auto: the fastest verified. concat, epic, cacheblend, random, samkv: composed from documents, "
+        "with options as in concat:recompute=sentences,share=0.1.",
     )
     force_strategies: bool = Field(
         False, description="Let composed strategies answer that `ragserve eval --write-gate` has not verified for the model."
@@ -127,6 +132,24 @@ class Settings(BaseSettings):
     embed_batch: int = Field(32, ge=1, le=4096, description="Chunks a forward pass of the embedder takes.")
     embed_device: str = Field("auto", description="torch device of the embedder; auto: cuda if there is one.")
     parse_timeout_s: float = Field(120, gt=0, description="Seconds one file may take to parse before it is given up.")
+
+    @property
+    def default_strategy(self) -> StrategySpec:
+        """``strategy``, read."""
+        return parse(self.strategy)[0]
+
+    @field_validator("strategy")
+    @classmethod
+    def _one_strategy(cls, text: str) -> str:
+        try:
+            specs = parse(text, get_args(StrategyName))
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from error
+        if len(specs) > 1:
+            raise ValueError(f"one strategy, not {len(specs)}")
+        if specs[0].options and specs[0].name in _WITHOUT_OPTIONS:
+            raise ValueError(f"strategy {specs[0].name} takes no options")
+        return specs[0].label
 
     @model_validator(mode="after")
     def _open_address_needs_key(self) -> Settings:

@@ -27,6 +27,11 @@ class StrategySpec:
             return self.name
         return f"{self.name}:" + ",".join(f"{key}={_written(value)}" for key, value in sorted(self.options.items()))
 
+    def asked(self, name: str | None, options: Mapping[str, Any]) -> StrategySpec:
+        """What a request asks for whose server answers by this strategy. Where it names this one, or none, this one's options hold, too;
+        its own win."""
+        return StrategySpec(self.name, {**self.options, **options}) if name in (None, self.name) else StrategySpec(str(name), dict(options))
+
 
 def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
     """The strategies of a list like ``full,samkv:update=fusion,block_size=16,concat``, each once, in order.

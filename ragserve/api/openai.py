@@ -152,11 +152,13 @@ def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
         raise _no_model(body.model) from None
     settings = svc.settings
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    strategy = settings.default_strategy.asked(body.strategy, body.strategy_options)
     return Query(
         question=last.text,
         namespace=namespace,
         k=body.k or settings.top_k,
-        strategy=body.strategy or settings.strategy,
+        strategy=strategy.name,
+        strategy_options=strategy.options,
         sampling=Sampling(
             max_new_tokens=body.max_completion_tokens or body.max_tokens or settings.max_new_tokens,
             temperature=body.temperature or 0.0,

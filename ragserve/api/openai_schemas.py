@@ -47,7 +47,8 @@ class TextFormat(RequestModel):
 
 
 class ChatRequest(RequestModel):
-    """A dialogue whose last message is the question. `k`, `filter`, `strategy` and `documents` are ours (`extra_body` in its client)."""
+    """A dialogue whose last message is the question. `k`, `filter`, `strategy`, `strategy_options` and `documents` are ours
+    (`extra_body` in its client)."""
 
     model: str = Field(description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"])
     messages: list[ChatMessage] = Field(min_length=1, description="System messages replace the server's system text.")
@@ -73,6 +74,7 @@ class ChatRequest(RequestModel):
     k: int | None = Field(None, ge=1, le=MAX_K)
     filter: Filter | None = None
     strategy: StrategyName | None = None
+    strategy_options: dict[str, bool | int | float | str] = Field(default_factory=dict, max_length=16)
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
 
 

@@ -77,12 +77,13 @@ def to_query(body: QueryRequest, svc: Services, request_id: str) -> Query:
     """The request with the server's defaults filled in. Raises InvalidRequest over the limits of the settings."""
     svc.check_question(body.query, len(body.history))
     settings = svc.settings
+    strategy = settings.default_strategy.asked(body.strategy, body.strategy_options)
     return Query(
         question=body.query,
         namespace=body.namespace,
         k=body.k or settings.top_k,
-        strategy=body.strategy or settings.strategy,
-        strategy_options=body.strategy_options,
+        strategy=strategy.name,
+        strategy_options=strategy.options,
         decode=body.decode,
         sampling=Sampling(
             max_new_tokens=body.max_new_tokens or settings.max_new_tokens,

@@ -54,7 +54,7 @@ class QueryRequest(RetrieveRequest):
         None,
         description="Exact: `full`, `prefix`. `auto`: the verified one expected to be fastest. "
         "Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`, `samkv`. "
-        "Default: the server's.",
+        "Default: the server's, with its options.",
     )
     strategy_options: dict[str, bool | int | float | str] = Field(
         default_factory=dict,

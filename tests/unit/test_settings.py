@@ -62,3 +62,19 @@ def test_numbers_to_choose_from_are_given_as_text(monkeypatch: pytest.MonkeyPatc
             command(kv_block_tokens=None, kv_bits=wrong, sparse_attention="on")
     with pytest.raises(InvalidRequest, match="--sparse-attention on"):
         command(kv_block_tokens=None, kv_bits="8", sparse_attention=None)
+
+
+def test_a_strategy_may_bring_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(strategy="concat:share=0.1,recompute=sentences").default_strategy.options == {"recompute": "sentences", "share": 0.1}
+    monkeypatch.setenv("RAGSERVE_STRATEGY", "samkv:update=fusion")
+    assert load().strategy == "samkv:update=fusion"
+    for wrong, says in (
+        ("magic", "Unknown strategy 'magic'"),
+        ("full,prefix", "one strategy"),
+        ("prefix:share=0.1", "prefix takes no options"),
+        ("auto:keep=1", "auto takes no options"),
+        ("samkv:keep", "is not an option"),
+        ("", "No strategy"),
+    ):
+        with pytest.raises(InvalidRequest, match=says):
+            settings_from(strategy=wrong)

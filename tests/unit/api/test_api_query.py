@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from scripted_server import DOCUMENTS, Live
+from scripted_server import DOCUMENTS, Live, serving
 
 from ragserve.costs import COSTS, Costs
 from ragserve.costs import FILE_NAME as COSTS_FILE
@@ -104,6 +105,27 @@ def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live
     ask(client)
     assert live.engine.requests[-1].sampling.max_new_tokens == live.settings.max_new_tokens
     assert live.engine.requests[-1].strategy == live.settings.strategy
+
+
+def test_a_server_answers_by_its_strategy_with_its_options(tmp_path: Path, model_path: Path) -> None:
+    """Where a request names no strategy or the same one; what it says itself wins, over both routes."""
+    with serving(tmp_path, model_path, strategy="epic:share=0.2,first=16", force_strategies=True) as live, live.client() as client:
+        live.index("docs", DOCUMENTS)
+
+        def used(route: str = "/rag/query", **fields: Any) -> tuple[str, dict[str, Any]]:
+            question: dict[str, Any] = {"query": QUESTION, "namespace": "docs"}
+            if route != "/rag/query":
+                question = {"model": "ragserve/docs", "messages": [{"role": "user", "content": QUESTION}]}
+            assert client.post(route, json=question | fields).status_code == 200
+            request = live.engine.requests[-1]
+            return request.strategy, dict(request.options)
+
+        for route in ("/rag/query", "/v1/chat/completions"):
+            assert used(route) == ("epic", {"first": 16, "share": 0.2})
+            assert used(route, strategy="epic", strategy_options={"first": 8}) == ("epic", {"first": 8, "share": 0.2})
+            assert used(route, strategy_options={"seed": 3}) == ("epic", {"first": 16, "share": 0.2, "seed": 3})
+            assert used(route, strategy="full") == ("full", {})
+        assert client.get("/info").json()["defaults"]["strategy"] == "epic:first=16,share=0.2"
 
 
 def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, live: Live, docs: str) -> None:
