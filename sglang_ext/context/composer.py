@@ -90,6 +90,11 @@ class ComposedContext:
         return [self.analyses[number] for number in sorted(self.analyses)]
 
     @property
+    def question(self) -> Ints:
+        """int64 [q]: its token ids."""
+        return np.array(self.ids[self.plan.question_start :], dtype=np.int64)
+
+    @property
     def question_tokens(self) -> int:
         return len(self.ids) - self.plan.question_start
 
@@ -173,7 +178,7 @@ class Composer:
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> Question:
         start = context.plan.question_start
-        ids = upload(np.array(context.ids[start:], dtype=np.int64), self._device)
+        ids = upload(context.question, self._device)
         kept = upload(context.selection.kept.numpy(), self._device)
         own = row[context.slots : context.slots + len(ids)]
         placed = own if len(own) == len(ids) else None

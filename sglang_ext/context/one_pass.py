@@ -66,8 +66,7 @@ class OnePass:
         return joined if recomputes or (self._graphs is not None and self._graphs.fits(joined)) else None
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> RecomputeJob:
-        ids = upload(np.array(context.ids[context.plan.question_start :], dtype=np.int64), self._device)
-        return question_job(ids, context.question_at, row[: context.slots], row[context.slots :])
+        return question_job(upload(context.question, self._device), context.question_at, row[: context.slots], row[context.slots :])
 
     def keep(self, hidden: torch.Tensor, contexts: Sequence[ComposedContext], joined: Sequence[RecomputeJob]) -> None:
         """``hidden`` [rows, hidden size] of a pass over the joined jobs, at once behind it: a graph's memory is the next pass', too."""

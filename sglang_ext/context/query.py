@@ -49,7 +49,7 @@ class QueryPass:
 
     def _job(self, context: ComposedContext, row: torch.Tensor) -> RecomputeJob:
         start, kept = context.plan.question_start, len(context.draft.kept)
-        return question_job(upload(np.array(context.ids[start:], dtype=np.int64), self._device), start, row[:kept], row[kept:])
+        return question_job(upload(context.question, self._device), start, row[:kept], row[kept:])
 
     @staticmethod
     def _means(contexts: Sequence[ComposedContext], bounds: Sequence[int]) -> dict[int, slice]:
