@@ -53,6 +53,7 @@ class LiveIndex:
         self.lock = ReadWriteLock()
         self.updating = RLock()
         self._saved_changed: int | None = None  # `changed` as of the file, 0 without one; None: not looked yet
+        self._saved_version = 0  # likewise
         self._wanted_type = ns.index_type
         self._building = Lock()
         self._stamp: int | None = None
@@ -235,7 +236,7 @@ class LiveIndex:
 
     def _load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure | None:
         """The saved structure, caught up to ``ns``; None when there is none of use, and then the log says why."""
-        self.file_unfit, self._saved_changed = True, 0
+        self.file_unfit, self._saved_changed, self._saved_version = True, 0, 0
         try:
             found = self.file.load(connection, ns)
             if found is None:
@@ -249,14 +250,14 @@ class LiveIndex:
         except files.Damaged as error:
             log.warning("namespace %s: %s cannot be used (%s); building it anew from the registry", ns.name, self.file.path, error)
             return None
-        self.file_unfit, self._saved_changed = False, footer.changed
+        self.file_unfit, self._saved_changed, self._saved_version = False, footer.changed, footer.version
         return structure
 
     def unsaved(self, ns: registry.Namespace) -> int:
         """Vectors added or removed since the file was written."""
         if self._saved_changed is None:
             there = self.file.ours_on_disk()
-            self._saved_changed = there.changed if there is not None else 0
+            self._saved_changed, self._saved_version = (0, 0) if there is None else (there.changed, there.version)
         return ns.changed - self._saved_changed
 
     def needs_upkeep(self) -> bool:
@@ -269,10 +270,11 @@ class LiveIndex:
         """
         with self.updating:
             structure = self.structure
-            if structure is None or self.index_type != self._wanted_type or (self.changed == self._saved_changed and not self.file_unfit):
+            if structure is None or self.index_type != self._wanted_type or (self.version == self._saved_version and not self.file_unfit):
                 return False
             there = self.file.save(structure, self.version, self._stamp, self.changed, self.index_type, force=self.file_unfit)
-            self.file_unfit, self._saved_changed = False, self.changed if there is None else there.changed
+            self.file_unfit = False
+            self._saved_changed, self._saved_version = (self.changed, self.version) if there is None else (there.changed, there.version)
         return there is None
 
 

@@ -153,6 +153,21 @@ def test_a_file_that_is_behind_is_caught_up_not_built(tmp_path: Path, caplog: py
         assert not any(text.startswith(("d0#", "d1#0")) for text in found_texts)
 
 
+def test_a_version_without_new_vectors_is_saved_too(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    store.save()
+    assert store.check()[0].file == "missing", "nothing is in it yet"
+    store.replace_documents("n", [item("empty", 0), item("a", 2)])
+    store.save()
+    empty = store.find_source("n", "empty")
+    assert empty is not None
+    store.remove_document("n", empty.doc_id)
+    assert store.check()[0].file == "behind"
+    store.save()
+    assert store.check()[0].file == "current"
+    store.close()
+
+
 def test_a_running_store_catches_up_past_a_forgotten_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Saving forgets the change log up to the saved version; who is older than that compares ids."""
     with make(tmp_path) as writer, IndexStore(tmp_path) as reader:
