@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from ragserve.bench.server import RunningServer, running_server
 from ragserve.errors import RagserveError
+from ragserve.measuring.server import RunningServer, running_server
 
 REPO = Path(__file__).resolve().parent.parent
 CORPUS = REPO / "examples" / "corpus" / "files"

@@ -62,14 +62,14 @@ class Answers:
     """Greedy answers of the small model with their log-probabilities, straight from SGLang."""
 
     def __init__(self, engine: Any) -> None:
-        from ragserve.prompt import PromptBuilder
+        from ragserve.answering.prompt import PromptBuilder
 
         self._engine = engine
         self._builder = PromptBuilder.load(engine.info.tokenizer)
 
     def request(self, row: dict[str, Any], strategy: str, options: dict[str, Any]) -> Any:
+        from ragserve.answering.prompt import PromptDocument
         from ragserve.engine.base import GenerateRequest, Sampling
-        from ragserve.prompt import PromptDocument
         from sglang_ext.protocol import Span
 
         documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
@@ -116,7 +116,7 @@ def _middle(pairs: list[tuple[bool, float]]) -> float:
 
 async def check_graphs(engine: Any, ask: Answers, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     """Contexts so short that all of them is recomputed by a CUDA graph: it must answer as `full` does."""
-    from sglang_ext.context.graphs import SIZES
+    from sglang_ext.context.recompute.graphs import SIZES
 
     short = [row | {"docs": [(title, text[:300]) for title, text in row["docs"][:3]]} for row in rows]
     tokens = max(ask.request(row, "concat", {}).spans[-1].end for row in short)
@@ -186,7 +186,7 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
 
 def answers(out: Path, attention: str, questions: int) -> bool:
     from ragserve.config import DEFAULT_MODEL, load
-    from ragserve.engine.once import run_once
+    from ragserve.engine.offline import run_once
 
     found: dict[str, Any] = {}
     path = out / "context-answers.json"

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.bench.fan_out import fan_out
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.engine.once import run_once
+from ragserve.engine.offline import run_once
 from ragserve.eval.metrics import contains_answer, exact_match
-from ragserve.prompt import PromptBuilder, PromptDocument
-from sglang_ext.attention.heads import save_pattern
+from sglang_ext.attention.streaming_heads import save_pattern
 
 LONGEST = 8000
 IN_FLIGHT = 16

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, median_ms
-from ragserve.bench.report import environment
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, median_ms
+from ragserve.measuring.report import environment
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.page_select import Selection, page_select
 from ragserve_kernels.sparse_decode import sparse_decode

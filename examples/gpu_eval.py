@@ -16,13 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-from ragserve import gate
 from ragserve.config import load
 from ragserve.errors import RagserveError
 from ragserve.eval.data import find
 from ragserve.eval.parallel import Plan, known, run
 from ragserve.eval.summary import write
-from ragserve.strategies import parse
+from ragserve.profiles import gate
+from ragserve.strategy_spec import parse
 
 SETS = ("onehop", "crossdoc", "mid_onehop", "mid_crossdoc", "long_onehop", "long_crossdoc", "needle", "2wikimqa", "musique")
 STRATEGIES = (

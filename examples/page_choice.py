@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL
-from ragserve.prompt import PromptBuilder, PromptDocument
 
 PAGE, LOGICAL = 64, 16
 AGES = (0, 1, 4, 8, 16, 32, 64)

@@ -24,9 +24,21 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 
 def _register() -> None:
-    from ragserve.commands import bench, cache, calibrate, calibrate_costs, calibrate_decode, docs, doctor, evaluate, ingest, query, serve
+    from ragserve.commands import (
+        bench,
+        cache,
+        calibrate,
+        calibrate_decode,
+        calibrate_heads,
+        docs,
+        doctor,
+        evaluate,
+        ingest,
+        query,
+        serve,
+    )  # fmt: skip
 
-    for module in (serve, ingest, docs, query, cache, doctor, evaluate, calibrate_costs, calibrate_decode, calibrate, bench):
+    for module in (serve, ingest, docs, query, cache, doctor, evaluate, calibrate, calibrate_decode, calibrate_heads, bench):
         module.register(app)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from ragserve import errors
-from ragserve.results import Answer, RetrievedPassage
+from ragserve.answering.results import Answer, RetrievedPassage
 
 _BY_STATUS: dict[int, type[errors.RagserveError]] = {
     kind.status: kind

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from ragserve.errors import InvalidRequest
-from ragserve.strategies import StrategySpec, parse
+from ragserve.strategy_spec import StrategySpec, parse
 
 _REPO = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")

@@ -42,7 +42,7 @@ def _failed(message: str) -> Answer:
 
 
 def _info(runtime: Any, body: dict[str, Any]) -> Answer:
-    from sglang_ext.context.strategies import names
+    from sglang_ext.context.selection.strategies import names
     from sglang_ext.hooks import attention
 
     sparse = attention()

@@ -112,7 +112,7 @@ def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    from sglang_ext.context.runtime import is_composed
+    from sglang_ext.context.scheduler.runtime import is_composed
 
     if _runtime is None or not is_composed(req):
         return original(adder, req, *args, **kwargs)
@@ -210,7 +210,7 @@ def _around_pool(original: Callable[..., Any], configurator: Any, **options: Any
 
     config = from_environment()
     if config is not None and config.kv_bits != 16:
-        from sglang_ext.attention.pool import quantized_pool
+        from sglang_ext.attention.quantized_pool import quantized_pool
 
         options["mha_pool_class"] = quantized_pool(config.kv_bits)
     return original(configurator, **options)
@@ -224,7 +224,7 @@ def _after_cell_size(plain: int, configurator: Any, kvc: Any, num_layers: int) -
         return plain
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_ext.attention.pool import cell_bytes
+    from sglang_ext.attention.quantized_pool import cell_bytes
 
     model, page = kvc.model_config, kvc.server_args.page_size
     kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)

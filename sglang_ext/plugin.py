@@ -21,7 +21,7 @@ def register() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_ext import hooks
-    from sglang_ext.platform import activate
+    from sglang_ext.cpu.activate import activate
 
     if activate() is not None:
         # Under SGLang's own name: several of its modules take another path for a backend they do not know by name.
@@ -48,13 +48,13 @@ def _wrap_attention() -> None:
 
 
 def _torch_native(runner: Any) -> Any:
-    from sglang_ext.attention.torch_native_cpu import TorchNativeCpuBackend
+    from sglang_ext.cpu.attention import TorchNativeCpuBackend
 
     return TorchNativeCpuBackend(runner)
 
 
 def _document_cache(context: Any) -> Any:
-    from sglang_ext.documents.factory import create_cache
+    from sglang_ext.documents.build import create_cache
 
     return create_cache(context)
 

@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from sglang_ext.compat import prepare
+from sglang_ext.cpu.torchvision import prepare
 
 prepare()
 

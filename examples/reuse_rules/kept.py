@@ -23,21 +23,21 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from examples.reuse_rules.model import Cache, Llama
+from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.eval.data import Question, find, load
 from ragserve.eval.metrics import contains_answer, token_f1
-from ragserve.prompt import PromptBuilder, PromptDocument, load_tokenizer
-from ragserve.samkv_profile import FILE_NAME, SAMKV
-from ragserve.strategies import StrategySpec, parse
+from ragserve.profiles.samkv import FILE_NAME, SAMKV
+from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.analysis.summary import Analysis, quantize
 from sglang_ext.analysis.texts import Texts, foreign_contexts
-from sglang_ext.context.profile import Profile
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.samkv import choose_sentences
-from sglang_ext.context.strategies import Selection, Shape, draft
-from sglang_ext.documents.factory import model_fingerprint
+from sglang_ext.context.selection.profile import Profile
+from sglang_ext.context.selection.samkv import choose_sentences
+from sglang_ext.context.selection.strategies import Selection, Shape, draft
+from sglang_ext.documents.build import model_fingerprint
 from sglang_ext.protocol import ContextPlan, Span
 
-HEADS = ((7, 0),)  # what sglang_ext.analysis.heads finds for ragserve-tiny
+HEADS = ((7, 0),)  # what sglang_ext.analysis.retrieval_heads finds for ragserve-tiny
 BLOCK = 16
 END = 2
 
@@ -168,7 +168,7 @@ class Context:
             self._pass(torch.searchsorted(self.kept, positions), self.one.ids[positions])
 
     def attention(self) -> torch.Tensor:
-        """f32 [document tokens] as `sglang_ext.context.ask.attention` gives it."""
+        """f32 [document tokens] as `sglang_ext.context.recompute.question_attention.attention` gives it."""
         model, looked = self.model, torch.zeros(len(self.kept))
         queries, keys = self._ask(self.one.ids[self.one.start :])[1:]
         for layer in range(model.layers // 2, model.layers):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._dot import dot
+from ragserve_kernels._dot import dot
 
 FULL: tl.constexpr = tl.constexpr(0)
 SELECTED: tl.constexpr = tl.constexpr(1)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ._common import (
+from ragserve_kernels._common import (
     check_dtype,
     check_head_dim,
     check_last_contiguous,
@@ -16,7 +16,7 @@ from ._common import (
     next_power_of_2,
     query_group,
 )
-from .quantize_kv.types import QuantizedKV
+from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 KV = torch.Tensor | QuantizedKV
 """K or V of one layer: ``[slots, kv_heads, head_dim]`` (SGLang's ``MHATokenToKVPool``), or the same quantised."""
@@ -99,7 +99,7 @@ def kv_arguments(cache: KV) -> tuple[torch.Tensor, torch.Tensor, int, int, int, 
 
 def code_precision(dtype: torch.dtype, bits: int) -> str:
     """The matrix products' precision: with quantised KV and float16 queries, codes are multiplied as bfloat16."""
-    from ._dot import dot_precision  # imports Triton
+    from ragserve_kernels._dot import dot_precision  # imports Triton
 
     return dot_precision(torch.bfloat16 if bits and dtype == torch.float16 else dtype)
 

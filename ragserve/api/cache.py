@@ -86,7 +86,7 @@ async def warm(body: Annotated[WarmRequest, Body(openapi_examples=_WARM)], svc: 
     It survives a restart and is cancelled like any job. A document's item is `warmed`, `unchanged` (it was cached), `failed` or `skipped`
     (no longer indexed, or the tier's budget is full), with the reason.
     """
-    from ragserve.ingest.warm import submit_warm
+    from ragserve.cache.warm import submit_warm
 
     runner = svc.warm_ups()
     job = await asyncio.to_thread(submit_warm, svc.store, body.namespace, body.documents)

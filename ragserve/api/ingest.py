@@ -101,7 +101,7 @@ async def ingest(request: Request, svc: Svc) -> Response:
 
 
 async def _texts(data: Any, svc: Services) -> Job:
-    from ragserve.ingest.service import InlineText
+    from ragserve.ingest.ingestor import InlineText
 
     body = _validated(IngestTexts, data)
     if body.warm:
@@ -111,7 +111,7 @@ async def _texts(data: Any, svc: Services) -> Job:
 
 
 async def _files(request: Request, svc: Services) -> Job:
-    from ragserve.ingest.service import Upload
+    from ragserve.ingest.ingestor import Upload
 
     limits = svc.settings
     async with upload_form(request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes) as form:

@@ -14,7 +14,9 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import JSONResponse
 
-from ragserve.answer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.answering.answerer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.answering.prompt import Message
+from ragserve.answering.results import SearchResults
 from ragserve.api import errors, examples
 from ragserve.api.body import parse_json
 from ragserve.api.openai_schemas import (
@@ -39,8 +41,6 @@ from ragserve.api.upstream import Upstream
 from ragserve.config import Namespace
 from ragserve.engine.base import Sampling
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
-from ragserve.prompt import Message
-from ragserve.results import SearchResults
 
 PREFIX = "ragserve/"
 _NAMESPACE = TypeAdapter(Namespace)

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from ragserve.answering.results import Citation, ContextUse, Timings
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, GivenDocument, Stop
 from ragserve.config import StrategyName
-from ragserve.results import Citation, ContextUse, Timings
 from ragserve_index.filters import Filter
 
 Content = Annotated[Text, Field(max_length=65_536)]

@@ -10,7 +10,9 @@ from fastapi import APIRouter, Body, Request, Response
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 
-from ragserve.answer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.answering.answerer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.answering.prompt import Message
+from ragserve.answering.results import Answer, Citation, SearchResults
 from ragserve.api import examples
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented
@@ -19,8 +21,6 @@ from ragserve.api.services import RequestId, Services, Svc
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.engine.base import Sampling
 from ragserve.errors import EngineError, RagserveError
-from ragserve.prompt import Message
-from ragserve.results import Answer, Citation, SearchResults
 
 EVENTS: dict[str, type[BaseModel]] = {
     "search_results": SearchResults,

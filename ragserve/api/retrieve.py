@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from ragserve.answer import passages
+from ragserve.answering.answerer import passages
 from ragserve.api import examples
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented

@@ -1,4 +1,6 @@
-"""Bodies of requests, and of answers other than a query's, which `ragserve.results` has. Limits that are settings are checked later."""
+"""Bodies of requests, and of answers other than a query's, which `ragserve.answering.results` has. Limits that are settings are checked
+later.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ragserve.answering.results import RetrievalTimings, RetrievedPassage
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.config import Namespace, StrategyName
-from ragserve.results import RetrievalTimings, RetrievedPassage
 from ragserve_index.filters import Filter
 
 MAX_K = 64

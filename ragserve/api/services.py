@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
-from ragserve.answer import Answerer, QueryLimiter
-from ragserve.auto import Chooser
+from ragserve.answering.answerer import Answerer, QueryLimiter
+from ragserve.answering.auto import Chooser
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
-from ragserve.costs import FILE_NAME as COSTS_FILE
 from ragserve.engine.base import Engine, EngineInfo
-from ragserve.engine.caching import CachingEngine
+from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import InvalidRequest, Unavailable
-from ragserve.evictions import Evictor, clean_files, note_engine
-from ragserve.gate import Gate
-from ragserve.prompt import PromptBuilder
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import Gate
 from ragserve.retrieval.retriever import Retriever
 
 if TYPE_CHECKING:
-    from ragserve.ingest.runner import JobRunner
-    from ragserve.ingest.service import Ingestor
+    from ragserve.ingest.ingestor import Ingestor
+    from ragserve.ingest.jobs.runner import JobRunner
     from ragserve.retrieval.embedder import Embedder
     from ragserve_index import IndexStore, JobStore
 
@@ -81,10 +81,10 @@ class Services:
 @asynccontextmanager
 async def open_services(settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any]) -> AsyncIterator[Services]:
     """The embedder, which takes longest, loads in a thread while the engine starts. Raises what keeps a part from starting."""
-    from ragserve.ingest.runner import JobRunner
-    from ragserve.ingest.service import Ingestor
-    from ragserve.ingest.warm import KIND as WARM
-    from ragserve.ingest.warm import Warmer
+    from ragserve.cache.warm import KIND as WARM
+    from ragserve.cache.warm import Warmer
+    from ragserve.ingest.ingestor import Ingestor
+    from ragserve.ingest.jobs.runner import JobRunner
     from ragserve_index import IndexStore
 
     async with AsyncExitStack() as stack:

@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx
 
-from ragserve.bench import report
-from ragserve.bench.server import running_server
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.client import Client
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.prompt import PromptBuilder, PromptDocument
+from ragserve.measuring import report
+from ragserve.measuring.server import running_server
 
 CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 _K = 5

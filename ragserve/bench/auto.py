@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.auto import Chooser
-from ragserve.costs import COSTS, FILE_NAME, Sample, fit
+from ragserve.answering.auto import Chooser
+from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import GenerateRequest
-from ragserve.gate import Gate
-from ragserve.prompt import Prompt, Segment
+from ragserve.profiles.costs import COSTS, FILE_NAME, Sample, fit
+from ragserve.profiles.gate import Gate
 
 
 class _Forced(Gate):

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import auto, in_process, trace
+from ragserve.bench import auto
+from ragserve.bench import model_shapes as in_process
+from ragserve.bench import profiler_trace as trace
 from ragserve.bench.context_rows import Measured
 from ragserve.config import load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
-from ragserve.engine.once import run_once
+from ragserve.engine.offline import run_once
 from ragserve.errors import EngineError, RagserveError
-from ragserve.strategies import StrategySpec
+from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 SYSTEM_TOKENS = 32

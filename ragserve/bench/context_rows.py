@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import report
-from ragserve.costs import Sample
+from ragserve.measuring import report
+from ragserve.profiles.costs import Sample
 
 NOTE = (
     "Milliseconds, medians. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's query pass) and select;"

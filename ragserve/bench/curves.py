@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.strategies import parse
+from ragserve.strategy_spec import parse
 
 SOURCE, PICTURE = "eval-h200.json", "eval-h200.svg"
 SETS = ("crossdoc", "mid_crossdoc", "long_crossdoc")

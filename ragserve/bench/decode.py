@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import in_process
+from ragserve.bench import model_shapes as in_process
 from ragserve.config import load
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
-from ragserve.engine.once import run_once
+from ragserve.engine.offline import run_once
 from ragserve.errors import EngineError
 from sglang_ext.protocol import DecodeReport
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import report
 from ragserve.bench.index_vectors import SPREAD, multiply, sentences
 from ragserve.errors import InvalidRequest
+from ragserve.measuring import report
 
 _K = 10
 _DIM = 384

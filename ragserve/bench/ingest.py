@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import report
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
+from ragserve.measuring import report
 
 __all__ = ["run"]
 
@@ -84,9 +84,9 @@ def _row(what: str, seconds: float, files: int, chunks: int, tokens: int, embedd
 
 def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path) -> dict[str, Any]:
     """One ingestion into a fresh data directory, its timings, and the texts it embedded, for the other side."""
+    from ragserve.ingest.ingestor import Ingestor, PathOptions
     from ragserve.ingest.pipeline import embedding_text
-    from ragserve.ingest.service import Ingestor, PathOptions
-    from ragserve.ingest.vanished import every_document
+    from ragserve.ingest.prune import every_document
     from ragserve_index import IndexStore
 
     store = IndexStore(data_dir)

@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import in_process, report
-from ragserve.bench.offered import SEED, Outcome, capacity, offer
-from ragserve.bench.traces import Trace, cache, everything_of, read_trace
+from ragserve.bench import model_shapes as in_process
+from ragserve.bench.open_loop import SEED, Outcome, capacity, offer
+from ragserve.bench.retrieval_trace import Trace, cache, everything_of, read_trace
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
-from ragserve.engine.once import run_once
+from ragserve.engine.offline import run_once
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.strategies import StrategySpec, parse
+from ragserve.measuring import report
+from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sentences"

@@ -1,8 +1,8 @@
 """The tables of README files, made from what they are about: the settings, and the benchmarks' JSON.
 
 A section stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. ``settings`` is made from `ragserve.config.Settings`; any other
-name is a file ``NAME.json`` of examples/results, as `ragserve.bench.report.write` leaves it, optionally followed by the columns to show.
-"""
+name is a file ``NAME.json`` of examples/results, as `ragserve.measuring.report.write` leaves it, optionally followed by the columns to
+show."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.bench import in_process, report
-from ragserve.bench.traces import SEED, Query, Trace, cache, everything_of, read_trace
+from ragserve.bench import model_shapes as in_process
+from ragserve.bench.retrieval_trace import SEED, Query, Trace, cache, everything_of, read_trace
 from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.measuring import report
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
@@ -120,7 +121,7 @@ def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
 def main(job_path: str, result_path: str) -> None:
     """One engine, all cases."""
     from ragserve.config import load
-    from ragserve.engine.once import run_once
+    from ragserve.engine.offline import run_once
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import beir, report
-from ragserve.bench.ranking import ndcg, recall
+from ragserve.bench import beir
+from ragserve.bench.ir_metrics import ndcg, recall
 from ragserve.config import IndexType
 from ragserve.errors import InvalidRequest
+from ragserve.measuring import report
 
 _DEPTH = 10
 _BATCH = 256

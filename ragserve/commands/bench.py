@@ -92,5 +92,5 @@ def bench(
     if name is Name.ALL:  # asked for by name: those of the kernels measure nothing without a GPU, and these two have data of their own
         chosen = [each for each in chosen if each not in (Name.REPLAY, Name.LOAD, *_KERNELS)]
     for each in chosen:
-        module = import_module(f"ragserve.bench.{each.value.replace('-', '_')}")
+        module = import_module(f"ragserve.bench.{each.value.replace('-', '.')}")
         module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 @_app.command("stat")
 def stat(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
     """Bytes and documents per tier and namespace, as JSON."""
-    from ragserve.engine import offline
+    from ragserve.cache import folder as offline
 
     _print(_ask(url, api_key, "GET", "") if url else offline.stat(data_dir / "kv"))
 
@@ -35,7 +35,7 @@ def stat(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("rags
 @_app.command("verify")
 def verify(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
     """Read every page and check it. Exits with 3 where one is bad; a server treats those documents as not cached."""
-    from ragserve.engine import offline
+    from ragserve.cache import folder as offline
 
     if url:
         report = _ask(url, api_key, "POST", "/verify")
@@ -51,7 +51,7 @@ def verify(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ra
 @_app.command("clear")
 def clear(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
     """Remove all cached KV; it is computed again when needed. Documents stay indexed."""
-    from ragserve.engine import offline
+    from ragserve.cache import folder as offline
 
     if url:
         _ask(url, api_key, "DELETE", "")

@@ -1,47 +1,151 @@
-"""`ragserve calibrate-heads`: learn which KV heads may stream, and what that costs."""
+"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model by which strategy ``auto`` chooses."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from ragserve.config import DEFAULT_MODEL
+from ragserve.commands.options import ENGINE_SETTINGS, with_settings
+from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from ragserve.calibration.costs import Schedule
+    from ragserve.engine.local import LocalEngine
+    from ragserve.strategy_spec import StrategySpec
+
+SETTINGS = ("model", "data_dir", "kv_disk_bytes", *ENGINE_SETTINGS)
+
+
+class Part(StrEnum):
+    """What to measure."""
+
+    all = "all"
+    samkv = "samkv"
+    costs = "costs"
 
 
 def register(app: typer.Typer) -> None:
-    app.command("calibrate-heads")(calibrate_heads)
+    app.command("calibrate")(with_settings(calibrate, SETTINGS))
 
 
-def calibrate_heads(
-    out: Annotated[Path, typer.Argument(help="Pattern file to write, for `ragserve serve --decode-heads`.")],
-    model: Annotated[str, typer.Option(help="The model: a Hugging Face path or id.")] = DEFAULT_MODEL,
-    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the heads that the pattern lets stream.")] = 0.5,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps, one text each.")] = 200,
-    tokens: Annotated[
-        int, typer.Option(min=768, help="Tokens of the longest text; the others have at least half: well above the 320 that stay near.")
-    ] = 1536,
-    penalty: Annotated[float, typer.Option(min=0, help="Weight of the mean gate beside the hidden states' relative error.")] = 0.05,
-    held_out: Annotated[int, typer.Option(min=1, help="Texts that the pattern is tried on.")] = 8,
-    device: Annotated[str, typer.Option(help="torch device; auto: cuda if there is one.")] = "auto",
+def calibrate(
+    settings: Settings,
+    part: Annotated[
+        Part,
+        typer.Option(help="samkv: the model's profile, anew. costs: the cost model. all: the profile where there is none, then costs."),
+    ] = Part.all,
+    strategies: Annotated[
+        str | None, typer.Option(help="costs: composed ones, as for eval. Default: those verified for the model.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=64, help="costs: longest prompt to measure. Default: what the engine takes.")
+    ] = None,
+    document_tokens: Annotated[int, typer.Option(min=16, help="costs: size of the documents.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="costs: measurements of each case, after one that does not count.")] = 3,
+    sets: Annotated[int, typer.Option(min=1, help="samkv: sets of documents to ask about.")] = 4,
+    questions: Annotated[int, typer.Option(min=1, help="samkv: questions of each of the four kinds on every set.")] = 6,
 ) -> None:
-    """Learn a gate per KV head on synthetic passkeys (DuoAttention) and write the pattern of streaming heads.
+    """Find out how a model is served best on this machine, and leave what was found where `serve` reads it.
 
-    Prints the quality at 25, 50 and 75 % streaming heads, chosen by the gates and, beside them, at random.
+    The samkv profile (stable layers, retrieval heads, selection and its options) is the model's, and is written beside it; the costs (time
+    to the first token of every strategy) are this machine's, and are written to the data folder. Stop a server on the same machine first:
+    it would be measured with it.
     """
-    if out.exists() and out.is_dir():
-        raise InvalidRequest(f"{out} is a folder.", hint="Name the file to write.")
-    from ragserve.engine.heads import calibrate_heads as calibrate
+    from ragserve.calibration.costs import Schedule
+    from ragserve.engine.offline import run_once
+    from ragserve.measuring.server import free_port
+    from ragserve.profiles.samkv import FILE_NAME
+    from ragserve.strategy_spec import parse
+    from sglang_ext.protocol import EXACT_STRATEGIES
 
-    def progress(step: int, error: float, gate: float) -> None:
-        if step % 20 == 0 or step == steps - 1:
-            typer.echo(f"step {step + 1} of {steps}: error {error:.4f}, mean gate {gate:.3f}", err=True)
+    names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
+    given = parse(strategies, names) if strategies else []
+    schedule = Schedule(max_tokens, document_tokens, repeats)
 
-    options = {"model": model, "share": share, "steps": steps, "tokens": tokens, "penalty": penalty, "held_out": held_out, "device": device}
-    typer.echo(f"{'streaming':>9}  {'chosen by':>9}  {'error':>7}  {'same token':>10}  {'passkeys':>8}")
-    for row in calibrate(out, progress=progress, **options):
-        figures = f"{row['error']:7.4f}  {row['agreement']:10.1%}  {row['passkeys']:8.1%}"
-        typer.echo(f"{row['share']:9.0%}  {row['chosen by']:>9}  {figures}")
-    typer.echo(f"written: {out}")
+    async def work(engine: LocalEngine) -> None:
+        made = part == Part.samkv or (part == Part.all and not engine.info.samkv and not engine.info.only_exact)
+        if made:
+            await _samkv(settings, engine, sets, questions)
+        if part != Part.samkv:
+            await _costs(settings, engine, given, schedule, made=made)
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
+        # Documents of its own: a server may own those of the data folder.
+        if (settings.data_dir / FILE_NAME).exists():
+            shutil.copy(settings.data_dir / FILE_NAME, folder)
+        run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
+
+
+async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.calibration.samkv import Schedule, find, table
+    from ragserve.measuring.report import environment
+    from ragserve.profiles.samkv import SAMKV, SamkvProfile, place_of
+
+    info, ran = engine.info, environment()
+    if info.only_exact:
+        raise InvalidRequest(f"There is no samkv for this model: {info.only_exact}.")
+    schedule = Schedule(sets=sets, questions=questions)
+    probes = schedule.probes(PromptBuilder.load(info.tokenizer), info.max_prompt_tokens)
+    found = await find(engine, probes, _say)
+    for line in table(found):
+        typer.echo(line)
+    asked = {"documents": len(probes[0].spans) - 1, "tokens": len(probes[0].ids), "questions": sum(len(p.questions) for p in probes)}
+    profile = SamkvProfile(
+        found.stable,
+        found.heads,
+        found.selection,
+        found.options,
+        model=Path(settings.model).name,
+        hardware=ran["gpu"] or ran["cpu"],
+        dtype=info.dtype,
+        date=time.strftime("%Y-%m-%d"),
+        versions=ran["versions"],
+        probes={"sets": sets, "seed": schedule.seed, **asked},
+        figures=found.figures,
+    )
+    place = place_of(settings, info.fingerprint)
+    SAMKV.save(place, info.fingerprint, profile)
+    typer.echo(f"written: {place}")
+
+
+async def _costs(settings: Settings, engine: LocalEngine, given: list[StrategySpec], schedule: Schedule, *, made: bool) -> None:
+    """``made``: a profile was, which the running engine does not have: samkv by it has not been verified, and is left out."""
+    from ragserve.calibration.costs import measure
+    from ragserve.measuring.report import environment
+    from ragserve.profiles.costs import COSTS, FILE_NAME, fit
+    from ragserve.profiles.gate import Gate
+    from ragserve.strategy_spec import parse
+
+    specs = given or [spec for label in Gate.of(settings, engine.info).verified() if (spec := parse(label)[0]).name != "samkv" or not made]
+    if not specs:
+        why, hint = (
+            "No composed strategy is verified for this model, so auto has nothing to choose from.",
+            "Run ragserve eval --write-gate first, or name some with --strategies.",
+        )
+        if made:
+            _say(f"No costs were measured. {why} {hint}")
+            return
+        raise InvalidRequest(why, hint=hint)
+    samples = await measure(engine, specs, schedule, _say)
+    ran = environment()
+    costs = fit(samples, model=Path(settings.model).name, hardware=ran["gpu"] or ran["cpu"], date=time.strftime("%Y-%m-%d"))
+    place = settings.data_dir / FILE_NAME
+    COSTS.save(place, engine.info.fingerprint, costs)
+    typer.echo(f"{len(samples)} measurements, mean error of the fit {costs.error:.1%}")
+    for label in costs.composed:
+        for tokens in (1024, 4096):
+            composed = costs.composed_ms(label, [(tokens, "device")])
+            typer.echo(f"{label}, {tokens} tokens on the device: {composed:.0f} ms, exact {costs.exact_ms(tokens):.0f} ms")
+    typer.echo(f"written: {place}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

@@ -13,7 +13,7 @@ from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings
 
 if TYPE_CHECKING:
-    from ragserve.crossover import Point
+    from ragserve.calibration.decode import Point
     from ragserve.engine.local import LocalEngine
 
 SETTINGS = (
@@ -46,10 +46,10 @@ def calibrate_decode(
     `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless --decode-dense-below says otherwise.
     Stop a server on the same machine first: it would be measured with it.
     """
-    from ragserve.bench.report import environment
-    from ragserve.bench.server import free_port
-    from ragserve.crossover import DECODE, FILE_NAME, DecodeProfile, crossover, measure, options_of
-    from ragserve.engine.once import run_once
+    from ragserve.calibration.decode import DECODE, FILE_NAME, DecodeProfile, crossover, measure, options_of
+    from ragserve.engine.offline import run_once
+    from ragserve.measuring.report import environment
+    from ragserve.measuring.server import free_port
 
     options = options_of(settings)
     place = settings.data_dir / FILE_NAME

@@ -59,7 +59,7 @@ def ls(
     data_dir: _DataDirOption = None,
 ) -> None:
     """List documents."""
-    from ragserve.ingest.vanished import every_document
+    from ragserve.ingest.prune import every_document
 
     with _store(data_dir) as store:
         names = [namespace] if namespace else [info.name for info in store.namespaces()]
@@ -106,7 +106,7 @@ def rm(
     tokenizer: _TokenizerOption = None,
 ) -> None:
     """Remove documents, and what is cached of them. Exits with 1 if one is not there; the others are removed all the same."""
-    from ragserve.evictions import clean_files
+    from ragserve.cache.evictions import clean_files
 
     removed: list[Document] = []
     missing: list[str] = []
@@ -136,7 +136,7 @@ def drop(
     data_dir: _DataDirOption = None,
 ) -> None:
     """Remove a namespace with all its documents, and what is cached of them."""
-    from ragserve.evictions import clean_files
+    from ragserve.cache.evictions import clean_files
 
     with _store(data_dir) as store:
         dropped = store.drop_namespace(namespace)
@@ -155,8 +155,8 @@ def warm(
     as_json: _JsonOption = False,
 ) -> None:
     """See _WARM_HELP."""
+    from ragserve.cache.warm import submit_warm
     from ragserve.commands.warm import show_warm
-    from ragserve.ingest.warm import submit_warm
 
     if url:
         _warm_by(url, settings, namespace, doc, as_json)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ragserve.checks import Check, examine
+from ragserve.commands.doctor_checks import Check, examine
 from ragserve.config import Settings, load
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}

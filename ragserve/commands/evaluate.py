@@ -65,9 +65,9 @@ def evaluate(
     Without --url, `given` starts engines of its own and compares the strategies' next-token distributions with that of full prefill;
     `retrieved` starts a server.
     """
-    from ragserve.auto import AUTO
+    from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
-    from ragserve.strategies import parse
+    from ragserve.strategy_spec import parse
 
     known = [name for name in get_args(StrategyName) if name != AUTO or url]
     specs = parse(strategies, known)
@@ -96,10 +96,10 @@ def evaluate(
 
 
 def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: bool) -> list[Line]:
-    from ragserve import gate
     from ragserve.eval.console import progress
     from ragserve.eval.parallel import run
     from ragserve.eval.summary import write
+    from ragserve.profiles import gate
 
     with contextlib.ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-eval-")))
@@ -128,10 +128,10 @@ def _rest(
     out: Path | None,
 ) -> list[Line]:
     """``url``'s server, or one that is started with the settings; of several sets each report gets the set's name."""
-    from ragserve.bench.server import running_server
     from ragserve.client import Client
     from ragserve.eval.data import set_name
     from ragserve.eval.rest import evaluate_set
+    from ragserve.measuring.server import running_server
 
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:

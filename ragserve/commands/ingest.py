@@ -74,7 +74,7 @@ def ingest(
     if "-" in given and (len(given) > 1 or not name or follow_changes):
         raise InvalidRequest("Standard input is ingested alone and needs a name: ragserve ingest - --name notes.md")
 
-    from ragserve.ingest.service import PathOptions
+    from ragserve.ingest.ingestor import PathOptions
     from ragserve.ingest.sources import parse_metadata
 
     if warm:
@@ -108,8 +108,8 @@ class _Session:
         self._console = Console(quiet=as_json)
 
     def __enter__(self) -> _Session:
-        from ragserve.evictions import clean_files
-        from ragserve.ingest.service import Ingestor
+        from ragserve.cache.evictions import clean_files
+        from ragserve.ingest.ingestor import Ingestor
         from ragserve.retrieval.embedder import Embedder
         from ragserve_index import IndexStore
 
@@ -128,7 +128,7 @@ class _Session:
 
     def run(self, job_id: str, *, wait: bool = False, pruned: bool = False, compact: bool = False) -> tuple[int, int]:
         """(files that failed, files that were looked at)."""
-        from ragserve.ingest.console import print_report, progress_bar
+        from ragserve.commands.job_console import print_report, progress_bar
 
         with progress_bar(self._console, enabled=not self._as_json) as show:
             report = self.ingestor.run(job_id, on_progress=show, stop=self._stop, wait=wait)
@@ -165,7 +165,7 @@ class _Session:
         return total[0], total[1]
 
     def submit_stdin(self, namespace: str, name: str, options: Any) -> str:
-        from ragserve.ingest.service import Upload
+        from ragserve.ingest.ingestor import Upload
 
         limit = self._settings.max_upload_bytes
         data = sys.stdin.buffer.read(limit + 1)

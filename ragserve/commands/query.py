@@ -10,10 +10,10 @@ import httpx
 import typer
 from rich.console import Console
 
+from ragserve.answering.results import Answer, Citation
 from ragserve.client import Client
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
-from ragserve.results import Answer, Citation
-from ragserve.strategies import parse
+from ragserve.strategy_spec import parse
 
 _URL = "http://127.0.0.1:30000"
 _EXCERPT_CHARS = 160

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ragserve import serving
+from ragserve.cache import lock as serving
 from ragserve.commands.options import with_settings
 from ragserve.config import Settings
 from ragserve.errors import Conflict

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ragserve import serving
+from ragserve.cache import lock as serving
 from ragserve.config import Settings
 from ragserve.errors import EngineError, InvalidRequest
-from ragserve.ingest.report import JobReport, Progress
+from ragserve.ingest.jobs.report import JobReport, Progress
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
@@ -50,7 +50,7 @@ def show_warm(settings: Settings, store: IndexStore, job_id: str, stop: threadin
     """``run_warm`` with a progress bar and a report on the terminal."""
     from rich.console import Console
 
-    from ragserve.ingest.console import print_report, progress_bar
+    from ragserve.commands.job_console import print_report, progress_bar
 
     console = Console(quiet=quiet)
     with progress_bar(console, enabled=not quiet) as show:
@@ -81,11 +81,11 @@ def run_warm(
 def _run_here(
     settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, on_progress: Callable[[Progress], None]
 ) -> JobReport:
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.cache.evictions import Evictor, note_engine
+    from ragserve.cache.warm import Warmer
     from ragserve.commands.serve import claim_port
-    from ragserve.engine.once import run_once
-    from ragserve.evictions import Evictor, note_engine
-    from ragserve.ingest.warm import Warmer
-    from ragserve.prompt import PromptBuilder
+    from ragserve.engine.offline import run_once
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

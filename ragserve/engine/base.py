@@ -92,7 +92,7 @@ class EngineInfo:
     only_exact: str | None = None  # why there are none but the exact strategies
     sparse_decode: bool = False  # whether requests may say how their decode steps attend
     dtype: str = ""  # of weights and KV, as "bfloat16", or "bfloat16, KV fp8_e5m2" where they differ; empty where it is not known
-    samkv: str = ""  # digest of the profile that completes samkv's options (`ragserve.samkv_profile`); empty without one
+    samkv: str = ""  # digest of the profile that completes samkv's options (`ragserve.profiles.samkv`); empty without one
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
-from ragserve.engine.caching import Whereabouts
-from ragserve.engine.documents import Documents
+from ragserve.engine.document_cache import Whereabouts
+from ragserve.engine.prefill import Documents
 from ragserve.engine.stream import StreamReader, payload
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.protocol import (
@@ -50,7 +50,7 @@ class LocalEngine:
         """Warm up with one request, so that the first user does not pay for it, and read what is serving."""
         from sglang.version import __version__ as version
 
-        from sglang_ext.documents.factory import model_fingerprint
+        from sglang_ext.documents.build import model_fingerprint
         from sglang_ext.launch import scheduler_info, tokenizer_manager
 
         manager, info = tokenizer_manager(), scheduler_info()
@@ -118,12 +118,12 @@ class LocalEngine:
         await self._documents.prefill(request, request.spans, analyse=True)
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
-        """Where these documents are cached, see `ragserve.engine.caching`."""
+        """Where these documents are cached, see `ragserve.engine.document_cache`."""
         keys = [document_key(namespace, self._fingerprint, ids) for ids in documents]
         return Whereabouts.of(await self.control("where", keys=keys, tokens=list(map(len, documents)), namespace=namespace))
 
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens strategy ``prefix`` would find, see `ragserve.engine.caching`."""
+        """How many of a prompt's first tokens strategy ``prefix`` would find, see `ragserve.engine.document_cache`."""
         return int((await self.control("prefix", ids=list(input_ids), namespace=namespace))["tokens"])
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
@@ -340,8 +340,8 @@ def server_args(settings: Settings) -> Any:
 
 def _kv_config(settings: Settings) -> dict[str, Any]:
     """What the document cache of the scheduler processes reads from its environment. Raises InvalidRequest for a broken samkv profile."""
-    from ragserve import samkv_profile
-    from sglang_ext.documents.factory import model_fingerprint
+    from ragserve.profiles import samkv as samkv_profile
+    from sglang_ext.documents.build import model_fingerprint
 
     config: dict[str, Any] = {"host_bytes": settings.kv_host_bytes, "disk_bytes": settings.kv_disk_bytes}
     config |= {"analysis": settings.kv_analysis, "analysis_bytes": settings.kv_analysis_bytes, "block_tokens": settings.kv_block_tokens}
@@ -382,8 +382,8 @@ def _dense_below(settings: Settings) -> int:
         return settings.decode_dense_below
     if settings.decode_mode == "dense":
         return DecodeOptions().dense_below
-    from ragserve.crossover import DECODE, FILE_NAME, options_of
-    from sglang_ext.documents.factory import model_fingerprint
+    from ragserve.calibration.decode import DECODE, FILE_NAME, options_of
+    from sglang_ext.documents.build import model_fingerprint
 
     found = DECODE.load(settings.data_dir / FILE_NAME, model_fingerprint(settings.model, ""))
     if found is None:

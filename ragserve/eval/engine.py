@@ -12,15 +12,15 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ragserve.accounting import context_use
+from ragserve.answering.accounting import context_use
+from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
 from ragserve.eval.distribution import decode, kl
 from ragserve.eval.metrics import exact_match, token_f1
 from ragserve.eval.rows import Key, Row
-from ragserve.prompt import Prompt, PromptBuilder, PromptDocument
-from ragserve.strategies import StrategySpec
+from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 if TYPE_CHECKING:

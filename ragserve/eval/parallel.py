@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench.server import free_port, stop_with_parent
 from ragserve.config import Settings
 from ragserve.errors import EngineError
 from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
 from ragserve.eval.worker import Job
-from ragserve.strategies import StrategySpec
+from ragserve.measuring.server import free_port, stop_with_parent
+from ragserve.strategy_spec import StrategySpec
 
 _POLL_S = 0.2
 _RESTARTS = 1  # of an engine that ends: several that start at once may pick the same port

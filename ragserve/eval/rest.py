@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import report
 from ragserve.client import Client
 from ragserve.eval.console import progress
 from ragserve.eval.data import Question, distinct_passages, load, set_name
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
+from ragserve.measuring import report
 
 Line = dict[str, Any]
 

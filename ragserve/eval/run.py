@@ -14,14 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragserve.auto import AUTO
+from ragserve.answering.auto import AUTO
+from ragserve.answering.results import Answer, RetrievedPassage
 from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import Passage, Question, distinct_passages
 from ragserve.eval.metrics import contains_answer, exact_match, token_f1
-from ragserve.gate import FORCE
-from ragserve.results import Answer, RetrievedPassage
-from ragserve.strategies import StrategySpec
+from ragserve.profiles.gate import FORCE
+from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 _SEED = 0
@@ -146,7 +146,7 @@ def ingested(
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Averages over a set: exact match and F1 in percent, tokens and milliseconds per question, failures (which count as wrong)."""
-    from ragserve.bench.report import percentile
+    from ragserve.measuring.report import percentile
 
     n = len(outcomes)
     answered = [o for o in outcomes if not o.error]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.bench import report
-from ragserve.bench.report import percentile
+from ragserve.measuring import report
+from ragserve.measuring.report import percentile
 
 if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
@@ -35,7 +35,7 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, Any], out: Path | None) -> dict[str, Any]:
-    """Print the table of a run and write its report (see `ragserve.bench.report`), with the engine that served as ``engine``."""
+    """Print the table of a run and write its report (see `ragserve.measuring.report`), with the engine that served as ``engine``."""
     workload = {
         "model": Path(plan.settings.model).name,
         "device": served["engine"]["device"],

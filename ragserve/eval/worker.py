@@ -45,13 +45,13 @@ class Job:
 
 def run(job: Job) -> None:
     """Start the engine, ask, write. Raises what ends it; questions that fail are rows."""
+    from ragserve.answering.prompt import PromptBuilder
     from ragserve.engine.local import LocalEngine
-    from ragserve.engine.once import run_once
+    from ragserve.engine.offline import run_once
     from ragserve.eval.data import interleaved, load, set_name
     from ragserve.eval.engine import Ask, evaluate
     from ragserve.eval.rows import RowFile, read
-    from ragserve.prompt import PromptBuilder
-    from ragserve.strategies import parse
+    from ragserve.strategy_spec import parse
 
     folder = Path(job.folder)
     questions = interleaved({set_name(path): load(path, job.limit) for path in map(Path, job.sets)})[job.index :: job.of]
@@ -71,7 +71,7 @@ def run(job: Job) -> None:
 
 def _served(engine: Any) -> dict[str, Any]:
     """What answered: the engine, the hardware, versions."""
-    from ragserve.bench.report import environment
+    from ragserve.measuring.report import environment
 
     return {"engine": asdict(engine.info), "environment": environment()}
 

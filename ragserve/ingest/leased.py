@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from ragserve.errors import Conflict
-from ragserve.ingest.lease import LEASE_S, Lease, worker_name
-from ragserve.ingest.report import Interrupted
+from ragserve.ingest.jobs.lease import LEASE_S, Lease, worker_name
+from ragserve.ingest.jobs.report import Interrupted
 from ragserve_index import JobStore
 from ragserve_index.types import Job
 

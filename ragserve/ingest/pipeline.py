@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ragserve.ingest.chunking import CHUNKING_VERSION
-from ragserve.ingest.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.jobs.report import Interrupted, Progress
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.report import Interrupted, Progress
+from ragserve.ingest.parsing.process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve_index.types import JobItem, NewDocument
 
 __all__ = ["Embeds", "Interrupted", "Pipeline", "Work", "content_salt", "embedding_text"]

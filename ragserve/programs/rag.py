@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ragserve.answering.results import RetrievedPassage
 from ragserve.client import Client
 from ragserve.errors import InvalidRequest
-from ragserve.results import RetrievedPassage
 
 if TYPE_CHECKING:
     from ragserve.programs.text import PromptText
@@ -24,7 +24,7 @@ class Context:
 
     def cited(self, answer: str) -> list[RetrievedPassage]:
         """The passages an answer rests on, by the server's own rule: markers ``[n]``, else those that quote it, else all."""
-        from ragserve.citations import MarkerFilter, cite
+        from ragserve.answering.citations import MarkerFilter, cite
 
         markers = MarkerFilter(len(self.passages))
         text = markers.feed(answer) + markers.end()

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragserve.answering.chat_template import Layout, Message, Piece
+from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import InvalidRequest
-from ragserve.layout import Layout, Message, Piece
-from ragserve.prompt import PromptBuilder, PromptDocument, load_tokenizer
 
 _BREAK = "\u200b"  # zero-width space
 _QUESTION, _ANSWER = "\ue000asked\ue001", "\ue000answered\ue001"

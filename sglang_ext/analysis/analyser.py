@@ -9,8 +9,8 @@ import torch
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
-from sglang_ext.analysis import heads
-from sglang_ext.analysis.passes import Kv, LayerState, Text, run
+from sglang_ext.analysis import retrieval_heads as heads
+from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.summary import Analysis, Cut, quantize
 from sglang_ext.analysis.texts import Texts
 

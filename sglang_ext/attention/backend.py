@@ -20,10 +20,10 @@ from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.attention.checks import check_engine
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.heads import load_pattern
-from sglang_ext.attention.pool import QuantizedKVPool
-from sglang_ext.attention.requests import FORCED_PAGES, Planner, Step, Variant
-from sglang_ext.attention.statistics import Statistics
+from sglang_ext.attention.page_stats import Statistics
+from sglang_ext.attention.planner import FORCED_PAGES, Planner, Step, Variant
+from sglang_ext.attention.quantized_pool import QuantizedKVPool
+from sglang_ext.attention.streaming_heads import load_pattern
 from sglang_ext.attention.tables import Shape, StepTables
 
 log = logging.getLogger(__name__)

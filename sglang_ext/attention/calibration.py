@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.attention.heads import save_pattern, streaming_heads
+from sglang_ext.attention.streaming_heads import save_pattern, streaming_heads
 
 _NAME = "ragserve_gated_heads"
 _COLOURS = ["red", "blue", "green", "white", "black", "brown", "grey", "golden", "silver", "purple"]

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ragserve_kernels._common import FLOAT_DTYPES, HEAD_DIMS
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.pool import QuantizedKVPool
+from sglang_ext.attention.quantized_pool import QuantizedKVPool
 from sglang_ext.protocol import CACHE_BACKEND
 
 _PAGE_SIZES = (16, 32, 64, 128)

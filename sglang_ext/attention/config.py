@@ -20,7 +20,7 @@ class AttentionConfig:
     ``bound`` and ``ranking``: of progressive decoding, see `ragserve_kernels.progressive_decode`; "center" ranks pages by the centre of
     their bounding box (one score per page), "minmax" by the best upper bound of their logical pages.
 
-    ``kv_bits``: of the KV pool, 16 for the plain one, 8 or 4 for `sglang_ext.attention.pool`.
+    ``kv_bits``: of the KV pool, 16 for the plain one, 8 or 4 for `sglang_ext.attention.quantized_pool`.
     """
 
     options: DecodeOptions = field(default_factory=DecodeOptions)

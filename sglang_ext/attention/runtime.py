@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.metrics import decode_metrics
-from sglang_ext.attention.requests import DecodeState, Row, Step, Variant
+from sglang_ext.attention.planner import DecodeState, Row, Step, Variant
 from sglang_ext.protocol import DECODE_FIELD, PlanError
 
 log = logging.getLogger(__name__)
@@ -190,6 +190,6 @@ class DecodeRuntime:
 
 def _fills(req: Any) -> bool:
     """Whether the next forward also fills the request's composed context."""
-    from sglang_ext.context.runtime import is_composed
+    from sglang_ext.context.scheduler.runtime import is_composed
 
     return is_composed(req) and not req.ragserve.filled

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
-from sglang_ext.attention.requests import Row
+from sglang_ext.attention.planner import Row
 
 
 @dataclass(frozen=True, slots=True)

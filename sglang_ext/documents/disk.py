@@ -220,7 +220,7 @@ def open_disk(config: DiskConfig, layout: Layout, faults: Faults, make_other: Ca
     """The tier for a configuration. Raises StoreInUse when another process owns the folder."""
     if config.backend != OWN_BACKEND:
         return make_other()
-    from sglang_ext.compat import prepare
+    from sglang_ext.cpu.torchvision import prepare
 
     prepare()
     files = DocumentFiles(Path(str(config.path)), rank=layout.rank, world=layout.world)

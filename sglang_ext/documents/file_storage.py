@@ -2,7 +2,7 @@
 
 Keys are ``<namespace>@<document key>@<part>``, where a part is a block's number, ``record`` or ``summary``. What is stored under a key
 is what any other backend would store: a page's bytes, or the document's record. A document is the unit of writing: ``batch_set`` takes
-its record and all its pages and makes one file of them, in one rename. Imports SGLang: call ``sglang_ext.compat.prepare()`` first.
+its record and all its pages and makes one file of them, in one rename. Imports SGLang: call ``sglang_ext.cpu.torchvision.prepare()`` first.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from sglang_ext.documents.core import Tiers
 from sglang_ext.documents.host import HostEntry
 from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import LoadPart, LoadTicket
 
 _PART_BYTES = 2 * 2**20  # below this a second thread costs more than it brings

@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.documents import report
-from sglang_ext.documents.adapter import BackendTier, by_pool_index
-from sglang_ext.documents.core import Locked, Tiers
+from sglang_ext.documents import stats as report
 from sglang_ext.documents.disk import Faults, FileTier, open_disk
+from sglang_ext.documents.disk_index import DiskIndex
 from sglang_ext.documents.files import Found
+from sglang_ext.documents.hicache import BackendTier, by_pool_index
 from sglang_ext.documents.host import HostEntry, HostTier, fill_pages
-from sglang_ext.documents.index import DiskIndex
 from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_format import digest, token_array
 from sglang_ext.documents.promote import Promoter
 from sglang_ext.documents.summaries import Summaries, SummaryTicket
+from sglang_ext.documents.tiers import Locked, Tiers
 from sglang_ext.documents.types import (
     OWN_BACKEND,
     DiskConfig,

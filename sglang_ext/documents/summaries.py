@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.core import Tiers
 from sglang_ext.documents.page_format import PageError, Record
+from sglang_ext.documents.tiers import Tiers
 
 
 @dataclass

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.core import Tiers
 from sglang_ext.documents.host import HostEntry, fill_pages
 from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import DocumentMeta, IntegrityError
 
 

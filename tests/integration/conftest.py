@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ragserve.bench.server import RunningServer, running_server
-from ragserve.prompt import PromptBuilder
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.measuring.server import RunningServer, running_server
 from tests.conftest import MODEL
 from tests.integration.models import random_llama
 from tests.integration.reference import Reference

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from ragserve.samkv_profile import FILE_NAME, SAMKV, SamkvProfile
-from sglang_ext.documents.factory import model_fingerprint
+from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile
+from sglang_ext.documents.build import model_fingerprint
 from sglang_ext.protocol import ContextPlan, document_key
 from tests.integration.context_client import assert_same, generate
 from tests.integration.reference import Generated, Reference

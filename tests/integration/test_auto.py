@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ragserve.costs import COSTS, Costs
-from ragserve.costs import FILE_NAME as COSTS_FILE
-from ragserve.gate import FILE_NAME as GATE_FILE
-from ragserve.gate import Entry, Figures, record
-from ragserve.samkv_profile import FILE_NAME as SAMKV_FILE
-from ragserve.samkv_profile import SAMKV
-from sglang_ext.documents.factory import model_fingerprint
+from ragserve.profiles.costs import COSTS, Costs
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import FILE_NAME as GATE_FILE
+from ragserve.profiles.gate import Entry, Figures, record
+from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
+from ragserve.profiles.samkv import SAMKV
+from sglang_ext.documents.build import model_fingerprint
 from tests.conftest import MODEL
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)

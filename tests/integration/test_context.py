@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragserve.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from sglang_ext.protocol import PLAN_FIELD
 from tests.integration.context_client import NEW, assert_same, composed, generate, result
 from tests.integration.reference import Reference

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from ragserve.prompt import PromptBuilder
+from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport
 from tests.conftest import MODEL, REPO
 from tests.integration.context_client import NEW, assert_same, composed, generate, missing_of, plan_of, result

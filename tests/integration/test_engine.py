@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragserve.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from tests.conftest import MODEL
 
 DATA = Path(__file__).parents[1] / "data" / "questions"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragserve.prompt import PromptBuilder
+from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD
 from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
 from tests.integration.reference import Reference

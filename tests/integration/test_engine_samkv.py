@@ -12,13 +12,13 @@ import torch
 from transformers import AutoTokenizer
 
 from examples.reuse_rules import kept
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.eval.data import Passage, Question
-from ragserve.prompt import PromptBuilder, PromptDocument
-from ragserve.strategies import StrategySpec
+from ragserve.strategy_spec import StrategySpec
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.samkv import KEEP, LEAST
+from sglang_ext.context.selection.samkv import KEEP, LEAST
 from sglang_ext.documents.files import DocumentFiles
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
 from tests.conftest import MODEL

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from ragserve.prompt import PromptBuilder
+from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import PLAN_FIELD
 from tests.conftest import MODEL
 from tests.integration.context_client import NEW, composed, result

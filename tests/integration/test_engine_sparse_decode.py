@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.attention.heads import save_pattern, streaming_heads
+from sglang_ext.attention.streaming_heads import save_pattern, streaming_heads
 from sglang_ext.protocol import DECODE_FIELD, MISSING_PREFIX, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
 from tests.conftest import MODEL
 from tests.integration.reference import Generated

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from ragserve.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 
 ROWS = [
     json.loads(line)

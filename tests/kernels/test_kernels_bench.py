@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from ragserve.bench import kernels_compose, kernels_copy_engine, kernels_decode, kernels_flashinfer
-from ragserve.bench.kernels_decode_cases import Case, Layer, block_weights
-from ragserve.bench.kernels_decode_progressive import fewest_blocks, ladder, quality
-from ragserve.bench.kernels_decode_record import Recorded, long_prompts, record, recorded_cases
-from ragserve.bench.kernels_parts import run_parts
-from ragserve.bench.kernels_timing import HEAD_DIM, KV_HEADS, LAYERS, agree, bandwidth
+from ragserve.bench.kernels import compose as kernels_compose
+from ragserve.bench.kernels import copy_engine as kernels_copy_engine
+from ragserve.bench.kernels import decode as kernels_decode
+from ragserve.bench.kernels import flashinfer as kernels_flashinfer
+from ragserve.bench.kernels.decode_cases import Case, Layer, block_weights
+from ragserve.bench.kernels.decode_progressive import fewest_blocks, ladder, quality
+from ragserve.bench.kernels.decode_record import Recorded, long_prompts, record, recorded_cases
+from ragserve.bench.kernels.parts import run_parts
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, agree, bandwidth
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve_kernels._common import KVLayers, forced_naive

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import PromptTooLong, Unavailable
-from ragserve.prompt import Message, PromptBuilder, PromptDocument, load_tokenizer
 from tests.conftest import MODEL
 
 LLAMA = (

@@ -6,10 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._common import check_dtype, check_head_dim, check_last_contiguous, check_same_device, check_shape, query_group, use_triton
-from .._paged import check_block_size, check_index, check_lens, check_table
-from . import naive
-from .naive import summarise
+from ragserve_kernels._common import (
+    check_dtype,
+    check_head_dim,
+    check_last_contiguous,
+    check_same_device,
+    check_shape,
+    query_group,
+    use_triton,
+)
+from ragserve_kernels._paged import check_block_size, check_index, check_lens, check_table
+from ragserve_kernels.page_select import naive
+from ragserve_kernels.page_select.naive import summarise
 
 __all__ = ["Selection", "page_select", "summarise"]
 
@@ -126,7 +134,7 @@ def page_select(
         "into": place,
     }
     if use_triton(q):
-        from . import triton as kernels
+        from ragserve_kernels.page_select import triton as kernels
 
         found = kernels.page_select(q, summaries, block_table, seq_lens, **arguments)
     else:

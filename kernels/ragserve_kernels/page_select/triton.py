@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .._common import next_power_of_2
-from .._dot import dot, dot_precision
-from .._paged import resident_programs, tile_rows
+from ragserve_kernels._common import next_power_of_2
+from ragserve_kernels._dot import dot, dot_precision
+from ragserve_kernels._paged import resident_programs, tile_rows
 
 MOST_IN_REGISTERS = 16384
 """Blocks of an item that one program holds in registers."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .._common import KVLayers, check_dtype, check_head_dim, check_page_size, check_same_device, check_shape, use_triton
-from . import naive
+from ragserve_kernels._common import KVLayers, check_dtype, check_head_dim, check_page_size, check_same_device, check_shape, use_triton
+from ragserve_kernels.page_stats import naive
 
 __all__ = ["PageStats", "page_stats"]
 
@@ -63,7 +63,7 @@ def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, *, page_size:
     if not len(pages):
         return
     if use_triton(pages):
-        from . import triton as kernels
+        from ragserve_kernels.page_stats import triton as kernels
 
         kernels.page_stats(kv, pages, into, page_size)
     else:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._common import KVLayers
+from ragserve_kernels._common import KVLayers
 
 if TYPE_CHECKING:
-    from . import PageStats
+    from ragserve_kernels.page_stats import PageStats
 
 
 def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, page_size: int) -> None:

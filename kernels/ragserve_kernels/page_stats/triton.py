@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .._common import KVLayers
+from ragserve_kernels._common import KVLayers
 
 if TYPE_CHECKING:
-    from . import PageStats
+    from ragserve_kernels.page_stats import PageStats
 
 
 @triton.jit

@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._common import check_dtype, check_last_contiguous, check_same_device, check_shape, use_triton
-from .._paged import KV, check_index, check_paged
-from . import naive
+from ragserve_kernels._common import check_dtype, check_last_contiguous, check_same_device, check_shape, use_triton
+from ragserve_kernels._paged import KV, check_index, check_paged
+from ragserve_kernels.progressive_decode import naive
 
 __all__ = ["Progressive", "progressive_decode"]
 
@@ -89,7 +89,7 @@ def progressive_decode(
         return Progressive(torch.zeros_like(q), torch.zeros_like(counts), torch.ones(q.shape[:2], dtype=torch.float32, device=q.device))
     ends = naive.round_ends(index.shape[2], first_round, growth, block_size)
     if use_triton(q):
-        from . import triton as kernels
+        from ragserve_kernels.progressive_decode import triton as kernels
 
         return Progressive(*kernels.progressive_decode(q, k, v, page_table, seq_lens, index, counts, ends=ends, bits=bits, **arguments))
     return Progressive(*naive.progressive_decode(q, k, v, page_table, seq_lens, index, counts, ends=ends, **arguments))

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from .._paged import KV
-from ..sparse_decode.naive import block_tokens, gather
+from ragserve_kernels._paged import KV
+from ragserve_kernels.sparse_decode.naive import block_tokens, gather
 
 MAX_TILE = 64
 """Tokens of the largest tile; rounds end at whole tiles, so that blocks smaller than a tile are read together."""

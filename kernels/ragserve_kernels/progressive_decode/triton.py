@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .._common import next_power_of_2
-from .._decode import attend_tile, load_query, tile_slots
-from .._paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
-from .naive import MAX_TILE
+from ragserve_kernels._common import next_power_of_2
+from ragserve_kernels._decode import attend_tile, load_query, tile_slots
+from ragserve_kernels._paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
+from ragserve_kernels.progressive_decode.naive import MAX_TILE
 
 LN2 = math.log(2.0)
 

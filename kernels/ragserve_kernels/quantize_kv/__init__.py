@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from .._common import INT_DTYPES, check_dtype, check_head_dim, check_last_contiguous, check_same_device, check_shape, use_triton
-from . import naive
-from .naive import dequantize_kv
-from .types import QuantizedKV
+from ragserve_kernels._common import (
+    INT_DTYPES,
+    check_dtype,
+    check_head_dim,
+    check_last_contiguous,
+    check_same_device,
+    check_shape,
+    use_triton,
+)
+from ragserve_kernels.quantize_kv import naive
+from ragserve_kernels.quantize_kv.naive import dequantize_kv
+from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 __all__ = ["QuantizedKV", "dequantize_kv", "quantize_kv"]
 
@@ -28,7 +36,7 @@ def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None
     check_last_contiguous("into.codes", into.codes)
     check_same_device(x, slots=slots, into=into.codes)
     if use_triton(x):
-        from . import triton as kernels
+        from ragserve_kernels.quantize_kv import triton as kernels
 
         kernels.quantize_kv(x, slots, into)
     else:

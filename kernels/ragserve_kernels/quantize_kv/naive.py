@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .types import QuantizedKV
+from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 
 def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

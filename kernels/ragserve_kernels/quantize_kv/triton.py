@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .types import QuantizedKV
+from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 
 @triton.jit

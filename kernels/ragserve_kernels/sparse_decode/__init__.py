@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from .._common import check_dtype, check_last_contiguous, check_same_device, check_shape, use_triton
-from .._paged import KV, check_index, check_paged
-from . import naive
-from .naive import FULL, SELECTED, STREAMING
+from ragserve_kernels._common import check_dtype, check_last_contiguous, check_same_device, check_shape, use_triton
+from ragserve_kernels._paged import KV, check_index, check_paged
+from ragserve_kernels.sparse_decode import naive
+from ragserve_kernels.sparse_decode.naive import FULL, SELECTED, STREAMING
 
 __all__ = ["FULL", "SELECTED", "STREAMING", "sparse_decode"]
 
@@ -83,7 +83,7 @@ def sparse_decode(
     if not batch:
         return out
     if use_triton(q):
-        from . import triton as kernels
+        from ragserve_kernels.sparse_decode import triton as kernels
 
         kernels.sparse_decode(
             q, k, v, page_table, seq_lens, out, lse, page_size=page_size, block_size=block_size, index=index, counts=counts, kinds=kinds,

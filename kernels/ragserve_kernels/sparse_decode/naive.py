@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .._paged import KV
-from ..quantize_kv.naive import dequantize_kv
-from ..quantize_kv.types import QuantizedKV
+from ragserve_kernels._paged import KV
+from ragserve_kernels.quantize_kv.naive import dequantize_kv
+from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 FULL, SELECTED, STREAMING = 0, 1, 2
 

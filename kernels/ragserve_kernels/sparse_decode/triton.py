@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .._common import next_power_of_2
-from .._decode import FULL, SELECTED, STREAMING, attend_tile, load_query, tile_slots
-from .._paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
+from ragserve_kernels._common import next_power_of_2
+from ragserve_kernels._decode import FULL, SELECTED, STREAMING, attend_tile, load_query, tile_slots
+from ragserve_kernels._paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
 
 LN2 = math.log(2.0)
 FEW_TOKENS = 2 * 132 * 128

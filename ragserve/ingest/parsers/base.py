@@ -1,4 +1,4 @@
-"""What a parser gets and gives. Parsers run in the worker process (`ragserve.ingest.worker`): no torch, no SGLang, no network."""
+"""What a parser gets and gives. Parsers run in the worker process (`ragserve.ingest.parsing.worker`): no torch, no SGLang, no network."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 from scripted_server import DOCUMENTS, Live
 
+from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.errors import EngineError
-from ragserve.prompt import Message, PromptBuilder, PromptDocument
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from scripted_server import DOCUMENTS, Live, serving
 
-from ragserve.costs import COSTS, Costs
-from ragserve.costs import FILE_NAME as COSTS_FILE
+from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.errors import EngineError, TooManyRequests
-from ragserve.gate import FILE_NAME, Entry, Figures, record
-from ragserve.prompt import Message, PromptBuilder, PromptDocument
+from ragserve.profiles.costs import COSTS, Costs
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragserve.citations import MarkerFilter, cite
+from ragserve.answering.citations import MarkerFilter, cite
 
 ALPHABET = st.sampled_from([*"ab [] \n\t0123456789.", "é", "٣"])
 

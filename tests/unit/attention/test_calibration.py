@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ragserve.cli import _register, app
 from sglang_ext.attention.calibration import GatedModel, evaluate, learn, make_passkeys
-from sglang_ext.attention.heads import load_pattern, streaming_heads
+from sglang_ext.attention.streaming_heads import load_pattern, streaming_heads
 from tests.conftest import MODEL
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_ext.attention.heads import load_pattern, save_pattern, streaming_heads
+from sglang_ext.attention.streaming_heads import load_pattern, save_pattern, streaming_heads
 
 GATES = torch.tensor([[0.9, 0.1, 0.5, 0.2], [0.3, 0.8, 0.4, 0.7]])
 

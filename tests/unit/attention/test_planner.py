@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.attention.config import AttentionConfig, from_environment
-from sglang_ext.attention.requests import Planner, Step, Variant
+from sglang_ext.attention.planner import Planner, Step, Variant
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, DECODE_FIELD, DecodeOptions, PlanError
 
 

@@ -11,8 +11,8 @@ import torch
 
 from ragserve_kernels.page_select import summarise
 from ragserve_kernels.quantize_kv import dequantize_kv
-from sglang_ext.attention.pool import QuantizedKVPool, cell_bytes, quantized_pool
-from sglang_ext.attention.statistics import Statistics
+from sglang_ext.attention.page_stats import Statistics
+from sglang_ext.attention.quantized_pool import QuantizedKVPool, cell_bytes, quantized_pool
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 
 LAYERS, HEADS, DIM, PAGE, SLOTS = 3, 2, 64, 16, 128

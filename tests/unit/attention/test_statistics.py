@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.attention.statistics import Statistics
+from sglang_ext.attention.page_stats import Statistics
 
 PAGE, PAGES, ROWS = 16, 24, 5
 

@@ -10,7 +10,7 @@ import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.requests import DecodeState, Planner, Row, Variant
+from sglang_ext.attention.planner import DecodeState, Planner, Row, Variant
 from sglang_ext.attention.tables import Shape, StepTables
 from sglang_ext.protocol import DecodeOptions
 

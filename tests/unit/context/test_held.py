@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.composer import DeviceSource, HostSource
-from sglang_ext.context.held import Held
-from sglang_ext.context.locate import Locator
-from sglang_ext.context.resident import DeviceDocuments
-from sglang_ext.context.runtime import ContextRuntime
+from sglang_ext.context.compose.composer import DeviceSource, HostSource
+from sglang_ext.context.compose.locate import Locator
+from sglang_ext.context.scheduler.release_queue import Held
+from sglang_ext.context.scheduler.runtime import ContextRuntime
 from sglang_ext.control import answer
+from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DocumentMeta, KvShape
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.context.profile import Profile
-from sglang_ext.context.samkv import SamKv
-from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.context.selection.profile import Profile
+from sglang_ext.context.selection.samkv import SamKv
+from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan, Span
 
 LAYERS, KV_HEADS = 4, 2

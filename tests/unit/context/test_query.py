@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.composer import ComposedContext, DeviceSource
-from sglang_ext.context.gather import PADDING_SLOT, Gather
-from sglang_ext.context.query import QueryPass
-from sglang_ext.context.recompute import warm
+from sglang_ext.context.compose.composer import ComposedContext, DeviceSource
+from sglang_ext.context.compose.gather import PADDING_SLOT, Gather
+from sglang_ext.context.recompute.layers import warm
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.context.scheduler.query_pass import QueryPass
+from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan, Span
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.analysis.summary import Analysis, Cut, SummaryError, quantize
-from sglang_ext.context import rules
-from sglang_ext.context.blocks import Blocks
+from sglang_ext.context.recompute.attention import fused
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.rows import fused
-from sglang_ext.context.rules import Kept, Rule
-from sglang_ext.context.samkv import SamKv, choose, personalised
+from sglang_ext.context.selection import recompute_rules as rules
+from sglang_ext.context.selection.blocks import Blocks
+from sglang_ext.context.selection.recompute_rules import Kept, Rule
+from sglang_ext.context.selection.samkv import SamKv, choose, personalised
 from sglang_ext.protocol import ContextPlan, Span
 
 LAYERS, HEADS, KV_HEADS, DIM, SYSTEM = 3, 4, 2, 8, 5
@@ -248,7 +248,7 @@ def test_fusion_blends_by_likeness() -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
-    from sglang_ext.context.strategies import Shape, draft
+    from sglang_ext.context.selection.strategies import Shape, draft
     from sglang_ext.protocol import PlanError
 
     plan = plan_of([40, 60])

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.analysis.summary import Analysis
-from sglang_ext.context import sentences
-from sglang_ext.context.blocks import Blocks
-from sglang_ext.context.samkv import LEAST, SamKv, choose_sentences
-from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.context.selection import sentences
+from sglang_ext.context.selection.blocks import Blocks
+from sglang_ext.context.selection.samkv import LEAST, SamKv, choose_sentences
+from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan
 from tests.unit.context.test_samkv import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, SYSTEM, analysis_of, plan_of, turned
 

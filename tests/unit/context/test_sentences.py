@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context import rules
-from sglang_ext.context.rules import Kept, Rule
-from sglang_ext.context.strategies import Shape, draft
+from sglang_ext.context.selection import recompute_rules as rules
+from sglang_ext.context.selection.recompute_rules import Kept, Rule
+from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan
 from tests.sentences import chosen, sentences_of
 from tests.unit.context.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sglang_ext.context.slots import SlotCount
+from sglang_ext.context.scheduler.slot_usage import SlotCount
 from sglang_ext.control import answer
 
 

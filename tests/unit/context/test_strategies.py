@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.strategies import BLOCK, names, select
+from sglang_ext.context.selection.strategies import BLOCK, names, select
 from sglang_ext.protocol import ContextPlan, ContextReport, PlanError, Span, document_key
 
 lengths = st.lists(st.integers(1, 70), min_size=2, max_size=5)
@@ -105,7 +105,7 @@ def test_bad_options_say_what_is_wrong(strategy: str, options: dict[str, Any], s
 
 
 def test_every_registered_strategy_has_a_description() -> None:
-    from sglang_ext.context import strategies
+    from sglang_ext.context.selection import strategies
 
     assert names() == ("cacheblend", "concat", "epic", "random", "samkv")
     assert all(strategies._registry[name].__doc__ for name in names())

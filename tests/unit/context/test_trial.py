@@ -13,11 +13,11 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.analysis.summary import Cut
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.profile import Profile
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.staging import Stager
-from sglang_ext.context.strategies import Shape
-from sglang_ext.context.trial import answer, candidates
+from sglang_ext.context.scheduler.recall_probe import answer, candidates
+from sglang_ext.context.scheduler.selection_stage import Stager
+from sglang_ext.context.selection.profile import Profile
+from sglang_ext.context.selection.strategies import Shape
 from sglang_ext.protocol import PlanError
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, runner_of
 from tests.unit.context.test_samkv import analysis_of

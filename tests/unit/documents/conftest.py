@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.compat import prepare
+from sglang_ext.cpu.torchvision import prepare
 
 
 @pytest.fixture(autouse=True, scope="session")

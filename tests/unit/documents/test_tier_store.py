@@ -302,7 +302,7 @@ def test_a_key_with_other_token_ids_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_documents_are_found_after_a_restart_without_the_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.documents.core import Tiers
+    from sglang_ext.documents.tiers import Tiers
 
     document = Sample(1, 16)
     with opened(tmp_path) as store:

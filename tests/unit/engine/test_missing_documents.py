@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.documents import ROUNDS, Documents
+from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
 from ragserve.errors import EngineError
 from sglang_ext.protocol import PLAN_FIELD, Span

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.allocator_cpu import make_allocator
-from sglang_ext.platform import activate
+from sglang_ext.cpu.activate import activate
+from sglang_ext.cpu.allocator import make_allocator
 
 PAGES = 40
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 def backends():  # type: ignore[no-untyped-def]
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from sglang_ext.attention.torch_native_cpu import TorchNativeCpuBackend
+    from sglang_ext.cpu.attention import TorchNativeCpuBackend
 
     runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
     return TorchNativeCpuBackend(runner), TorchNativeAttnBackend(runner)

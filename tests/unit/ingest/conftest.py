@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ragserve.config import DEFAULT_MODEL, Settings, load
-from ragserve.ingest.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
-from ragserve.ingest.service import Ingestor
+from ragserve.ingest.ingestor import Ingestor
+from ragserve.ingest.parsing.process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve.ingest.tokenizer import Counter, TokenizerSource
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore

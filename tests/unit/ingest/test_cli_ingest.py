@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from ragserve import cli
-from ragserve.ingest.vanished import every_document
+from ragserve.ingest.prune import every_document
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 

@@ -13,9 +13,9 @@ from ingest_samples import make_docx, make_pdf
 
 from ragserve.config import Settings, load
 from ragserve.errors import Conflict, InvalidRequest
-from ragserve.ingest.lease import LEASE_S
-from ragserve.ingest.report import JobReport
-from ragserve.ingest.service import Ingestor, PathOptions
+from ragserve.ingest.ingestor import Ingestor, PathOptions
+from ragserve.ingest.jobs.lease import LEASE_S
+from ragserve.ingest.jobs.report import JobReport
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 

@@ -13,8 +13,8 @@ from ingest_samples import make_pdf
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest, NotFound, TooLarge
-from ragserve.ingest.runner import JobRunner
-from ragserve.ingest.service import Ingestor, InlineText, Upload
+from ragserve.ingest.ingestor import Ingestor, InlineText, Upload
+from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, Job

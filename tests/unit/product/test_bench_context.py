@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import auto, context, in_process, trace
+from ragserve.bench import auto, context
+from ragserve.bench import model_shapes as in_process
+from ragserve.bench import profiler_trace as trace
 from ragserve.bench.context import Case
 from ragserve.bench.context_rows import Measured
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.caching import Whereabouts
+from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError
 from sglang_ext.protocol import ContextReport, Span
 

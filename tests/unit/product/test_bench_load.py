@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import load, offered
+from ragserve.bench import load
+from ragserve.bench import open_loop as offered
 from ragserve.bench.load import Effort
-from ragserve.bench.offered import Outcome, arrival_times, offer
-from ragserve.bench.traces import read_trace
+from ragserve.bench.open_loop import Outcome, arrival_times, offer
+from ragserve.bench.retrieval_trace import read_trace
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.caching import Whereabouts
+from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest
-from ragserve.strategies import parse
+from ragserve.strategy_spec import parse
 from sglang_ext.protocol import ContextReport
 
 LIMIT_S = 0.1

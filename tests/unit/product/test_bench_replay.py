@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import replay, traces
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.bench import replay
+from ragserve.bench import retrieval_trace as traces
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.caching import Whereabouts
+from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.prompt import PromptBuilder
 from sglang_ext.protocol import ContextReport
 
 

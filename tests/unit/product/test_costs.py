@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from ragserve.auto import Chooser
-from ragserve.costs import COSTS, Costs, Sample, fit
+from ragserve.answering.auto import Chooser
+from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import EngineInfo, GenerateRequest
-from ragserve.engine.caching import Whereabouts
+from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import InvalidRequest
-from ragserve.gate import Entry, Figures, Gate, record
-from ragserve.prompt import Prompt, Segment
+from ragserve.profiles.costs import COSTS, Costs, Sample, fit
+from ragserve.profiles.gate import Entry, Figures, Gate, record
 
 LENGTHS = (512, 1024, 2048, 4096)
 

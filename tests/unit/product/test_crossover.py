@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from ragserve.bench import decode
+from ragserve.calibration.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, lengths, measure, options_of
 from ragserve.config import Settings
-from ragserve.crossover import DECODE, FILE_NAME, DecodeProfile, Point, crossover, lengths, measure, options_of
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.local import server_args
 from ragserve.errors import EngineError, InvalidRequest
-from sglang_ext.documents.factory import model_fingerprint
+from sglang_ext.documents.build import model_fingerprint
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from tests.conftest import MODEL
 
@@ -80,7 +80,7 @@ class Machine:
 def test_steps_are_timed_over_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, lines = Machine(), []
     original = decode.step_seconds
-    monkeypatch.setattr("ragserve.crossover.step_seconds", lambda *a, **k: original(*a, **k, clock=lambda: machine.now))
+    monkeypatch.setattr("ragserve.calibration.decode.step_seconds", lambda *a, **k: original(*a, **k, clock=lambda: machine.now))
     found = asyncio.run(measure(machine, OPTIONS, batch=2, max_tokens=6000, tokens=12, report=lines.append))  # type: ignore[arg-type]
     assert [point.tokens for point in found] == [1024, 2048, 4096, 6000]
     assert [point.dense_ms for point in found] == pytest.approx([1.024, 2.048, 4.096, 6.0])

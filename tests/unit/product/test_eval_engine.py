@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval import rows
@@ -20,8 +21,7 @@ from ragserve.eval.data import Passage, Question, find, interleaved
 from ragserve.eval.distribution import decode, kl
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
-from ragserve.prompt import PromptBuilder
-from ragserve.strategies import parse
+from ragserve.strategy_spec import parse
 from sglang_ext.protocol import ContextReport
 from tests.conftest import MODEL
 

@@ -13,7 +13,7 @@ from ragserve.config import Settings
 from ragserve.errors import EngineError
 from ragserve.eval import parallel
 from ragserve.eval.parallel import Plan, known, run
-from ragserve.strategies import parse
+from ragserve.strategy_spec import parse
 
 WORKER = """
 import json, os, sys

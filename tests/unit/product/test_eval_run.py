@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ragserve.answering.results import Answer, RetrievedPassage
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import Passage, Question
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
-from ragserve.results import Answer, RetrievedPassage
 
 
 def question(name: str, answer: str = "red") -> Question:

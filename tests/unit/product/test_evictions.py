@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from ragserve import evictions, serving
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.cache import evictions
+from ragserve.cache import lock as serving
+from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.errors import Conflict, EngineError
-from ragserve.evictions import Evictor, clean_files, note_engine
-from ragserve.prompt import PromptBuilder
 from ragserve_index import EvictionLog, IndexStore, NewChunk, NewDocument
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape

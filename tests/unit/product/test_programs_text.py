@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import InvalidRequest, PromptTooLong
 from ragserve.programs.text import PromptText
-from ragserve.prompt import Message, PromptBuilder, PromptDocument, load_tokenizer
 
 DOCUMENTS = [("Norway", "Oslo is the capital.\n\nIt  has 5 fjords. "), ("", "no title"), ("Übung 3", "naïve – 日本\n")]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.bench import readme, report
+from ragserve.bench import readme
 from ragserve.errors import InvalidRequest
+from ragserve.measuring import report
 
 
 def test_a_section_shows_the_chosen_columns_of_a_report(tmp_path: Path) -> None:

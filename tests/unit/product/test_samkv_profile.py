@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.calibration.probes import KINDS, Probe, make
+from ragserve.calibration.samkv import BUDGETS, Candidate, Schedule, best_options, better, find, heads_of, stable_of, table
 from ragserve.config import DEFAULT_MODEL, Settings
 from ragserve.engine.local import server_args
 from ragserve.errors import InvalidRequest
-from ragserve.probes import KINDS, Probe, make
-from ragserve.prompt import PromptBuilder
-from ragserve.samkv_calibrate import BUDGETS, Candidate, Schedule, best_options, better, find, heads_of, stable_of, table
-from ragserve.samkv_profile import FILE_NAME, SAMKV, SamkvProfile, load, place_of
-from sglang_ext.documents.factory import model_fingerprint
+from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile, load, place_of
+from sglang_ext.documents.build import model_fingerprint
 from sglang_ext.protocol import KV_CONFIG_VARIABLE
 from tests.conftest import MODEL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.strategies import StrategySpec, parse
+from ragserve.strategy_spec import StrategySpec, parse
 
 
 def test_options_belong_to_the_strategy_before_them() -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragserve import serving
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.cache import lock as serving
+from ragserve.cache import warm
+from ragserve.cache.warm import KIND, Warmer, submit_warm
 from ragserve.commands import warm as command
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo, GenerateRequest
-from ragserve.engine.caching import Whereabouts
+from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest, NotFound, StorageFull, Unavailable
-from ragserve.ingest import warm
-from ragserve.ingest.runner import JobRunner
-from ragserve.ingest.warm import KIND, Warmer, submit_warm
-from ragserve.prompt import PromptBuilder
+from ragserve.ingest.jobs.runner import JobRunner
 from ragserve_index import IndexStore, JobStore, NewChunk, NewDocument
 
 PAGE = 1000

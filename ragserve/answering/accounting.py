@@ -1,0 +1,107 @@
+"""The account that an answer gives of itself: tokens per fate, milliseconds per stage, and the same as metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ragserve.answering.auto import Choice
+from ragserve.answering.prompt import Prompt
+from ragserve.answering.results import Answer, ContextUse, DecodeUse, RetrievalTimings, Timings
+from ragserve.engine.base import GenerateChunk
+from ragserve.metrics import metrics
+
+
+def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int, choice: Choice | None = None) -> ContextUse:
+    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the prefix that it had cached.
+
+    ``choice`` is what strategy ``auto`` chose.
+    """
+    report, cached = last.context, last.usage.cached
+    spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
+    reused = sum(max(0, min(cached, end) - start) for start, end in spans)
+    notes = []
+    dropped = retrieved - prompt.documents_kept
+    if dropped:
+        notes.append(f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, the last ones first.")
+    if last.fallback:
+        strategy = "prefix"
+        notes.append(f"Answered by strategy prefix: {last.fallback}.")
+    return ContextUse(
+        strategy=strategy,
+        documents_retrieved=retrieved,
+        documents_kept=prompt.documents_kept,
+        tokens_retrieved=prompt.tokens_retrieved,
+        tokens_kept=report.kept if report else prompt.tokens_kept,
+        tokens_recomputed=report.recomputed if report else prompt.tokens_kept - reused,
+        tokens_by_tier=dict(report.by_tier) if report else {"device": reused},
+        choice=f"{choice.spec.label}: {choice.reason}" if choice else None,
+        notes=notes,
+    )
+
+
+def decode_use(last: GenerateChunk) -> DecodeUse | None:
+    """What sparse decode steps read; None where every step of the request was meant to be dense."""
+    report = last.decode
+    if report is None:
+        return None
+    return DecodeUse(
+        mode=report.mode,
+        steps=report.steps,
+        sparse_steps=report.sparse_steps,
+        pages=report.pages,
+        share=report.share,
+        weight=report.weight,
+    )
+
+
+class Clock:
+    """Milliseconds since the query began."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._start = now()
+        self._engine_start = self._engine_end = self._start
+        self._first: float | None = None
+
+    def engine_starts(self) -> None:
+        self._engine_start = self._now()
+
+    def token(self) -> None:
+        if self._first is None:
+            self._first = self._now()
+
+    def engine_ends(self) -> None:
+        self._engine_end = self._now()
+
+    def timings(self, retrieval: RetrievalTimings, prompt_ms: float, last: GenerateChunk) -> Timings:
+        engine, report = last.timings, last.context
+        return Timings(
+            embed_ms=retrieval.embed_ms,
+            search_ms=retrieval.search_ms,
+            prompt_ms=prompt_ms,
+            load_ms=report.load_ms if report else None,
+            compose_ms=report.compose_ms if report else None,
+            recompute_ms=report.recompute_ms if report else None,
+            queue_ms=engine.queue_ms,
+            prefill_ms=engine.prefill_ms,
+            ttft_ms=None if self._first is None else (self._first - self._start) * 1e3,
+            engine_ms=(self._engine_end - self._engine_start) * 1e3,
+            total_ms=(self._now() - self._start) * 1e3,
+        )
+
+
+def observe(answer: Answer) -> None:
+    recorded = metrics()
+    t = answer.timings
+    stages = {"embed": t.embed_ms, "search": t.search_ms, "prompt": t.prompt_ms, "ttft": t.ttft_ms, "total": t.total_ms}
+    for stage, milliseconds in stages.items():
+        if milliseconds is not None:
+            recorded.query_stage.labels(stage).observe(milliseconds / 1e3)
+    counts = answer.usage.model_dump() | {
+        "retrieved": answer.context.tokens_retrieved,
+        "kept": answer.context.tokens_kept,
+        "recomputed": answer.context.tokens_recomputed,
+    }
+    for kind, count in counts.items():
+        recorded.tokens.labels(kind).inc(count)

@@ -1,0 +1,325 @@
+"""A query from question to cited answer, as a stream of events; the JSON, SSE and OpenAI routes only differ in how they write them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from ragserve.answering.accounting import Clock, context_use, decode_use, observe
+from ragserve.answering.auto import AUTO, Chooser
+from ragserve.answering.citations import Marker, MarkerFilter, cite
+from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
+from ragserve.answering.results import Answer, Citation, RetrievalTimings, RetrievedPassage, SearchResults, Usage
+from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
+from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
+from ragserve.metrics import metrics
+from ragserve.profiles.gate import FORCE, Gate
+from ragserve.strategy_spec import StrategySpec
+from ragserve_index.types import Hit
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ragserve.retrieval.retriever import Retriever
+    from ragserve_index.filters import Filter
+
+# SGLang keeps a few positions of the context to itself: an answer must not be cut short by them.
+_RESERVED_TOKENS = 8
+# Prompts from this size on are laid out in a thread, so that others' streams do not stutter.
+_INLINE_PROMPT_CHARS = 100_000
+# A follow-up of fewer words ("And who wrote it?") seldom says what it is about: the user's turn before it is searched for as well.
+_SHORT_FOLLOW_UP_WORDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class InlineDocument:
+    """Context given with the query."""
+
+    text: str
+    title: str = ""
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One question. With ``documents`` nothing is retrieved: they are the context, in their order."""
+
+    question: str
+    namespace: str
+    k: int
+    strategy: str
+    sampling: Sampling
+    request_id: str
+    filter: Filter | None = None
+    system: str | None = None
+    history: tuple[Message, ...] = ()
+    documents: tuple[InlineDocument, ...] | None = None
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDelta:
+    """A piece of the answer, markers that point nowhere removed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """The whole answer; ``markers`` says where in it the citations are named."""
+
+    answer: Answer
+    markers: tuple[Marker, ...]
+
+
+Event = SearchResults | MessageDelta | Citation | FinalAnswer
+
+
+class QueryLimiter:
+    """Queries in flight, over all routes. One over the limit is refused at once rather than left to wait."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_flight = 0
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Raises TooManyRequests when all are taken."""
+        if self.in_flight >= self._limit:
+            raise TooManyRequests(f"{self._limit} queries are already being answered.", hint="Retry in a moment.")
+        self.in_flight += 1
+        metrics().in_flight.inc()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            metrics().in_flight.dec()
+
+
+@dataclass(slots=True)
+class _Context:
+    """What goes into the prompt and where it came from."""
+
+    passages: list[RetrievedPassage]
+    documents: list[PromptDocument]
+    version: int | None = None
+    timings: RetrievalTimings = field(default_factory=lambda: RetrievalTimings())
+
+
+class Answerer:
+    """Retrieval, prompt, generation, citations."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        retriever: Retriever,
+        prompts: PromptBuilder,
+        limiter: QueryLimiter,
+        gate: Gate | None = None,
+        chooser: Chooser | None = None,
+    ) -> None:
+        """Without a ``gate`` every strategy of the engine may answer; without a ``chooser`` there is no strategy ``auto``."""
+        self._engine = engine
+        self._gate = gate
+        self._chooser = chooser
+        self._retriever = retriever
+        self._prompts = prompts
+        self._limiter = limiter
+
+    async def events(self, query: Query) -> AsyncGenerator[Event, None]:
+        """SearchResults, MessageDelta*, Citation*, FinalAnswer.
+
+        The deltas joined are the answer. Must be read to the end, or closed, by one task; closing or cancelling aborts the generation.
+        Raises any RagserveError; all that the request itself is to blame for, before the first event.
+        """
+        try:
+            with self._limiter.slot():
+                async with aclosing(self._events(query)) as events:
+                    async for event in events:
+                        yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            metrics().aborted.inc()
+            raise
+
+    async def _events(self, query: Query) -> AsyncGenerator[Event, None]:
+        clock = Clock()
+        self._check(query)
+        context = await self._context(query)
+        prompt_start = time.perf_counter()
+        prompt = await self._prompt(query, context)
+        choice = None
+        if query.strategy == AUTO and self._chooser is not None:
+            choice = await self._chooser.choose(prompt, query.namespace)
+            query = replace(query, strategy=choice.spec.name, strategy_options=choice.spec.options)
+        prompt_ms = (time.perf_counter() - prompt_start) * 1e3
+        yield SearchResults(
+            namespace=query.namespace,
+            index_version=context.version,
+            results=context.passages,
+            documents_kept=prompt.documents_kept,
+            timings=context.timings,
+            request_id=query.request_id,
+        )
+        kept = context.passages[: prompt.documents_kept]
+        markers = MarkerFilter(len(kept))
+        pieces: list[str] = []
+        last = GenerateChunk("", EngineUsage(), EngineTimings())
+        clock.engine_starts()
+        async with aclosing(self._generate(query, prompt)) as chunks:
+            async for chunk in chunks:
+                last = chunk
+                if chunk.text:
+                    clock.token()
+                if text := markers.feed(chunk.text):
+                    pieces.append(text)
+                    yield MessageDelta(text)
+        clock.engine_ends()
+        if last.finish_reason is None or last.finish_reason == "abort":
+            raise EngineError("The engine broke the generation off.", hint="It may be shutting down; retry.", code="aborted")
+        if text := markers.end():
+            pieces.append(text)
+            yield MessageDelta(text)
+        answer = "".join(pieces)
+        indices, basis = cite(answer, markers.markers, [passage.text for passage in kept])
+        citations = [Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices]
+        for citation in citations:
+            yield citation
+        timings = clock.timings(context.timings, prompt_ms, last)
+        result = Answer(
+            answer=answer,
+            citations=citations,
+            usage=Usage(prompt=last.usage.prompt, cached=last.usage.cached, completion=last.usage.completion),
+            context=context_use(query.strategy, prompt, last, len(context.passages), choice),
+            timings=timings,
+            decode=decode_use(last),
+            index_version=context.version,
+            namespace=query.namespace,
+            finish_reason=last.finish_reason,
+            request_id=query.request_id,
+        )
+        observe(result)
+        yield FinalAnswer(result, tuple(markers.markers))
+
+    def _check(self, query: Query) -> None:
+        info = self._engine.info
+        if query.decode and not info.sparse_decode:
+            raise InvalidRequest(
+                "This engine has no sparse decoding.",
+                hint="Start the server with --sparse-attention on, or leave decode out.",
+                param="decode",
+            )
+        if query.strategy == AUTO and self._chooser is not None:
+            if _own_options(query):
+                raise InvalidRequest("Strategy auto takes no options: it chooses them.", param="strategy_options")
+            return
+        if query.strategy not in info.strategies:
+            why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
+            raise InvalidRequest(
+                f"This engine has no strategy {query.strategy!r}.{why}", hint=f"One of: {', '.join(info.strategies)}.", param="strategy"
+            )
+        if query.strategy in EXACT_STRATEGIES or self._gate is None:
+            return
+        force = query.strategy_options.get(FORCE, False)
+        if not isinstance(force, bool):
+            raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
+        if not force:
+            self._gate.check(StrategySpec(query.strategy, _own_options(query)).label)
+
+    async def _context(self, query: Query) -> _Context:
+        if query.documents is not None:
+            return _given(query.documents)
+        found = await self._retriever.retrieve(query.namespace, retrieval_text(query), query.k, filter=query.filter)
+        return _Context(
+            passages=passages(found.hits),
+            documents=[PromptDocument(f"chunk:{hit.chunk.chunk_id}", hit.chunk.title, hit.chunk.text) for hit in found.hits],
+            version=found.version,
+            timings=RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms),
+        )
+
+    async def _prompt(self, query: Query, context: _Context) -> Prompt:
+        room = self._engine.info.max_prompt_tokens - query.sampling.max_new_tokens - _RESERVED_TOKENS
+        if room < 1:
+            raise InvalidRequest(
+                f"max_new_tokens {query.sampling.max_new_tokens} leaves no room for a prompt: the engine's context has "
+                f"{self._engine.info.max_prompt_tokens} tokens.",
+                hint="Lower max_new_tokens.",
+                param="max_new_tokens",
+            )
+
+        def build() -> Prompt:
+            return self._prompts.build(
+                query.question, context.documents, max_prompt_tokens=room, history=query.history, system=query.system
+            )
+
+        size = len(query.question) + sum(len(d.text) for d in context.documents) + sum(len(m.content) for m in query.history)
+        return build() if size < _INLINE_PROMPT_CHARS else await asyncio.to_thread(build)
+
+    def _generate(self, query: Query, prompt: Prompt) -> AsyncGenerator[GenerateChunk, None]:
+        sampling = query.sampling
+        if prompt.stop:
+            sampling = replace(sampling, stop=(*sampling.stop, *prompt.stop))
+        spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
+        request = GenerateRequest(
+            query.request_id,
+            prompt.input_ids,
+            query.namespace,
+            query.strategy,
+            sampling,
+            spans,
+            _own_options(query),
+            decode=query.decode,
+        )
+        # The protocol's iterators are generators: closing them early is what aborts.
+        return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+
+
+def _own_options(query: Query) -> dict[str, Any]:
+    """The strategy's own options: without the one that is the gate's."""
+    return {name: value for name, value in query.strategy_options.items() if name != FORCE}
+
+
+def retrieval_text(query: Query) -> str:
+    """What is searched for: the question; where it is a short follow-up, the user's previous turn and the question."""
+    if len(query.question.split()) < _SHORT_FOLLOW_UP_WORDS:
+        for message in reversed(query.history):
+            if message.role == "user":
+                return f"{message.content}\n{query.question}"
+    return query.question
+
+
+def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
+    """Hits as they are shown, numbered from 1."""
+    return [
+        RetrievedPassage(
+            index=index,
+            doc_id=hit.chunk.doc_id,
+            chunk_id=hit.chunk.chunk_id,
+            source=hit.chunk.source,
+            title=hit.chunk.title,
+            page=hit.chunk.page,
+            start=hit.chunk.start,
+            end=hit.chunk.end,
+            score=hit.score,
+            text=hit.chunk.text,
+            metadata=dict(hit.chunk.metadata),
+        )
+        for index, hit in enumerate(hits, 1)
+    ]
+
+
+def _given(documents: Sequence[InlineDocument]) -> _Context:
+    keys = [hashlib.blake2b(f"{d.title}\0{d.text}".encode(), digest_size=16).hexdigest() for d in documents]
+    return _Context(
+        passages=[
+            RetrievedPassage(index=index, source=d.source, title=d.title, text=d.text, start=0, end=len(d.text))
+            for index, d in enumerate(documents, 1)
+        ],
+        documents=[PromptDocument(f"text:{key}", d.title, d.text) for key, d in zip(keys, documents, strict=True)],
+    )

@@ -1,0 +1,150 @@
+"""Host loads beside decode: how fast documents' KV comes while a decode step runs on the same GPU, and by how much that step slows down."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ragserve.bench.kernels.compose_load import BLOCK, compose_case
+from ragserve.bench.kernels.copy_engine import staged_compose
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, agree, bandwidth
+from ragserve.errors import RagserveError
+
+if TYPE_CHECKING:
+    import torch
+
+CASE = "host, 2048 tokens, beside decode of 8 x 8192"
+
+
+def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
+    """A decode step of the model's shape: its matrix products and dense attention. Four layers' weights and KV stand for all 32."""
+    import torch
+    import torch.nn.functional as F
+
+    def weight(n: int, m: int) -> torch.Tensor:
+        return torch.empty(n, m, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+
+    hidden, wide = 4096, 14336
+    layers = [(weight(hidden, 6144), weight(hidden, hidden), weight(hidden, 2 * wide), weight(wide, hidden)) for _ in range(4)]
+    caches = [torch.empty(2, batch, KV_HEADS, context, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(4)]
+    x = torch.empty(batch, hidden, dtype=torch.bfloat16, device="cuda").normal_()
+
+    def step() -> torch.Tensor:
+        h = x
+        for i in range(LAYERS):
+            qkv, o, up, down = layers[i % 4]
+            q = (h @ qkv)[:, :4096].view(batch, QUERY_HEADS, 1, HEAD_DIM)
+            k, v = caches[i % 4]
+            h = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).reshape(batch, hidden) @ o
+            gate, value = (h @ up).chunk(2, -1)
+            h = (F.silu(gate) * value) @ down
+        return h
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, (layers, caches, x, out)
+
+
+def _checked_staged(args: tuple[Any, ...], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """:func:`staged_compose` of ``args``, whose destination holds what ``rotate_gather`` gave.
+
+    Raises:
+        RagserveError: the two differ. Unavailable: no batched copies here.
+    """
+    import torch
+
+    dst = args[1]
+    want = [torch.stack(list(each)) for each in (dst.k, dst.v)]
+    for each in (*dst.k, *dst.v):
+        each.fill_(float("nan"))
+    call = staged_compose(*args, block=BLOCK)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    for got, expected, name in zip((dst.k, dst.v), want, "KV", strict=True):
+        agree(torch.stack(list(got)), expected, f"{name} by way of the copy engine", 1e-12)
+    return call
+
+
+def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
+    import torch
+
+    from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
+
+    rows: list[Row] = []
+    args = compose_case(2048, 8, True)
+    gb = 2048 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2 / 1e9
+    graph, kept = _decode_graph(8, 8192)
+    side = torch.cuda.Stream()
+
+    def steps(n: int) -> list[Any]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        return events
+
+    def alone(n: int = 12) -> float:
+        events = steps(n)
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
+
+    def measure(variant: str, load: Callable[[], object], *, loads: int = 16, ahead: int = 0) -> Row:
+        """``ahead``: decode steps put in the queue before the loads, where submitting a load takes the CPU's time."""
+
+        def submit() -> tuple[Any, Any]:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(side):
+                load()
+                start.record()
+                for _ in range(loads):
+                    load()
+                end.record()
+            return start, end
+
+        torch.cuda.synchronize()
+        start, end = submit()
+        torch.cuda.synchronize()
+        unhindered = start.elapsed_time(end) / loads
+        base = alone()
+        events = steps(ahead) if ahead else []
+        start, end = submit()
+        events = events or steps(12)
+        torch.cuda.synchronize()
+        # only steps that ran wholly while loads were running
+        within = [(a, b) for a, b in pairwise(events[1:]) if start.elapsed_time(a) > 0 and b.elapsed_time(end) > 0]
+        if not within:
+            raise RagserveError("No decode step ran while loads did.", hint="Raise the number of loads.")
+        beside = statistics.median(a.elapsed_time(b) for a, b in within)
+        base = (base + alone()) / 2
+        extra = {"decode_alone_ms": round(base, 3), "decode_beside_ms": round(beside, 3), "decode_slowdown": round(beside / base - 1, 4)}
+        extra |= {"alone_gb_per_s": round(gb / unhindered * 1e3, 1)}
+        ms = start.elapsed_time(end) / loads
+        return bandwidth(CASE, variant, ms, gb, ceiling["link_up_gb_per_s"], **extra, steps=len(within))
+
+    # (programs, rows of a tile, warps, stages): few programs with much in flight each, or many small ones
+    variants: list[tuple[int, int | None, int | None, int]] = [(programs, None, None, 1) for programs in (4, 1, 2, 3, 6, 8, 32, 64)]
+    variants += [(4, 128, 8, 1), (4, 128, 32, 1), (4, 128, 8, 3), (4, 128, 16, 2), (4, 128, 16, 3)]
+    for programs, tile_rows, warps, stages in variants[:1] if quick else variants:
+        options: dict[str, Any] = {"programs": programs, "tile_rows": tile_rows, "num_warps": warps, "stages": stages}
+        label = f"programs {programs}" + (f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else "")
+        rows.append(measure(label, partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options)))
+    host, device = (torch.empty(round(gb * 1e9), dtype=torch.int8, **where) for where in ({"pin_memory": True}, {"device": "cuda"}))
+    rows.append(measure("floor: one plain copy of as many bytes, by the copy engine", partial(device.copy_, host, non_blocking=True)))
+    del host, device
+    variant = "blocks by the copy engine, batched, then rotated on the device"
+    try:
+        rows.append(measure(variant, _checked_staged(args, side), loads=4, ahead=40))
+    except RagserveError as error:
+        print(f"{variant}: {error}", flush=True)
+        rows.append({"case": CASE, "variant": variant, "not_measured": str(error)})
+    del kept
+    return rows

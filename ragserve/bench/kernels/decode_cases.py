@@ -1,0 +1,171 @@
+"""Decode batches of Llama-3.1-8B's shape for the kernel benchmarks: paged KV of several layers, so that no layer finds its KV in the L2."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, QUERY_HEADS
+
+if TYPE_CHECKING:
+    import torch
+
+    from ragserve_kernels.page_select import Selection
+
+LOGICAL = 16  # tokens of a logical page
+TOKEN_BYTES = 2 * 2 * HEAD_DIM  # K and V of one token and head in bf16
+
+
+@dataclass
+class Layer:
+    """One layer's KV: pages in random order over the pool, every page of it used."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_min: torch.Tensor | None = None
+    k_max: torch.Tensor | None = None
+    k_center: torch.Tensor | None = None
+
+
+@dataclass
+class Case:
+    """A decode batch. ``table`` int32 [batch, pages], ``lens`` int32 [batch], at most ``context``."""
+
+    batch: int
+    context: int
+    page: int
+    table: torch.Tensor
+    lens: torch.Tensor
+    layers: list[Layer]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.layers[0].k.shape[1]
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token and KV head."""
+        k = self.layers[0].k
+        return 2 * k.shape[2] * k.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one layer's KV."""
+        return int(self.lens.sum()) * self.kv_heads * self.token_bytes
+
+    def attention(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return layer.q, layer.k, layer.v, self.table, self.lens
+
+    def select(self, layer: Layer, budget_tokens: int | None, scoring: str = "minmax") -> Selection:
+        """``budget_tokens`` None ranks."""
+        from ragserve_kernels.page_select import page_select
+
+        parts: dict[str, Any] = {"k_center": layer.k_center} if scoring == "center" else {"k_min": layer.k_min, "k_max": layer.k_max}
+        return page_select(
+            layer.q, self.table, self.lens, block_size=self.page, per_block=max(1, self.page // LOGICAL), budget_tokens=budget_tokens,
+            rank=budget_tokens is None, **parts,
+        )  # fmt: skip
+
+
+def add_summaries(layer: Layer, page: int) -> None:
+    """Fill in the summaries of ``layer``'s keys, a row per logical page."""
+    import torch
+
+    from ragserve_kernels.page_select import summarise
+
+    chunk = 1 << 20  # slots at a time: the mean is taken in float32
+    parts = [summarise(layer.k[at : at + chunk], min(LOGICAL, page)) for at in range(0, layer.k.shape[0], chunk)]
+    layer.k_min, layer.k_max, layer.k_center = (torch.cat([part[i] for part in parts]) for i in (0, 1, 3))
+
+
+def random_case(batch: int, context: int, *, page: int = 64, summaries: bool = False, touched: int | None = None) -> Case:
+    """Random Q, K and V; as many layers, at most 8, as make ``touched`` bytes a layer (default all its KV) exceed the L2 several times."""
+    import torch
+
+    slots = batch * context
+    size = slots * KV_HEADS * HEAD_DIM * 4
+    count = max(1, min(8, -(-2 * L2_FLUSH_BYTES // (touched or size))))
+    table = torch.randperm(slots // page, device="cuda").to(torch.int32).view(batch, context // page)
+    made = []
+    for _ in range(count):
+        k, v = (torch.empty(slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+        layer = Layer(torch.randn(batch, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"), k, v)
+        if summaries:
+            add_summaries(layer, page)
+        made.append(layer)
+    return Case(batch, context, page, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"), made)
+
+
+def topic_case(batch: int, context: int, *, page: int = 64, topics: int = 48, run_tokens: int = 96, strength: float) -> Case:
+    """One layer with structure: keys come in runs about one of ``topics``, and each query head asks for a few of them with unequal weight.
+
+    Summaries included. ``strength`` is the distance, in scores, between the topic asked for most and the noise of the others.
+    """
+    import torch
+
+    case = random_case(batch, context, page=page, touched=1 << 40)
+    layer = case.layers[0]
+    scale = HEAD_DIM**0.25
+    directions = torch.nn.functional.normalize(torch.randn(KV_HEADS, topics, HEAD_DIM, device="cuda"), dim=-1)
+    group = QUERY_HEADS // KV_HEADS
+    for b in range(batch):
+        starts = torch.rand(context, device="cuda") < 1 / run_tokens
+        topic = torch.randint(0, topics, (context,), device="cuda")[starts.cumsum(0)]
+        keys = 0.6 * torch.randn(context, KV_HEADS, HEAD_DIM, device="cuda")
+        keys += scale * strength**0.5 * directions[:, topic].transpose(0, 1)
+        positions = torch.arange(context, device="cuda")
+        slots = case.table[b, positions // page].long() * page + positions % page
+        layer.k[slots] = keys.to(layer.k.dtype)
+        interest = torch.rand(KV_HEADS, group, topics, device="cuda").pow(12)  # few topics matter much
+        asked = torch.einsum("hgt,htd->hgd", interest, directions) * scale * strength**0.5
+        layer.q[b] = (asked.view(QUERY_HEADS, HEAD_DIM) + 0.6 * torch.randn(QUERY_HEADS, HEAD_DIM, device="cuda")).to(layer.q.dtype)
+    add_summaries(layer, page)
+    return case
+
+
+def block_weights(case: Case, layer: Layer) -> torch.Tensor:
+    """The share of each query head's attention weight that every block really holds: float32 [batch, heads, blocks], 0 past the end."""
+    import torch
+
+    heads, head_dim = layer.q.shape[1:]
+    blocks = -(-int(case.lens.max()) // case.page)
+    positions = torch.arange(blocks * case.page, device=layer.q.device)
+    parts = []
+    for b in range(case.batch):
+        slots = case.table[b, positions // case.page].long() * case.page + positions % case.page
+        q = layer.q[b].float().view(case.kv_heads, -1, head_dim)
+        scores = torch.einsum("hgd,thd->hgt", q, layer.k[slots].float()).flatten(0, 1) / head_dim**0.5
+        scores = scores.masked_fill(positions >= case.lens[b], -torch.inf)
+        parts.append(torch.softmax(scores, -1).view(heads, blocks, case.page).sum(-1))
+    return torch.stack(parts)
+
+
+def layer_ms(run: Callable[[int], object], layers: int, *, calls: int = 8, repeats: int = 15) -> float:
+    """Median milliseconds of ``run(layer)`` inside a CUDA graph of ``calls`` of them, layer after layer, as in a decode step.
+
+    The L2 is emptied before each replay; with several layers none finds its own data there either.
+    """
+    import torch
+
+    for i in range(layers):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            run(i % layers)
+    graph.replay()
+    cold = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    pairs = []
+    for _ in range(repeats):
+        cold.zero_()
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        graph.replay()
+        after.record()
+        pairs.append((before, after))
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in pairs) / calls

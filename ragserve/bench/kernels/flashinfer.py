@@ -1,0 +1,66 @@
+"""FlashInfer as a rival of the attention kernels, where it is installed and its kernels compile."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ragserve.bench.kernels.decode_cases import Case
+
+WORKSPACE_BYTES = 512 << 20
+
+
+class RivalMissing(Exception):
+    """FlashInfer cannot be measured here; the message says why and goes into the report."""
+
+
+def flashinfer() -> Any:
+    """The module. Raises RivalMissing where it is not installed or refuses to load."""
+    try:
+        return importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: versions of its parts that do not fit
+        raise RivalMissing(f"FlashInfer is not measured: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def decode(case: Case, *, page_size: int, tensor_cores: bool) -> Callable[[int], torch.Tensor]:
+    """Its paged decode over all of ``case``'s KV, planned beforehand: ``call(layer)`` gives ``[batch, heads, head_dim]``.
+
+    ``page_size`` is the case's, or 1: SGLang plans FlashInfer with a page per token. ``tensor_cores``: its prefill kernel with one query
+    row per head group, which SGLang takes from a group of 4 on, instead of its decode kernel.
+
+    Raises:
+        RivalMissing: not installed, or its kernels (compiled at first use) cannot be built.
+    """
+    import torch
+
+    module = flashinfer()
+    layer = case.layers[0]
+    batch, heads, head_dim = layer.q.shape
+    pages = -(-case.lens.long() // page_size)
+    indptr = torch.zeros(batch + 1, dtype=torch.int32)
+    indptr[1:] = pages.cumsum(0)
+    table = case.table
+    if page_size == 1:
+        table = (table[:, :, None] * case.page + torch.arange(case.page, device=table.device)).flatten(1)
+    indices = torch.cat([table[b, : int(pages[b])] for b in range(batch)]).int()
+    last = (case.lens - 1) % page_size + 1
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=layer.q.device)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+    dtype = layer.q.dtype
+    try:
+        wrapper.plan(
+            indptr, indices, last.int().cpu(), heads, case.kv_heads, head_dim, page_size, q_data_type=dtype, kv_data_type=dtype
+        )  # fmt: skip
+    except (OSError, RuntimeError) as error:  # no compiler, or a build that failed
+        raise RivalMissing(f"FlashInfer's kernels do not build: {str(error).splitlines()[0]}") from error
+
+    def call(i: int) -> Any:
+        at = case.layers[i]
+        shape = (-1, page_size, case.kv_heads, head_dim)
+        return wrapper.run(at.q, (at.k.view(shape), at.v.view(shape)))
+
+    return call

@@ -1,0 +1,119 @@
+"""Requests that come when they come: Poisson arrivals sent to an engine whether or not it keeps up, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.measuring import report
+
+SEED = 0
+DRAIN_S = 30.0  # for the answers of those that came last
+_WATCH_S = 0.1
+
+
+@dataclass
+class Outcome:
+    """Of one rate. ``ttft_s``: seconds from a request's arrival, which is when it should have been sent, to its first token.
+
+    ``broken``: given up as soon as p99 could not be within the limit any more; figures are then of what there was until then.
+    """
+
+    rate: float
+    arrivals: int
+    ttft_s: list[float] = field(default_factory=list)
+    last: list[GenerateChunk] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    broken: bool = False
+
+    @property
+    def p99_s(self) -> float:
+        return report.percentile(self.ttft_s, 99) if self.ttft_s else float("inf")
+
+    def within(self, limit_s: float) -> bool:
+        """Every request was answered, and p99 of TTFT is within the limit."""
+        return not self.broken and not self.errors and len(self.ttft_s) == self.arrivals and self.p99_s <= limit_s
+
+
+def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[float]:
+    """Seconds from the start, at least one arrival. The same seed gives the same pattern at every rate, only faster or slower."""
+    draw = random.Random(seed)
+    times = [draw.expovariate(1.0) / rate]
+    while (at := times[-1] + draw.expovariate(1.0) / rate) < seconds:
+        times.append(at)
+    return times
+
+
+async def offer(engine: Any, make: Callable[[int], GenerateRequest], rate: float, seconds: float, limit_s: float) -> Outcome:
+    """``make(i)`` is sent at the i-th arrival. Returns when all are answered, or aborted because the rate is too high."""
+    times = arrival_times(rate, seconds)
+    outcome = Outcome(rate, len(times))
+    waiting: dict[int, float] = {}  # when they came
+    clock = asyncio.get_running_loop().time
+    started = clock()
+
+    async def one(number: int, at: float) -> None:
+        await asyncio.sleep(max(0.0, started + at - clock()))
+        waiting[number] = started + at
+        try:
+            async with aclosing(engine.generate(make(number))) as chunks:
+                last = None
+                async for chunk in chunks:
+                    last = chunk
+                    if (came := waiting.pop(number, None)) is not None:
+                        outcome.ttft_s.append(clock() - came)
+                if last is not None:
+                    outcome.last.append(last)
+        except Exception as error:  # noqa: BLE001 - counted: the rate is then not one that is served
+            outcome.errors.append(f"{type(error).__name__}: {error}")
+        finally:
+            waiting.pop(number, None)
+
+    tasks = [asyncio.create_task(one(number, at)) for number, at in enumerate(times)]
+    allowed = 1 + len(times) // 100  # of requests beyond the limit: with more, p99 is beyond it, too
+    while pending := [task for task in tasks if not task.done()]:
+        await asyncio.wait(pending, timeout=_WATCH_S)
+        now = clock()
+        late = sum(now - came > limit_s for came in waiting.values()) + sum(ttft > limit_s for ttft in outcome.ttft_s)
+        if late > allowed or now - started > times[-1] + limit_s + DRAIN_S:
+            outcome.broken = True
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+    outcome.seconds = clock() - started
+    return outcome
+
+
+async def capacity(engine: Any, make: Callable[[int], GenerateRequest], at_once: int, seconds: float) -> float:
+    """First tokens a second while ``at_once`` requests are always in flight: about where the highest rate will be."""
+    numbers = itertools.count()
+    clock = asyncio.get_running_loop().time
+    started, first = clock(), 0
+
+    async def client() -> None:
+        nonlocal first
+        while clock() - started < seconds:
+            async with aclosing(engine.generate(make(next(numbers)))) as chunks:
+                counted = False
+                async for _ in chunks:
+                    first += not counted
+                    counted = True
+                    if clock() - started >= seconds:
+                        return
+
+    clients = [asyncio.create_task(client()) for _ in range(at_once)]
+    done, pending = await asyncio.wait(clients, timeout=seconds + DRAIN_S, return_when=asyncio.FIRST_EXCEPTION)
+    elapsed = clock() - started
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()  # raises its error
+    return first / elapsed

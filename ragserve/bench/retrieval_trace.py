@@ -1,0 +1,123 @@
+"""Retrieval traces: what a retriever really returned for real questions, as prompts of a model; and their documents made ready in a cache.
+
+A trace is two files: ``NAME.trace.jsonl``, a query a line, ``{"doc_ids": [...]}`` in rank order (``"question"`` if it is known), and
+``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text": ..., "title": ...}`` (the title may be left out).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from ragserve.engine.local import LocalEngine
+
+SEED = 0
+_GROUP = 16  # documents computed at a time
+
+
+@dataclass(frozen=True)
+class Query:
+    """One prompt: ids of the whole, spans of system text and documents; the documents' ids and whose they are."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    documents: list[str]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A part of a trace as prompts; ``unique`` are the documents' token ids by name."""
+
+    name: str
+    queries: list[Query]
+    unique: dict[str, list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.unique.values()))
+
+
+def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, seed: int = SEED) -> Trace:
+    """``n_queries`` of the trace, drawn with this seed and in its order, as prompts of the model. Raises InvalidRequest for a bad file.
+
+    With ``passages`` a query has so many different documents: its own, then those of the queries drawn after it, behind the last one
+    those of the first (fewer where all together have fewer).
+    """
+    from ragserve.answering.prompt import PromptBuilder, PromptDocument
+
+    name = path.name.removesuffix(".trace.jsonl")
+    texts = _documents(path, name)
+    rows = _lines(path)
+    try:
+        chosen = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))]
+        lists = [[str(i) for i in row["doc_ids"]] for row in chosen]
+        missing = {i for some in lists for i in some} - texts.keys()
+    except (KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path}: a line without doc_ids ({error!r}).") from None
+    if missing or not chosen:
+        raise InvalidRequest(f"{path}: {len(chosen)} queries, {len(missing)} of their documents are not beside it.")
+    builder = PromptBuilder.load(model)
+    queries, unique = [], {}
+    for at, (row, names) in enumerate(zip(chosen, lists, strict=True)):
+        wanted = dict.fromkeys(names)
+        if passages:
+            wanted = dict.fromkeys(islice(dict.fromkeys(i for some in (*lists[at:], *lists[:at]) for i in some), passages))
+        documents = [PromptDocument(i, *texts[i]) for i in wanted]
+        question = str(row.get("question") or f"What is said about {texts[names[0]][1][:40]}?")
+        prompt = builder.build(question, documents, max_prompt_tokens=2**20)
+        spans = [(s.start, s.end) for s in prompt.segments if s.kind != "question"]
+        queries.append(Query(prompt.input_ids, spans, [document.key for document in documents]))
+        unique.update({s.key: prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind == "document"})
+    return Trace(name, queries, unique)
+
+
+def _documents(path: Path, name: str) -> dict[str, tuple[str, str]]:
+    for candidate in (path.with_name(f"{name}.docs.jsonl"), path.with_name(f"{name}.docs.jsonl.gz")):
+        if candidate.exists():
+            try:
+                return {str(row["id"]): (str(row.get("title", "")), str(row["text"])) for row in _lines(candidate)}
+            except KeyError as error:
+                raise InvalidRequest(f"{candidate}: a document without {error}.") from None
+    raise InvalidRequest(f"There are no documents beside {path}.", hint=f"Expected {name}.docs.jsonl or {name}.docs.jsonl.gz.")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            return [json.loads(line) for line in file if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{path} cannot be read as JSON lines: {error}", hint="See `ragserve bench --help` for the format.") from None
+
+
+async def cache(engine: LocalEngine, namespace: str, trace: Trace) -> None:
+    """Have all documents of a trace, and the system text, computed and analysed, and nothing on its way to disk any more."""
+    from ragserve.engine.base import GenerateRequest
+    from sglang_ext.protocol import Span
+
+    everything = everything_of(trace)
+    for at in range(0, len(everything), _GROUP):
+        group = everything[at : at + _GROUP]
+        found = await engine.where(namespace, group)
+        ids: list[int] = []
+        spans = []
+        for document, below in zip(group, found.below, strict=True):
+            if below == "absent":
+                spans.append(Span(len(ids), len(ids) + len(document)))
+                ids += document
+        if spans:
+            await engine.warm(GenerateRequest("warm", ids, namespace, spans=tuple(spans)))
+    await engine.control("flush")
+
+
+def everything_of(trace: Trace) -> list[list[int]]:
+    """What a composed query may need: the system text and all documents."""
+    first = trace.queries[0]
+    return [first.ids[slice(*first.spans[0])], *trace.unique.values()]

@@ -1,0 +1,312 @@
+"""Warm-up: the KV of indexed documents, computed before anybody asks, into every tier of the document cache.
+
+A job like an ingestion: resumable, cancellable, one item a document. What is cached already is skipped. A document counts as warmed when
+all of it has reached the lowest tier, which a restart survives where that is the disk; the next group is computed meanwhile, and the
+disk sets the pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.engine.base import GenerateRequest
+from ragserve.engine.document_cache import CachingEngine, Whereabouts
+from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
+from ragserve.ingest.jobs.report import Interrupted, JobReport, Progress
+from ragserve.ingest.leased import run_leased
+from ragserve.ingest.prune import every_document
+from ragserve_index import IndexStore, JobStore
+from ragserve_index.types import Document, Job, JobItem
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
+
+__all__ = ["KIND", "Warmer", "submit_warm"]
+
+KIND = "warm"
+_GROUP_TOKENS = 4096  # computed at a time: enough to fill a prefill batch, little enough that queries in between do not wait long
+_STALLED_S = 120.0  # without a byte written
+_POLL_S = 0.05
+_RESERVED_TOKENS = 8  # of the engine's context, which SGLang keeps to itself
+T = TypeVar("T")
+
+
+def submit_warm(store: IndexStore, namespace: str, documents: Sequence[str] | None = None) -> Job:
+    """A queued job for these documents (doc_id or source), or all of the namespace. Raises NotFound."""
+    store.namespace(namespace)
+    if documents is None:
+        sources = [document.source for document in every_document(store, namespace)]
+    else:
+        sources = [_find(store, namespace, name).source for name in documents]
+    return JobStore(store).create(namespace, {"kind": KIND}, sources)
+
+
+def _find(store: IndexStore, namespace: str, name: str) -> Document:
+    return store.find_source(namespace, name) or store.document(namespace, name)
+
+
+@dataclass(eq=False)
+class _Item:
+    """A document of the job on its way; the system text is one without a source."""
+
+    source: str
+    doc_id: str | None = None
+    left: int = 0  # chunks not settled yet
+    computed: int = 0
+    tokens: int = 0
+    size: int = 0
+    reason: str | None = None
+
+
+@dataclass(eq=False)
+class _Group:
+    """Chunks that are computed together."""
+
+    pieces: list[tuple[_Item, list[int]]] = field(default_factory=list)
+    new: list[bool] = field(default_factory=list)
+    tokens: int = 0
+
+
+class Warmer:
+    """Runs warm-up jobs: ``run`` in a thread of the caller's, the engine on ``loop``."""
+
+    def __init__(self, store: IndexStore, engine: CachingEngine, prompts: PromptBuilder, loop: asyncio.AbstractEventLoop) -> None:
+        self._store = store
+        self._engine = engine
+        self._prompts = prompts
+        self._loop = loop
+        self.jobs = JobStore(store)
+
+    def run(
+        self,
+        job_id: str,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        stop: threading.Event | None = None,
+        wait: bool = False,
+    ) -> JobReport:
+        """Run a job to its end, as `Ingestor.run` does. Raises ``StorageFull`` when the disk is full, and what keeps the engine from it."""
+        started = time.monotonic()
+        progress = Progress()
+        notify = on_progress or (lambda _: None)
+
+        def work(job: Job, should_stop: Callable[[], bool]) -> None:
+            progress.total = job.n_items
+            for outcome in ("warmed", "unchanged", "failed", "skipped"):
+                setattr(progress, outcome, job.counts.get(outcome, 0))
+            _Run(self, job, progress, should_stop, notify).run()
+
+        def finish(job: Job, state: str, error: str | None) -> None:
+            self.jobs.finish(job.job_id, state, error)
+
+        job, state = run_leased(self.jobs, job_id, work, finish, stop=stop or threading.Event(), wait=wait)
+        failures = tuple((item.source, item.reason or "") for item in self.jobs.items(job_id) if item.state in ("failed", "skipped"))
+        return JobReport(job_id, job.namespace, state, time.monotonic() - started, progress, failures)
+
+    def tidy(self) -> int:
+        """Nothing is left behind by warm-ups."""
+        return 0
+
+    @property
+    def store(self) -> IndexStore:
+        return self._store
+
+    @property
+    def prompts(self) -> PromptBuilder:
+        return self._prompts
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a document that the engine can take."""
+        return self._engine.info.max_prompt_tokens - _RESERVED_TOKENS
+
+    def check(self) -> None:
+        """Raises InvalidRequest where nothing would ever be read from the cache."""
+        info = self._engine.info
+        if set(info.strategies) <= set(EXACT_STRATEGIES):
+            raise InvalidRequest(
+                "This engine cannot compose contexts from cached documents, so warming them is of no use.",
+                hint=f"Why: {info.only_exact}." if info.only_exact else "",
+                code="no_document_cache",
+            )
+
+    def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        return self._call(self._engine.where(namespace, documents))
+
+    def compute(self, request: GenerateRequest) -> None:
+        self._call(self._engine.warm(request))
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class _Run:
+    """One run of one job."""
+
+    def __init__(
+        self, warmer: Warmer, job: Job, progress: Progress, should_stop: Callable[[], bool], notify: Callable[[Progress], None]
+    ) -> None:
+        self._warmer = warmer
+        self._job = job
+        self._progress = progress
+        self._should_stop = should_stop
+        self._notify = notify
+        self._start = warmer.where(job.namespace, [])
+        self._size = 0  # of all documents of the job that are, or are to be, in the lasting tier
+
+    def run(self) -> None:
+        """Raises ``Interrupted``, ``StorageFull`` and errors of the engine that are not one document's."""
+        self._warmer.check()
+        self._notify(self._progress)
+        before: _Group | None = None
+        for group in self._groups():
+            if self._should_stop():
+                raise Interrupted
+            self._compute(group)
+            if before is not None:
+                self._settle(before)
+            before = group
+        if before is not None:
+            self._settle(before)
+
+    def _groups(self) -> Iterator[_Group]:
+        group = _Group()
+        for item, pieces in self._documents():
+            item.left = len(pieces)
+            for ids in pieces:
+                if group.tokens and group.tokens + len(ids) > _GROUP_TOKENS:
+                    yield group
+                    group = _Group()
+                group.pieces.append((item, ids))
+                group.tokens += len(ids)
+        if group.pieces:
+            yield group
+
+    def _documents(self) -> Iterator[tuple[_Item, list[list[int]]]]:
+        """Each document with the token ids of its chunks, as every query will have them; before them the system text."""
+        warmer, namespace = self._warmer, self._job.namespace
+        yield _Item(""), [warmer.prompts.system_ids()]
+        for pending in warmer.jobs.items(self._job.job_id, "pending"):
+            item = _Item(pending.source)
+            try:
+                document = warmer.store.find_source(namespace, pending.source)
+                chunks = warmer.store.document_chunks(namespace, document.doc_id) if document is not None else []
+            except NotFound:
+                document, chunks = None, []
+            if document is None:
+                self._record(item, "skipped", "it is not indexed any more")
+                continue
+            item.doc_id = document.doc_id
+            pieces = [warmer.prompts.document_ids(chunk.title, chunk.text) for chunk in chunks]
+            if reason := self._unfit(pieces):
+                self._record(item, *reason)
+                continue
+            item.size = sum(self._start.bytes_of(len(ids)) for ids in pieces)
+            self._size += item.size
+            yield item, pieces
+
+    def _unfit(self, pieces: Sequence[Sequence[int]]) -> tuple[str, str] | None:
+        """(state, reason) where a document cannot be warmed."""
+        longest = max(map(len, pieces), default=0)
+        if not longest:
+            return "skipped", "it has no text"
+        if longest > self._warmer.max_tokens:
+            return "failed", f"a chunk has {longest} tokens, the engine takes {self._warmer.max_tokens}"
+        budget = self._start.budget_bytes
+        if budget is not None and self._size + sum(self._start.bytes_of(len(ids)) for ids in pieces) > budget:
+            setting = f"kv_{self._start.lasting}_bytes"
+            return "skipped", f"no room: documents of this job fill the {self._start.lasting} tier's {budget:,} bytes ({setting})"
+        return None
+
+    def _compute(self, group: _Group) -> None:
+        """Compute what is not in the lasting tier, at the pace of the disk."""
+        ids = [ids for _, ids in group.pieces]
+        found = self._warmer.where(self._job.namespace, ids)
+        group.new = [below not in (found.lasting, "writing") for below in found.below]
+        spans: dict[_Item, list[Span]] = {}
+        prompt: list[int] = []
+        for (item, piece), new in zip(group.pieces, group.new, strict=True):
+            if new:
+                spans.setdefault(item, []).append(Span(len(prompt), len(prompt) + len(piece)))
+                prompt += piece
+        if not prompt:
+            return
+        self._wait_for_room(found, sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new))
+        request = GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(s for some in spans.values() for s in some))
+        try:
+            self._warmer.compute(request)
+        except Unavailable:
+            raise
+        except RagserveError:
+            self._compute_singly(prompt, spans)
+
+    def _compute_singly(self, prompt: list[int], spans: dict[_Item, list[Span]]) -> None:
+        """One of a group failed: find out which."""
+        for item, own in spans.items():
+            try:
+                self._warmer.compute(GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(own)))
+            except Unavailable:
+                raise
+            except RagserveError as error:
+                item.reason = str(error)
+
+    def _wait_for_room(self, found: Whereabouts, wanted: int) -> None:
+        self._wait(found, lambda now: now.write_room_bytes >= wanted or not now.queued_bytes, [])
+
+    def _settle(self, group: _Group) -> None:
+        """Wait until the group has reached the lasting tier, and record the documents that end with it."""
+        ids = [ids for _, ids in group.pieces]
+        found = self._warmer.where(self._job.namespace, ids)
+        found = self._wait(found, lambda now: "writing" not in now.below, ids)
+        for (item, piece), new, below in zip(group.pieces, group.new, found.below, strict=True):
+            item.left -= 1
+            item.computed += new
+            item.tokens += len(piece) if new else 0
+            if below != found.lasting and item.reason is None:
+                item.reason = self._why(found)
+            if not item.left and item.source:
+                self._end(item)
+
+    def _wait(self, found: Whereabouts, done: Callable[[Whereabouts], bool], ids: Sequence[Sequence[int]]) -> Whereabouts:
+        """Ask again until ``done``. Raises ``Interrupted`` and, where nothing is written for long, ``Unavailable``."""
+        queued, since = found.queued_bytes, time.monotonic()
+        while not done(found):
+            if self._should_stop():
+                raise Interrupted
+            if found.queued_bytes != queued:
+                queued, since = found.queued_bytes, time.monotonic()
+            if time.monotonic() - since > _STALLED_S:
+                raise Unavailable(f"Nothing was written to disk for {_STALLED_S:g} s.", hint="See the server's log.", code="disk_stalled")
+            time.sleep(_POLL_S)
+            found = self._warmer.where(self._job.namespace, ids)
+        return found
+
+    def _why(self, found: Whereabouts) -> str:
+        """Why a computed document did not reach its tier. Raises ``StorageFull`` where no other will either."""
+        new = {name: n - self._start.faults.get(name, 0) for name, n in found.faults.items()}
+        if new.get("disk_full"):
+            raise StorageFull("The disk of the document cache is full.", hint="Free some space, or give the cache less: kv_disk_bytes.")
+        faults = ", ".join(name for name, n in new.items() if n > 0)
+        return f"not kept on {found.lasting}" + (f" ({faults})" if faults else ": evicted, or no room")
+
+    def _end(self, item: _Item) -> None:
+        if item.reason is not None:
+            self._record(item, "failed", item.reason)
+        else:
+            self._record(item, "warmed" if item.computed else "unchanged", None)
+
+    def _record(self, item: _Item, state: str, reason: str | None) -> None:
+        progress = self._progress
+        setattr(progress, state, getattr(progress, state) + 1)
+        if state == "warmed":
+            progress.chunks += item.computed
+            progress.tokens += item.tokens
+            progress.size_bytes += item.size
+        progress.current = item.source
+        outcome = JobItem(item.source, state, reason, item.computed, item.tokens, item.size, item.doc_id)
+        self._warmer.jobs.update_items(self._job.job_id, [outcome])
+        self._notify(progress)

@@ -1,0 +1,1 @@
+"""Measurements that write the profiles: costs, decode crossover, SamKV's profile, streaming heads."""

@@ -1,0 +1,92 @@
+"""The command line's view of an ingestion: a progress bar while it runs, a table and a JSON report at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ragserve.ingest.jobs.report import JobReport
+from ragserve.ingest.jobs.report import Progress as Counts
+
+__all__ = ["print_report", "progress_bar"]
+
+_SHOWN_FAILURES = 20
+
+
+class _Rates(ProgressColumn):
+    """Chunks and tokens a second, from the first file on: loading models is not ingestion speed."""
+
+    def render(self, task: Task) -> Text:
+        seconds = max(time.monotonic() - task.fields["started"], 1e-3) if task.fields["started"] else 0.0
+        if not seconds or not task.fields["chunks"]:
+            return Text("")
+        return Text(f"{task.fields['chunks'] / seconds:,.0f} chunks/s  {task.fields['tokens'] / seconds:,.0f} tokens/s", style="cyan")
+
+
+@contextmanager
+def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Counts], None]]:
+    """Gives the function to call with every progress. Draws nothing where ``console`` is no terminal."""
+    if not enabled or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("files"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        _Rates(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, chunks=0, tokens=0, started=0.0, name="")
+
+        def show(counts: Counts) -> None:
+            started = bar.tasks[0].fields["started"] or time.monotonic()
+            name = escape(counts.current.rsplit("/", 1)[-1][:40])
+            bar.update(
+                task, total=counts.total, completed=counts.done, chunks=counts.chunks, tokens=counts.tokens, started=started, name=name
+            )
+
+        yield show
+
+
+def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
+    """The summary, the failures with their reasons, and the documents whose file is gone."""
+    progress = report.progress
+    console.print(f"[bold]namespace {report.namespace}: {report.state}[/bold] ({report.job_id})")
+    table = Table(show_header=False)
+    summary = report.as_json()
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    done = "warmed" if progress.warmed else "indexed"
+    for name in ("total", "indexed", "warmed", "unchanged", "failed", "skipped", "removed"):
+        if name in {"total", done, "unchanged", "failed"} or summary["files"][name]:
+            table.add_row("files" if name == "total" else f"  {name}", f"{summary['files'][name]:,}")
+    table.add_row(f"chunks {done}", f"{progress.chunks:,}")
+    table.add_row(f"tokens {done}", f"{progress.tokens:,}")
+    table.add_row("seconds", f"{report.seconds:,.1f}")
+    table.add_row("chunks/s", f"{summary['chunks_per_s']:,.1f}")
+    table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
+    console.print(table)
+    _print_some(console, "failed", [f"{source}: {reason}" for source, reason in report.failures])
+    if report.vanished:
+        what = "removed, their files are gone" if pruned else "still indexed though their files are gone (remove them with --prune)"
+        _print_some(console, what, list(report.vanished))
+
+
+def _print_some(console: Console, what: str, lines: list[str]) -> None:
+    if not lines:
+        return
+    console.print(f"[yellow]{what}:[/yellow]")
+    for line in lines[:_SHOWN_FAILURES]:
+        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+    if len(lines) > _SHOWN_FAILURES:
+        console.print(f"  and {len(lines) - _SHOWN_FAILURES:,} more (all of them with --json)")

@@ -1,0 +1,1 @@
+"""Ingestion jobs: lease, runner and report."""

@@ -1,0 +1,1 @@
+"""Helpers that benchmarks, evaluation and calibration share."""

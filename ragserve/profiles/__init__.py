@@ -1,0 +1,1 @@
+"""Plain data that `ragserve serve` reads: what was measured of a model on this machine. Imports no engine."""

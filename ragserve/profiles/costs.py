@@ -1,0 +1,128 @@
+"""What a context costs until its first token, on this machine: a model fitted by `ragserve calibrate` and used by strategy ``auto``.
+
+Milliseconds, all coefficients at least 0, fitted by least squares of the relative error:
+
+    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)       n prompt tokens, of which the exact prefix cache has the first c
+    composed:  b0 + b1 d + b2 d^2                     d document tokens, for each strategy (with its options) and tier of the documents
+
+Documents of different tiers count by their share of the tokens; one that is cached nowhere must be prefilled first, alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragserve.errors import InvalidRequest
+from ragserve.profiles.file import ProfileFile
+
+FILE_NAME = "ragserve-costs.json"
+VERSION = 1
+TIERS = ("device", "host", "disk")
+ABSENT = "absent"  # in no tier
+Coefficients = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement. ``strategy`` empty: exact, ``tokens`` those of the prompt and ``cached`` of them found; else ``tokens`` the
+    documents', all in ``tier``."""
+
+    tokens: int
+    ms: float
+    cached: int = 0
+    strategy: str = ""
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A fitted model. ``error`` is the mean relative error over the samples it was fitted to."""
+
+    exact: Coefficients
+    composed: Mapping[str, Mapping[str, Coefficients]]
+    error: float
+    model: str
+    hardware: str
+    date: str
+
+    def exact_ms(self, tokens: int, cached: int = 0) -> float:
+        """Prefill of a prompt whose first ``cached`` tokens are in the exact prefix cache."""
+        return _dot(self.exact, _exact_terms(tokens, cached))
+
+    def composed_ms(self, strategy: str, documents: Sequence[tuple[int, str]]) -> float:
+        """A composed context of (tokens, tier) documents; infinite for a strategy or tier that was not measured."""
+        tiers = self.composed.get(strategy)
+        total = sum(tokens for tokens, _ in documents)
+        if tiers is None or not total:
+            return math.inf
+        spent = 0.0
+        for tier in {tier for _, tier in documents}:
+            share = sum(tokens for tokens, other in documents if other == tier) / total
+            known = tiers.get("device" if tier == ABSENT else tier)  # one that is prefilled first is on the device then
+            spent += math.inf if known is None else share * _dot(known, _composed_terms(total))
+        return spent + sum(self.exact_ms(tokens) for tokens, tier in documents if tier == ABSENT)
+
+
+def fit(samples: Iterable[Sample], *, model: str, hardware: str, date: str) -> Costs:
+    """Fit a model. Raises InvalidRequest where there are fewer than three exact samples."""
+    samples = list(samples)
+    exact = [sample for sample in samples if not sample.strategy]
+    if len(exact) < 3:
+        raise InvalidRequest(
+            f"{len(exact)} measurements of exact prefill are too few to fit a cost model to.", hint="Measure at three lengths."
+        )
+    found = Costs(_fitted([_exact_terms(s.tokens, s.cached) for s in exact], exact), {}, 0.0, model, hardware, date)
+    composed: dict[str, dict[str, Coefficients]] = {}
+    for strategy, tier in dict.fromkeys((s.strategy, s.tier) for s in samples if s.strategy):
+        group = [s for s in samples if (s.strategy, s.tier) == (strategy, tier)]
+        composed.setdefault(strategy, {})[tier] = _fitted([_composed_terms(s.tokens) for s in group], group)
+    whole = Costs(found.exact, composed, 0.0, model, hardware, date)
+    errors = [abs(_predicted(whole, sample) / sample.ms - 1) for sample in samples]
+    return Costs(whole.exact, composed, round(sum(errors) / len(errors), 4), model, hardware, date)
+
+
+def _predicted(costs: Costs, sample: Sample) -> float:
+    if not sample.strategy:
+        return costs.exact_ms(sample.tokens, sample.cached)
+    return costs.composed_ms(sample.strategy, [(sample.tokens, sample.tier)])
+
+
+def _fitted(terms: Sequence[Coefficients], samples: Sequence[Sample]) -> Coefficients:
+    """Non-negative least squares of the relative error: each row is divided by its measurement."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    measured = np.array([sample.ms for sample in samples])
+    rows = np.array(terms) / measured[:, None]
+    scale = rows.max(axis=0)  # tokens squared are millions of times larger than 1
+    scale[scale == 0] = 1
+    solution, _ = nnls(rows / scale, np.ones(len(samples)))
+    return _three((solution / scale).tolist())
+
+
+def _exact_terms(tokens: int, cached: int) -> Coefficients:
+    return (1.0, float(tokens - cached), float(tokens**2 - cached**2))
+
+
+def _composed_terms(tokens: int) -> Coefficients:
+    return (1.0, float(tokens), float(tokens**2))
+
+
+def _dot(coefficients: Coefficients, terms: Coefficients) -> float:
+    return sum(a * b for a, b in zip(coefficients, terms, strict=True))
+
+
+def _three(values: Sequence[float]) -> Coefficients:
+    a, b, c = values
+    return (float(a), float(b), float(c))
+
+
+def _read(fields: dict[str, Any]) -> Costs:
+    composed = {name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in fields.pop("composed").items()}
+    return Costs(exact=_three(fields.pop("exact")), composed=composed, **fields)
+
+
+COSTS = ProfileFile(VERSION, "cost profile", "ragserve calibrate", _read)

@@ -1,0 +1,1 @@
+"""Filling a request's slots with documents' KV."""

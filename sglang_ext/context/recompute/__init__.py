@@ -1,0 +1,1 @@
+"""Recomputing the KV of chosen tokens in their new context."""

@@ -1,0 +1,151 @@
+"""The recompute pass over all layers as CUDA graphs: a pass over few rows takes less time to compute than to launch layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ragserve_kernels import _common as kernels
+from sglang_ext.context.compose.gather import PADDING_SLOT, upload
+from sglang_ext.context.recompute.attention import Rows
+
+if TYPE_CHECKING:
+    from sglang_ext.context.recompute.layers import RecomputeJob
+
+log = logging.getLogger(__name__)
+SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows; beyond them an 8B model computes longer than it takes to launch
+REQUESTS = 4  # in one pass
+
+
+class StaticRows:
+    """Inputs of a pass at fixed addresses: up to ``max_rows`` rows of up to ``REQUESTS`` jobs over up to ``max_slots`` slots.
+
+    Rows behind the last job's are padding: token 0 at position 0, which attends to nothing and writes to the padding slot.
+    """
+
+    def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
+        def zeros(n: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(n, dtype=dtype, device=device)
+
+        self._device = device
+        self._max_rows = max_rows
+        self.ids, self.positions = zeros(max_rows, torch.int64), zeros(max_rows, torch.int64)
+        self._seen, self._targets = zeros(max_rows, torch.int32), zeros(max_rows, torch.int64)
+        self._slots = zeros(max_slots, torch.int64)
+        self._slot_start, self._row_start = zeros(REQUESTS, torch.int32), zeros(REQUESTS + 1, torch.int32)
+        self.last = zeros(REQUESTS, torch.int64)  # each job's last row; 0 where there is none
+
+    def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
+        """Whether the jobs are few and small enough, and the same in every layer."""
+        return (
+            len(jobs) <= REQUESTS
+            and all(job.uniform for job in jobs)
+            and sum(len(job.positions) for job in jobs) <= self._max_rows
+            and sum(len(job.slots) for job in jobs) <= len(self._slots)
+        )
+
+    def load(self, jobs: Sequence[RecomputeJob], size: int) -> None:
+        """Jobs that fit, with ``size`` rows or fewer, padded to so many."""
+        for target, parts, padding in (
+            (self.ids, [job.ids for job in jobs], 0),
+            (self.positions, [job.positions for job in jobs], 0),
+            (self._seen, [job.seen[0] for job in jobs], 0),
+            (self._targets, [job.targets[0] for job in jobs], PADDING_SLOT),
+        ):
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            target[: len(joined)].copy_(joined)
+            target[len(joined) : size].fill_(padding)
+        last_rows = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64) - 1
+        self.last[: len(jobs)].copy_(upload(last_rows, self._device), non_blocking=True)
+        self.last[len(jobs) :].fill_(0)  # an earlier pass may have had more rows than this one's graph
+        slots = torch.cat([job.slots for job in jobs])
+        self._slots[: len(slots)].copy_(slots)
+        for starts, counts in ((self._slot_start, [len(job.slots) for job in jobs]), (self._row_start, [len(job.ids) for job in jobs])):
+            ends = list(accumulate(counts, initial=0))
+            padded = ends + [ends[-1]] * (REQUESTS + 1 - len(ends))  # jobs that are not there have no rows
+            starts.copy_(upload(np.array(padded[: len(starts)], dtype=np.int32), self._device), non_blocking=True)
+
+    def rows(self, size: int) -> Rows:
+        """The first ``size`` rows, as one layer of the pass takes them."""
+        return Rows(
+            slots=self._slots,
+            slot_start=self._slot_start,
+            row_start=self._row_start,
+            seen=self._seen[None, :size],
+            targets=self._targets[None, :size],
+            alone=None,
+            slot_counts=(len(self._slots),),
+            row_counts=(size,),
+            padded=True,
+        )
+
+
+class RecomputeGraphs:
+    """One graph per number of rows, captured when the scheduler starts, in the order of `SIZES` from the largest."""
+
+    def __init__(self, model_runner: Any) -> None:
+        from sglang.srt.distributed.parallel_state import graph_capture
+
+        from sglang_ext.context.recompute.layers import run_layers
+        from sglang_ext.context.recompute.question_attention import LastQueries
+
+        self._pool = model_runner.token_to_kv_pool
+        keys = self._pool.get_key_buffer(0)
+        self._static = StaticRows(SIZES[-1], len(keys), keys.device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.last = LastQueries(self._static.last)
+        self._hidden = torch.empty(0)  # [most rows, hidden size], of the latest pass
+        pool = torch.cuda.graph_pool_handle()
+        static = self._static
+        with torch.no_grad(), graph_capture() as capture:
+            for size in reversed(SIZES):
+                ids, positions, rows = static.ids[:size], static.positions[:size], static.rows(size)
+                for _ in range(2):  # compiles kernels and lets libraries choose theirs
+                    hidden = run_layers(model_runner, rows, ids, positions, self.last)
+                if not len(self._hidden):
+                    self._hidden = torch.empty_like(hidden)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=capture.stream, capture_error_mode="thread_local"):
+                    self._hidden[:size].copy_(run_layers(model_runner, rows, ids, positions, self.last))
+                self._graphs[size] = graph
+        torch.cuda.synchronize()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
+        """Whether there is a graph for these jobs."""
+        return self._static.fits(jobs)
+
+    def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
+        """Run the jobs on the current stream; None, and nothing done, where no graph fits them.
+
+        Hidden states behind the model's last norm, [rows, hidden size], until the next pass writes its own there.
+        """
+        if not self.fits(jobs):
+            return None
+        count = sum(len(job.positions) for job in jobs)
+        size = next(size for size in SIZES if size >= count)
+        self._static.load(jobs, size)
+        self._pool.get_key_buffer(self._pool.layer_num - 1)  # a graph does not ask: wait for all that is still coming from host
+        self._graphs[size].replay()
+        return self._hidden[:count]
+
+
+def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
+    """Graphs where the pass runs through our kernel and SGLang uses CUDA graphs itself; None, and a warning, where capturing fails."""
+    keys = model_runner.token_to_kv_pool.get_key_buffer(0)
+    if not keys.is_cuda or not kernels.use_triton(keys) or keys.shape[-1] not in kernels.HEAD_DIMS or keys.dtype != model_runner.dtype:
+        return None
+    if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
+        return None
+    try:
+        return RecomputeGraphs(model_runner)
+    except RuntimeError as error:  # torch's errors of the device, out of memory among them
+        log.warning("tokens will be recomputed without CUDA graphs, which takes longer to launch: %s", error)
+        return None

@@ -1,0 +1,163 @@
+"""What questions attend to in their composed contexts: a pass of the questions alone.
+
+A question whose slots are in the step already writes its K and V there, where they are written again over the repaired context; so
+the pass is the recompute pass with the question's tokens as its rows, by CUDA graph where that fits. A question that comes in chunks
+has not got all of its slots yet, and is kept beside the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sglang_ext.analysis.forward import Kv, LayerState, Text, run
+from sglang_ext.context.compose.gather import upload
+from sglang_ext.context.recompute.layers import RecomputeJob, recompute
+
+if TYPE_CHECKING:
+    from sglang_ext.context.recompute.graphs import RecomputeGraphs
+
+_KEYS_AT_ONCE = 65_536  # whose scores are computed in one go: 0.4 GB for 8 KV heads of 128 in bfloat16 and in float32
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """``ids`` int64 [q], behind ``start`` tokens of the prompt, at positions from ``at`` on; ``kept`` int64 [S] or [layers, S] and
+    ``slots`` int64 [S]: its composed context. Documents begin at position ``first``. ``own`` int64 [q]: the question's slots, where it
+    has all of them. On the model's device."""
+
+    ids: torch.Tensor
+    start: int
+    at: int
+    first: int
+    kept: torch.Tensor
+    slots: torch.Tensor
+    own: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.at + torch.arange(len(self.ids), device=self.ids.device)
+
+    def job(self) -> RecomputeJob | None:
+        """The question as rows of a pass; None where it has not got its slots."""
+        return None if self.own is None else question_job(self.ids, self.at, self.slots, self.own)
+
+
+def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
+    """Tokens ``ids`` [q] at positions from ``start`` on as rows over the context in ``slots`` and themselves in ``own`` [q]; int64."""
+    within = torch.arange(len(ids), device=ids.device)
+    return RecomputeJob(
+        ids=ids,
+        positions=start + within,
+        slots=torch.cat((slots, own)),
+        seen=(len(slots) + 1 + within)[None],
+        targets=own[None],
+        alone=None,
+        recomputed=0,
+    )
+
+
+class LastQueries:
+    """Keeps, of every layer, the queries of some rows of a pass, [rows, heads, head_dim], and the scale of their scores."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        """``rows``: int64, read while the pass runs."""
+        self.queries: list[tuple[torch.Tensor, float]] = []
+        self._rows = rows
+
+    def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
+        """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same memory each time."""
+        if layer == len(self.queries):
+            self.queries.append((q.index_select(0, self._rows), scaling))
+        else:
+            torch.index_select(q, 0, self._rows, out=self.queries[layer][0])
+
+
+def attention(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None = None) -> list[torch.Tensor]:
+    """f32 [start - first] on the CPU for each question: how much its last token attends to each document token.
+
+    Summed over the upper half of the layers is the largest probability of any head; a token that a layer does not keep has none there.
+    """
+    group, layers = model_runner.tp_group, model_runner.token_to_kv_pool.layer_num
+    placed = [question for question in questions if question.own is not None]
+    found = dict(zip(placed, _in_place(model_runner, placed, graphs), strict=True))
+    beside = [question for question in questions if question.own is None]
+    found |= zip(beside, _beside(model_runner, beside), strict=True)
+    sizes = [len(question.slots) for question in questions]
+    largest = torch.cat([torch.stack(found[question]) for question in questions], dim=1)
+    if group is not None and group.world_size > 1:  # every rank has some of the heads; all must choose the same
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+    parts = [_by_token(question, own, layers // 2) for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)]
+    whole = torch.cat(parts).cpu()  # the choice is made on the host: the one time that a step waits for the device
+    return list(whole.split([len(part) for part in parts]))
+
+
+def _in_place(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None) -> list[list[torch.Tensor]]:
+    """By question and upper layer, f32 [S]; for questions that have their slots."""
+    jobs = [job for question in questions if (job := question.job()) is not None]
+    if not jobs:
+        return []
+    pool = model_runner.token_to_kv_pool
+    ends = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64)
+    last = LastQueries(upload(ends - 1, jobs[0].ids.device))
+    if recompute(model_runner, jobs, graphs, last).by_graph and graphs is not None:
+        last = graphs.last
+    upper = range(pool.layer_num // 2, pool.layer_num)
+    found = []
+    for number, (question, job) in enumerate(zip(questions, jobs, strict=True)):
+        # few launches where there are few keys, and little memory where there are many
+        at_once = max(1, _KEYS_AT_ONCE // len(job.slots))
+        own: list[torch.Tensor] = []
+        for at in range(upper.start, upper.stop, at_once):
+            layers = range(at, min(at + at_once, upper.stop))
+            keys = torch.stack([pool.get_key_buffer(layer)[job.slots] for layer in layers])
+            q = torch.stack([last.queries[layer][0][number] for layer in layers])
+            own.extend(_largest(q, keys, last.queries[at][1])[:, : len(question.slots)])
+        found.append(own)
+    return found
+
+
+def _beside(model_runner: Any, questions: Sequence[Question]) -> list[list[torch.Tensor]]:
+    """As `_in_place`, for questions without slots of their own."""
+    found: list[list[torch.Tensor]] = [[] for _ in questions]
+    if not questions:
+        return found
+    pool = model_runner.token_to_kv_pool
+    lowest = pool.layer_num // 2
+
+    def context(question: Question, layer: int) -> Kv:
+        return pool.get_key_buffer(layer)[question.slots], pool.get_value_buffer(layer)[question.slots]
+
+    texts = [Text(question.ids, question.positions, partial(context, question)) for question in questions]
+
+    def observe(layer: int, states: Sequence[LayerState]) -> None:
+        if layer < lowest:
+            return
+        for own, question, state in zip(found, questions, states, strict=True):
+            keys = torch.cat((pool.get_key_buffer(layer)[question.slots].to(state.k.dtype), state.k))
+            own.append(_largest(state.q[-1:], keys[None], state.scaling)[0, : len(question.slots)])
+
+    run(model_runner, texts, observe)
+    return found
+
+
+def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The largest probability that a head of q [layers, heads, head_dim] gives each of the keys [layers, n, kv_heads, head_dim], f32
+    [layers, n]."""
+    grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [layers, kv_heads, group, head_dim]
+    weights = (torch.einsum("lhgd,lshd->lhgs", grouped, keys.float()) * scaling).softmax(-1)
+    return weights.amax((1, 2))
+
+
+def _by_token(question: Question, largest: torch.Tensor, lowest: int) -> torch.Tensor:
+    """``largest`` [upper layers, S] summed by document token, on its device; what the system text has is dropped."""
+    kept = question.kept[lowest:] if question.kept.dim() == 2 else question.kept.expand_as(largest)
+    place = (kept - question.first + 1).clamp(min=0)
+    out = torch.zeros(question.start - question.first + 1, device=largest.device)
+    return out.index_add(0, place.flatten(), largest.flatten())[1:]

@@ -1,0 +1,1 @@
+"""What of the documents is kept, and what of it is recomputed."""

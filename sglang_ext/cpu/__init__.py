@@ -1,0 +1,1 @@
+"""SGLang on machines without a GPU: platform, allocator, attention. Inactive where CUDA is available."""

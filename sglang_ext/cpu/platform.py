@@ -1,0 +1,51 @@
+"""The CPU platform's class. SGLang loads it while it is itself being imported, so everything else of SGLang is imported on use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """PyTorch operators only: no graphs, no Triton, no compiled extension."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_mha_kv_pool_cls(self) -> Any:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        from sglang_ext.attention.config import from_environment
+
+        config = from_environment()
+        if config is None or config.kv_bits == 16:
+            return MHATokenToKVPool
+        from sglang_ext.attention.quantized_pool import quantized_pool
+
+        return quantized_pool(config.kv_bits)
+
+    def get_paged_allocator_cls(self) -> Any:
+        from sglang_ext.cpu.allocator import make_allocator
+
+        return make_allocator
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        from torch.profiler import ProfilerActivity
+
+        return ProfilerActivity.CPU

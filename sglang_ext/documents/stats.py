@@ -1,0 +1,97 @@
+"""Figures and proofs about the tiers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_ext.documents.disk import DiskTier
+from sglang_ext.documents.files import Found
+from sglang_ext.documents.page_format import PageError, pages_of_file
+from sglang_ext.documents.tiers import Tiers
+from sglang_ext.documents.types import BadDocument, DiskConfig, VerifyReport
+from sglang_ext.documents.writeback import WriteBack
+
+
+def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str, Any]:
+    """As ``TierStore.stat``; the store's lock is held."""
+    host, index, page_bytes = tiers.host, tiers.index, tiers.shape.page_bytes
+    everyone = (*host.entries.values(), *host.doomed.values())
+    figures: dict[str, Any] = {
+        "host": {
+            "bytes": host.used * page_bytes,
+            "budget_bytes": host.limit * page_bytes,
+            "capacity_bytes": host.capacity * page_bytes,
+            "pages": host.used,
+            "documents": sum(1 for entry in host.entries.values() if entry.resident()),
+            "pinned_documents": sum(1 for entry in everyone if entry.pins),
+            "metadata_bytes": (metadata := sum(entry.metadata_bytes for entry in everyone)),
+            "metadata_share": _share(metadata, host.used * page_bytes),
+            "namespaces": _host_namespaces(tiers),
+        },
+        "disk": None,
+        "hits": {tier: tiers.counts[f"hits_{tier}"] for tier in ("device", "host", "disk")},
+        "misses": tiers.counts["misses"],
+        "evictions": {"host": host.evictions, "disk": index.evictions},
+        "moved_bytes": {direction: tiers.moved[direction] for direction in ("to_host", "to_disk", "from_disk")},
+        "faults": dict(tiers.faults.counts),
+        "dropped_writes": tiers.counts["dropped_writes"],
+    }
+    if config is not None:
+        spaces = _disk_namespaces(tiers)
+        pages = sum(space["pages"] for space in spaces.values())
+        figures["disk"] = {
+            "backend": config.backend,
+            "path": None if config.path is None else str(config.path),
+            "bytes": index.used,
+            "budget_bytes": index.budget,
+            "documents": len(index),
+            "pages": pages,
+            "metadata_bytes": index.used - pages * page_bytes,
+            "metadata_share": _share(index.used - pages * page_bytes, pages * page_bytes),
+            "namespaces": spaces,
+            "scanned": index.complete,
+            "queued_bytes": writes.queued_bytes,
+            "waiting_documents": writes.waiting,
+        }
+    return figures
+
+
+def verify(disk: DiskTier | None, listed: Sequence[Found], integrity: str) -> VerifyReport:
+    """Read these documents whole; one that was removed since it was listed is left out."""
+    documents, pages, total, bad = 0, 0, 0, []
+    for found in listed if disk is not None else ():
+        try:
+            record = disk.verify(found)  # type: ignore[union-attr]  # there is nothing to list without it
+        except FileNotFoundError:
+            continue
+        except (PageError, OSError) as error:
+            reason = error.reason if isinstance(error, PageError) else "io"
+            bad.append(BadDocument(found.namespace, found.key, f"{reason}: {error}"))
+            continue
+        documents, pages, total = documents + 1, pages + record.n_pages, total + record.file_bytes
+    return VerifyReport(documents, pages, total, tuple(bad), integrity)
+
+
+def _share(metadata: int, pages: int) -> float:
+    """Of the KV alone; what a tier without KV keeps besides counts for nothing."""
+    return round(metadata / pages, 5) if pages else 0.0
+
+
+def _host_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:
+    spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for entry in tiers.host.entries.values():
+        resident = len(entry.resident())
+        figures = {"documents": min(resident, 1), "pages": resident, "bytes": resident * tiers.shape.page_bytes}
+        spaces[entry.namespace].update(figures)
+    return {name: dict(figures) for name, figures in sorted(spaces.items())}
+
+
+def _disk_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:
+    spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    shape = tiers.shape
+    for key, entry in tiers.index.items():
+        pages = pages_of_file(entry.size, entry.namespace, key, block=shape.block, page_bytes=shape.page_bytes)
+        spaces[entry.namespace].update({"documents": 1, "bytes": entry.size, "pages": pages})
+    return {name: dict(figures) for name, figures in sorted(spaces.items())}
