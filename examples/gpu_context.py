@@ -28,7 +28,7 @@ SEEN_BY_GPU = (
     "tests/kernels/test_composition.py",
     "tests/kernels/test_prefix_rows_attention.py",
     "tests/kernels/test_rotate_gather.py",
-    "tests/unit/documents/test_document_cuda.py",
+    "tests/unit/documents/test_cuda.py",
 )
 LIMITS_S = {"kernels": 150, "answers": 180, "speed": 560}
 CROWDS = 3

@@ -32,7 +32,7 @@ cp examples/results/kernels_{decode,compose}.json "$out/"
 echo "== tests, and every part once in small, which compiles what it needs"
 started=$SECONDS
 pids=()
-timeout 200 python3 -m pytest -q -W default tests/kernels/test_progressive_decode.py tests/unit/documents/test_document_cuda.py \
+timeout 200 python3 -m pytest -q -W default tests/kernels/test_progressive_decode.py tests/unit/documents/test_cuda.py \
   -k "any_shape or captured_graph or achieved_weight or document_cuda" >"$out/gpu_tests.txt" 2>&1 &
 pids+=($!)
 parts=("kernels_decode:dense decode" "kernels_decode:progressive decode, real keys" "kernels_compose:rotate_gather" "kernels_decode:progressive decode" "kernels_compose:rotate_gather beside decode" "kernels_decode:page statistics")

@@ -1,6 +1,6 @@
 """Every compose kernel over odd shapes in one plain process, for compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=kernels compute-sanitizer --tool memcheck python tests/kernels/memcheck.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=kernels compute-sanitizer --tool memcheck python -m tests.kernels.memcheck
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
 """
@@ -15,11 +15,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import test_block_summary as bs
-import test_gather_h2d as gh
-import test_prefix_rows_attention as pra
-import test_rotate_gather as rg
-import test_scatter_d2h as sd
+from tests.kernels import test_block_summary as bs
+from tests.kernels import test_gather_h2d as gh
+from tests.kernels import test_prefix_rows_attention as pra
+from tests.kernels import test_rotate_gather as rg
+from tests.kernels import test_scatter_d2h as sd
 
 
 def main() -> None:

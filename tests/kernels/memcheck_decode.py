@@ -10,11 +10,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import test_page_select as ps
-import test_page_stats as st
-import test_progressive_decode as pd
-import test_quantize_kv as qk
-import test_sparse_decode as sd
+from tests.kernels import test_page_select as ps
+from tests.kernels import test_page_stats as st
+from tests.kernels import test_progressive_decode as pd
+from tests.kernels import test_quantize_kv as qk
+from tests.kernels import test_sparse_decode as sd
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from reference import attention64
 
 from ragserve_kernels._paged import KV
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
+from tests.kernels.reference import attention64
 
 
 @dataclass

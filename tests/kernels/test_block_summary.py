@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, assert_close, attention64, relative_error
 
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive, default_block_tokens
+from tests.kernels.reference import TOLERANCE, assert_close, attention64, relative_error
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

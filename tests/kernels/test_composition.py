@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import assert_close
 
 from ragserve_kernels._common import forced_naive
 from sglang_ext.context.compose.gather import PADDING_SLOT, Filling, Gather, needed_blocks
@@ -19,6 +18,7 @@ from sglang_ext.context.recompute.attention import Rows
 from sglang_ext.context.recompute.graphs import StaticRows
 from sglang_ext.context.recompute.layers import RecomputeJob
 from sglang_ext.context.rope import Rotation
+from tests.kernels.reference import assert_close
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 64, 4
 ROTATION = Rotation(1.0 / (10000.0 ** (torch.arange(0, DIM, 2) / DIM)), DIM, neox=True)

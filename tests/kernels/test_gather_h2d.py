@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import poisoned
 
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.gather_h2d import gather_h2d, gather_h2d_naive
+from tests.kernels.reference import poisoned
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged import make_batch
 
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.page_select import Selection, page_select, summarise
 from ragserve_kernels.page_select.naive import block_scores, forced_blocks
 from ragserve_kernels.sparse_decode import sparse_decode
+from tests.kernels.paged import make_batch
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

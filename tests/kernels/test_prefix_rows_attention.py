@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import assert_close, attention64, poisoned
 
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
+from tests.kernels.reference import assert_close, attention64, poisoned
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged import Batch, make_batch, random_index
-from reference import assert_close
 
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.page_select import page_select, summarise
 from ragserve_kernels.progressive_decode import Progressive, progressive_decode
 from ragserve_kernels.progressive_decode.naive import block_logs, round_ends, weight_estimate
 from ragserve_kernels.sparse_decode import sparse_decode
+from tests.kernels.paged import Batch, make_batch, random_index
+from tests.kernels.reference import assert_close
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

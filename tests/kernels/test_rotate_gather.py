@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, assert_close, poisoned, relative_error
 
 from ragserve_kernels._common import KVLayers, forced_naive
 from ragserve_kernels.rotate_gather import DeviceSource, HostSource, rotate_gather, rotate_gather_naive
+from tests.kernels.reference import TOLERANCE, assert_close, poisoned, relative_error
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

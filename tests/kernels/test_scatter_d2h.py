@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import poisoned
 
 from ragserve_kernels.scatter_d2h import Saver, scatter_d2h
+from tests.kernels.reference import poisoned
 
 
 def expected(src: torch.Tensor, host: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

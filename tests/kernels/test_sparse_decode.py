@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged import Batch, make_batch, random_index
-from reference import assert_close, poisoned
 
 from ragserve_kernels._common import forced_naive
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING, sparse_decode
+from tests.kernels.paged import Batch, make_batch, random_index
+from tests.kernels.reference import assert_close, poisoned
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scripted_server import DOCUMENTS, Live, serving
+
+from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
 
 
 @pytest.fixture(scope="module")

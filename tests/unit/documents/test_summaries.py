@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
 from sglang_ext.documents.disk import FileTier
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig
+from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
 SUMMARY = bytes(range(256)) * 5
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of, flushed, opened
 
 from sglang_ext.documents import page_format
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape, StoreInUse
+from tests.unit.documents.document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of, flushed, opened
 
 PAGE = SHAPE.page_bytes
 FILE_4 = page_format.ALIGN + 4 * PAGE  # a document of 4 pages

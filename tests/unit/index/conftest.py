@@ -8,9 +8,9 @@ from pathlib import Path
 
 import faiss
 import pytest
-from index_samples import make
 
 from ragserve_index import IndexStore
+from tests.unit.index.index_samples import make
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from index_samples import item, texts, vectors_of
-
 from ragserve_index import IndexStore
+from tests.unit.index.index_samples import item, texts, vectors_of
 
 DOCUMENTS, CHUNKS = 8, 25
 

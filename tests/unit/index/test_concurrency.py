@@ -12,7 +12,6 @@ from threading import Event, Thread
 
 import numpy as np
 import pytest
-from index_samples import TYPES, all_chunks, assert_clean, fill, item, make, texts, vectors_of
 
 from ragserve.errors import NotFound, Unavailable
 from ragserve_index import Eq, IndexStore, database, search
@@ -21,6 +20,7 @@ from ragserve_index.structures import Selection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
+from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, fill, item, make, texts, vectors_of
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}

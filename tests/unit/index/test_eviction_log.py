@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from index_samples import assert_clean, item, make
 
 from ragserve_index import EvictionLog, IndexStore
+from tests.unit.index.index_samples import assert_clean, item, make
 
 
 def logged(log: EvictionLog, last_id: int = 0) -> list[tuple[str, str, str | None]]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_samples import DIM, TYPES, assert_clean, fill, item, make, texts, vectors_of
 
 from ragserve_index import IndexStore
+from tests.unit.index.index_samples import DIM, TYPES, assert_clean, fill, item, make, texts, vectors_of
 
 QUERY = vectors_of("d3", 0, n=10)[4]
 

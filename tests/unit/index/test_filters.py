@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_samples import TYPES, exact, item, make, overlap, texts, vectors_of
 
 from ragserve.errors import InvalidRequest
 from ragserve_index import And, Eq, In, IndexStore, Not, Or, Range, parse_filter
+from tests.unit.index.index_samples import TYPES, exact, item, make, overlap, texts, vectors_of
 
 FIELDS = ("a", "b c", "ä.x", "$[0]", "source", "title")
 VALUES = [

@@ -14,10 +14,10 @@ from typing import Any
 
 import faiss
 import pytest
-from index_samples import DIM, assert_clean, fill, item, texts, vectors_of
 
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve_index import IndexStore, Range, gpu
+from tests.unit.index.index_samples import DIM, assert_clean, fill, item, texts, vectors_of
 
 QUERY = vectors_of("d3", 0, n=10)[4]
 

@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from index_samples import TYPES, all_chunks, assert_clean, item, make, texts, vectors_of
 
 from ragserve_index import IndexStore
+from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, item, make, texts, vectors_of
 
 HERE = Path(__file__).parent
 

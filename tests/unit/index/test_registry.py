@@ -10,11 +10,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from index_samples import assert_clean, fill, item, make, texts, vectors_of
 
 from ragserve.errors import RagserveError, StorageFull
 from ragserve_index import IndexStore
 from ragserve_index.errors import RegistryDamaged
+from tests.unit.index.index_samples import assert_clean, fill, item, make, texts, vectors_of
 
 
 def closed(data_dir: Path) -> Path:

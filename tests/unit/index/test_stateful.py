@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from index_samples import TYPES, item, make, vectors_of
 
 from ragserve.errors import NotFound
 from ragserve_index import Eq, IndexStore
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.ivf import Ivf
+from tests.unit.index.index_samples import TYPES, item, make, vectors_of
 
 documents = st.tuples(st.integers(0, 40), st.sampled_from(["en", "de"]))
 SOURCES = [f"s{i}" for i in range(6)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from index_samples import DIM, all_chunks, assert_clean, exact, fill, item, make, texts, vectors_of
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError
 from ragserve_index import IndexStore, NewChunk, NewDocument
+from tests.unit.index.index_samples import DIM, all_chunks, assert_clean, exact, fill, item, make, texts, vectors_of
 
 
 def test_a_document_comes_back_as_it_went_in(store: IndexStore) -> None:

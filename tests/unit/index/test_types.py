@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from index_samples import TYPES, all_chunks, assert_clean, exact, fill, item, make, overlap, texts, vectors_of
 
 from ragserve.errors import InvalidRequest
 from ragserve_index import IndexStore, Range, structures
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
+from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, exact, fill, item, make, overlap, texts, vectors_of
 
 SIZE = {"flat": 600, "sq8": 600, "ivf": 2600, "hnsw": 600}  # documents of ten chunks: what each type needs to take its own form
 RECALL = {"flat": 1.0, "sq8": 0.9, "ivf": 0.7, "hnsw": 0.95}  # on uniform random vectors, the worst case for lists

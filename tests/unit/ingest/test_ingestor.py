@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ingest_samples import make_docx, make_pdf
 
 from ragserve.config import Settings, load
 from ragserve.errors import Conflict, InvalidRequest
@@ -18,6 +17,7 @@ from ragserve.ingest.jobs.lease import LEASE_S
 from ragserve.ingest.jobs.report import JobReport
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
+from tests.unit.ingest.ingest_samples import make_docx, make_pdf
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ingest_samples import make_pdf
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest, NotFound, TooLarge
@@ -18,6 +17,7 @@ from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, Job
+from tests.unit.ingest.ingest_samples import make_pdf
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import Live
+
+from tests.unit.api.scripted_server import Live
 
 GOOD = {"query": "Who built the lighthouse?", "namespace": "docs"}
 EQ = {"op": "eq", "field": "lang", "value": "en"}

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from document_samples import Sample, bytes_under, files_of, flushed, opened
 
 from sglang_ext.documents import folder as offline
+from tests.unit.documents.document_samples import Sample, bytes_under, files_of, flushed, opened
 
 
 def _fill(folder: Path) -> list[Sample]:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sglang_ext.documents.page_format import ALIGN
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig, LoadTicket
+from tests.unit.documents.document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of
 
 PAGE = SHAPE.page_bytes
 HOST_PAGES = 24

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from scripted_server import Live, ScriptedEngine, WordEmbedder, serving, upstream_app
 
 from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import Unavailable
+from tests.unit.api.scripted_server import Live, ScriptedEngine, WordEmbedder, serving, upstream_app
 
 KEY = "correct-horse"
 ROUTES = [

@@ -59,7 +59,7 @@ def test_layout_is_the_one_the_model_was_trained_on(builder: PromptBuilder, toke
 
 
 def test_real_questions_get_the_ids_of_the_joint_text(builder: PromptBuilder, tokenizer: Any) -> None:
-    path = Path(__file__).parents[1] / "data" / "questions" / "crossdoc_8.jsonl"
+    path = Path(__file__).parents[2] / "data" / "questions" / "crossdoc_8.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert rows
     for row in rows:

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import DOCUMENTS, Live, eventually
+
+from tests.unit.api.scripted_server import DOCUMENTS, Live, eventually
 
 
 def finished(client: httpx.Client, response: httpx.Response) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from document_samples import SHAPE, Sample, bytes_under, files_of, flushed, opened
 
 from sglang_ext.documents import page_format
 from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
 from sglang_ext.documents.store import TierStore
+from tests.unit.documents.document_samples import SHAPE, Sample, bytes_under, files_of, flushed, opened
 
 PAGE = SHAPE.page_bytes
 

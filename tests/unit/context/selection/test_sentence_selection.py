@@ -18,7 +18,7 @@ from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.samkv import LEAST, SamKv, choose_sentences
 from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan
-from tests.unit.context.test_samkv import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, SYSTEM, analysis_of, plan_of, turned
+from tests.unit.context.selection.test_samkv import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, SYSTEM, analysis_of, plan_of, turned
 
 
 def words_of(texts: Sequence[Sequence[int]], question: Sequence[int]) -> list[float]:

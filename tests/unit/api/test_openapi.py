@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from scripted_server import Live, ScriptedEngine, upstream_app
 
 from ragserve.api.app import create_app
 from ragserve.config import Settings
+from tests.unit.api.scripted_server import Live, ScriptedEngine, upstream_app
 
 REPO_MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "ragserve-tiny"
 SCHEMA: dict[str, Any] = create_app(Settings(), ScriptedEngine(REPO_MODEL), upstream=upstream_app([]), serve_metrics=True).openapi()

@@ -19,8 +19,8 @@ from sglang_ext.context.scheduler.selection_stage import Stager
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import Shape
 from sglang_ext.protocol import PlanError
+from tests.unit.context.selection.test_samkv import analysis_of
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, runner_of
-from tests.unit.context.test_samkv import analysis_of
 
 END, RARE, QUESTION = 40, 45, 46  # tokens: ends a sentence, stands in one sentence only, begins the question
 SPANS = [(0, 6), (6, 126), (126, 246), (246, 366)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from document_samples import Sample, flushed, opened
+from tests.unit.documents.document_samples import Sample, flushed, opened
 
 
 def test_where_a_document_is_without_using_it(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from scripted_server import Live
 
 from ragserve.bench import api
 from ragserve.bench.api import Sample
 from ragserve.errors import RagserveError
+from tests.unit.api.scripted_server import Live
 
 
 def test_both_sides_are_asked_the_same(live: Live, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_server import DOCUMENTS, Live, serving
 
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.errors import EngineError, TooManyRequests
 from ragserve.profiles.costs import COSTS, Costs
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 

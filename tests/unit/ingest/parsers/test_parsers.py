@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ingest_samples import ParseFile, make_docx, make_pdf, text_of
 
 from ragserve.ingest.parsing.process import Failed, ParsedFile
+from tests.unit.ingest.ingest_samples import ParseFile, make_docx, make_pdf, text_of
 
-CORPUS = Path(__file__).resolve().parents[3] / "examples" / "corpus" / "files"
+CORPUS = Path(__file__).resolve().parents[4] / "examples" / "corpus" / "files"
 ARTICLE = "<p>" + "The lighthouse at Cape Finisterre was built in 1853 and its beam reaches 23 nautical miles out to sea. " * 4 + "</p>"
 
 

@@ -14,7 +14,7 @@ from sglang_ext.context.selection.recompute_rules import Kept, Rule
 from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan
 from tests.sentences import chosen, sentences_of
-from tests.unit.context.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of
+from tests.unit.context.selection.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of
 
 WRITTEN = ["word", " so", ".", '!"', "?) ", "\n", ".'\u201d", "3.5", "<|doc|>", "\u3002"]
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import typer
-from scripted_server import DOCUMENTS, Live
 from typer.testing import CliRunner
 
 from ragserve.commands import query
 from ragserve.errors import EngineError, InvalidRequest, NotFound, RagserveError, Unavailable
+from tests.unit.api.scripted_server import DOCUMENTS, Live
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 

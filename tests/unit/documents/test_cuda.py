@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from document_samples import FINGERPRINT, Sample, flushed
 
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig, KvShape
+from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed
 
 pytestmark = pytest.mark.gpu
 SHAPE = KvShape(32, 8, 128, torch.bfloat16, 16)  # Llama-3.1-8B

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
 from sglang_ext.documents.disk import FileTier
 from sglang_ext.documents.file_storage import RECORD, storage_key
 from sglang_ext.documents.store import TierStore
 from sglang_ext.documents.types import DiskConfig
+from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
 
 @pytest.fixture(params=["sglang-file", "dynamic"])
@@ -23,7 +23,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str,
         yield {"path": tmp_path, "backend": "sglang-file"}
         return
     yield {"path": None, "backend": "dynamic", "extra": _dynamic("PoolStorage")}
-    import storage_by_pool
+    import tests.unit.documents.storage_by_pool as storage_by_pool
 
     storage_by_pool.PAGES.clear()
 
@@ -77,7 +77,7 @@ def test_damaged_and_foreign_pages_are_misses(config: dict[str, Any]) -> None:
     assert document.found(store) is None
     store.close()
     if config["backend"] == "dynamic":
-        import storage_by_pool
+        import tests.unit.documents.storage_by_pool as storage_by_pool
 
         first, second = storage_by_pool.PAGES[f"{document.key}@2"]
         storage_by_pool.PAGES[f"{document.key}@2"] = [second, first]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_server import WordEmbedder
 
 from ragserve.errors import NotFound, Unavailable
 from ragserve.retrieval.retriever import Retriever
 from ragserve_index import IndexStore
+from tests.unit.api.scripted_server import WordEmbedder
 
 
 class Gated(WordEmbedder):

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted_server import DOCUMENTS, Live
 
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.errors import EngineError
+from tests.unit.api.scripted_server import DOCUMENTS, Live
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

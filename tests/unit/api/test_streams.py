@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from scripted_server import Live, eventually
 
 from ragserve.api.sse import EventStream, Pump
 from ragserve.metrics import metrics
+from tests.unit.api.scripted_server import Live, eventually
 
 BODY = {"query": "Who built the lighthouse?", "namespace": "docs"}
 CHAT = {"model": "ragserve/docs", "messages": [{"role": "user", "content": "Who built the lighthouse?"}]}
