@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.protocol import prefix_key
+from sglang_ext.state import current
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,8 @@ def _failed(message: str) -> Answer:
 
 def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     from sglang_ext.context.selection.strategies import names
-    from sglang_ext.hooks import attention
 
-    sparse = attention()
+    sparse = current.attention
     return {
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
@@ -88,9 +88,7 @@ def _slots(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _check_integrity(runtime: Any) -> None:
-    from sglang_ext.hooks import attention
-
-    if (sparse := attention()) is not None:
+    if (sparse := current.attention) is not None:
         sparse.check_integrity(runtime.tree)
     runtime.check_integrity()
 

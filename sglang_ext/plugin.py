@@ -41,7 +41,7 @@ def _wrap_attention() -> None:
         return
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_ext.attention.backend import wrapping
+    from sglang_ext.attention.factory import wrapping
 
     for name in ("torch_native", "flashinfer", "triton", "fa3", "fa4", "trtllm_mha"):
         ATTENTION_BACKENDS[name] = wrapping(ATTENTION_BACKENDS[name], config)
@@ -70,6 +70,8 @@ def require_loaded() -> None:
             "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install --no-deps -e .), "
             "SGLANG_PLUGINS excludes it (add 'ragserve'), or it failed (see the log above)"
         )
-    problems = hooks.check() + [f"the hook on {target} was not applied" for target in hooks.TARGETS if target not in HookRegistry._patched]
+    problems = hooks.check() + [
+        f"the hook on {hook.target} was not applied" for hook in hooks.HOOKS if hook.target not in HookRegistry._patched
+    ]
     if problems:
         raise RuntimeError(f"ragserve is written for SGLang {hooks.SGLANG_VERSION}, and this one differs:\n  " + "\n  ".join(problems))

@@ -10,10 +10,8 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ragserve_index.store import IndexStore
+from ragserve_index.database import Database
 
 _ROW = "id, namespace, title, text, created_at"
 
@@ -32,8 +30,8 @@ class Eviction:
 class EvictionLog:
     """Thread-safe, and safe among processes: each method is one transaction."""
 
-    def __init__(self, store: IndexStore) -> None:
-        self._database = store.database
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def mark(self) -> int | None:
         """Changes with every commit of any process, and costs 50 ns; None while one is under way. Same mark: nothing new in the log."""

@@ -117,7 +117,7 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         limiter = QueryLimiter(settings.max_concurrent_queries)
-        gate = Gate.of(settings, info)
+        gate = Gate.of(settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv)
         chooser = Chooser(engine, gate, settings.data_dir / COSTS_FILE)
         answerer = Answerer(engine, retriever, prompts, limiter, None if settings.force_strategies else gate, chooser)
         yield Services(

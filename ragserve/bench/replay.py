@@ -145,7 +145,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def _port() -> int:
-    from ragserve.commands.serve import claim_port
+    from ragserve.engine.ports import claim_port
 
     return claim_port("127.0.0.1", 0)
 

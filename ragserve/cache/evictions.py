@@ -40,7 +40,7 @@ class Evictor:
 
     def __init__(self, store: IndexStore, engine: Engine, prompts: PromptBuilder) -> None:
         self._store = store
-        self._log = EvictionLog(store)
+        self._log = EvictionLog(store.database)
         self._engine = engine
         self._prompts = prompts
         self._lock = asyncio.Lock()
@@ -123,7 +123,7 @@ def note_engine(settings: Settings, tokenizer: str) -> None:
 
 def clean_files(settings: Settings, store: IndexStore) -> bool:
     """Without a server: remove the files of what the log says. False, and the log stays, where that is left to a server."""
-    entries = EvictionLog(store)
+    entries = EvictionLog(store.database)
     if not len(entries):
         return True
     try:

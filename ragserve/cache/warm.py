@@ -18,8 +18,8 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest
 from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
+from ragserve.ingest.jobs.lease import run_leased
 from ragserve.ingest.jobs.report import Interrupted, JobReport, Progress
-from ragserve.ingest.leased import run_leased
 from ragserve.ingest.prune import every_document
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem

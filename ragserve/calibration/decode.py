@@ -3,70 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from ragserve.bench.decode import step_seconds
-from ragserve.config import Settings
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.file import ProfileFile
+from ragserve.measuring.decode_step import step_seconds
+from ragserve.profiles.decode import Point
 
-FILE_NAME = "ragserve-decode.json"
-VERSION = 1
-MIN_GAIN = 0.05  # sparse decoding is approximate: less than this is not worth it
 _SHORTEST = 1024
 _RUNS = 3
 _NAMESPACE = "calibration"
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Milliseconds of a decode step at a length of context."""
-
-    tokens: int
-    dense_ms: float
-    sparse_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeProfile:
-    """``dense_below``: tokens of context up to which a request had better be dense, measured with ``options`` and ``batch`` requests."""
-
-    dense_below: int
-    options: dict[str, Any]
-    batch: int
-    points: tuple[Point, ...]
-    model: str
-    hardware: str
-    date: str
-
-
-def options_of(settings: Settings) -> dict[str, Any]:
-    """What decides the cost of a sparse step, as requests say it."""
-    if settings.decode_mode == "dense":
-        raise InvalidRequest("Dense decoding has no length to calibrate.", hint="Set --decode-mode to hierarchical or progressive.")
-    if settings.decode_mode == "progressive":
-        return {"mode": "progressive", "threshold": settings.decode_threshold}
-    return {"mode": "hierarchical", "budget": settings.decode_budget, "reuse": settings.decode_reuse}
-
-
-def crossover(points: Sequence[Point]) -> int:
-    """The tokens from which on sparse steps take at most ``1 - MIN_GAIN`` of the dense ones' time at all longer lengths measured.
-
-    Between two lengths the difference is taken to be a line. Shorter than all that was measured: the shortest; nowhere: the longest.
-    """
-    ordered = sorted(points, key=lambda point: point.tokens)
-    losses = [point.sparse_ms - (1 - MIN_GAIN) * point.dense_ms for point in ordered]
-    losing = [i for i, loss in enumerate(losses) if loss > 0]
-    if not losing:
-        return ordered[0].tokens
-    last = losing[-1]
-    if last == len(ordered) - 1:
-        return ordered[-1].tokens
-    here, there = ordered[last], ordered[last + 1]
-    return round(here.tokens + (there.tokens - here.tokens) * losses[last] / (losses[last] - losses[last + 1]))
 
 
 def lengths(shortest: int, longest: int) -> list[int]:
@@ -106,11 +53,3 @@ async def measure(
         report(f"{length} tokens x {batch}: dense {points[-1].dense_ms:.2f} ms a step, sparse {points[-1].sparse_ms:.2f} ms")
         await engine.forget(_NAMESPACE, None)
     return points
-
-
-def _read(fields: dict[str, Any]) -> DecodeProfile:
-    points = tuple(Point(**point) for point in fields.pop("points"))
-    return DecodeProfile(int(fields.pop("dense_below")), dict(fields.pop("options")), points=points, **fields)
-
-
-DECODE = ProfileFile(VERSION, "decode profile", "ragserve calibrate-decode", _read)

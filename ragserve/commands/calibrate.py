@@ -60,7 +60,7 @@ def calibrate(
     """
     from ragserve.calibration.costs import Schedule
     from ragserve.engine.offline import run_once
-    from ragserve.measuring.server import free_port
+    from ragserve.engine.ports import free_port
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import parse
     from sglang_ext.protocol import EXACT_STRATEGIES
@@ -124,7 +124,10 @@ async def _costs(settings: Settings, engine: LocalEngine, given: list[StrategySp
     from ragserve.profiles.gate import Gate
     from ragserve.strategy_spec import parse
 
-    specs = given or [spec for label in Gate.of(settings, engine.info).verified() if (spec := parse(label)[0]).name != "samkv" or not made]
+    info = engine.info
+    gate = Gate.of(settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv)
+    verified = [parse(label)[0] for label in gate.verified()]
+    specs = given or [spec for spec in verified if spec.name != "samkv" or not made]
     if not specs:
         why, hint = (
             "No composed strategy is verified for this model, so auto has nothing to choose from.",

@@ -13,8 +13,8 @@ from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings
 
 if TYPE_CHECKING:
-    from ragserve.calibration.decode import Point
     from ragserve.engine.local import LocalEngine
+    from ragserve.profiles.decode import Point
 
 SETTINGS = (
     "model",
@@ -46,10 +46,11 @@ def calibrate_decode(
     `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless --decode-dense-below says otherwise.
     Stop a server on the same machine first: it would be measured with it.
     """
-    from ragserve.calibration.decode import DECODE, FILE_NAME, DecodeProfile, crossover, measure, options_of
+    from ragserve.calibration.decode import measure
     from ragserve.engine.offline import run_once
+    from ragserve.engine.ports import free_port
     from ragserve.measuring.report import environment
-    from ragserve.measuring.server import free_port
+    from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, crossover, options_of
 
     options = options_of(settings)
     place = settings.data_dir / FILE_NAME

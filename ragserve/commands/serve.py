@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from typing import Any
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from ragserve.cache import lock as serving
 from ragserve.commands.options import with_settings
 from ragserve.config import Settings
-from ragserve.errors import Conflict
+from ragserve.engine.ports import claim_port
 
 log = logging.getLogger("ragserve")
 
@@ -69,20 +68,6 @@ def _serve_remote(settings: Settings) -> None:
 
     app = create_app(settings, RemoteEngine(settings), upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True)
     uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", loop="uvloop", timeout_graceful_shutdown=10)
-
-
-def claim_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises Conflict where it is taken: better now than after the engine has started."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise Conflict(
-                f"Cannot bind {host}:{port}: {error.strerror}.", hint="Stop what uses it or choose another with --port.", code="port_in_use"
-            ) from error
-        return int(probe.getsockname()[1])
 
 
 def _log_to_stderr(level: str) -> None:

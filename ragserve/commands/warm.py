@@ -84,8 +84,8 @@ def _run_here(
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.cache.evictions import Evictor, note_engine
     from ragserve.cache.warm import Warmer
-    from ragserve.commands.serve import claim_port
     from ragserve.engine.offline import run_once
+    from ragserve.engine.ports import claim_port
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
+from ragserve.engine.ports import free_port
 from ragserve.errors import EngineError
 from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
 from ragserve.eval.worker import Job
-from ragserve.measuring.server import free_port, stop_with_parent
+from ragserve.measuring.server import stop_with_parent
 from ragserve.strategy_spec import StrategySpec
 
 _POLL_S = 0.2

@@ -17,9 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragserve.config import Namespace, Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError, StorageFull
-from ragserve.ingest.jobs.lease import LEASE_S, worker_name
+from ragserve.ingest.jobs.lease import LEASE_S, run_leased, worker_name
 from ragserve.ingest.jobs.report import JobReport, Progress
-from ragserve.ingest.leased import run_leased
 from ragserve.ingest.parsing.process import Failed, ParseProcess
 from ragserve.ingest.pipeline import Embeds, Pipeline, Work
 from ragserve.ingest.planner import Planner

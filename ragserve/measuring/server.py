@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from ragserve.engine.ports import free_port
 from ragserve.errors import Unavailable
 
 START_TIMEOUT_S = 300
@@ -122,12 +123,3 @@ def _stop(server: RunningServer) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     server.log.unlink(missing_ok=True)
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from sglang_ext.protocol import EXACT_STRATEGIES
 
@@ -106,10 +105,10 @@ class Gate:
         self._entries: dict[str, Entry] = {}
 
     @classmethod
-    def of(cls, settings: Settings, info: EngineInfo) -> Gate:
-        """The data folder's file, then the one that the model's folder may bring."""
-        places = (settings.data_dir / FILE_NAME, Path(info.model) / FILE_NAME)
-        return cls(places, info.fingerprint, model=Path(info.model).name, dtype=info.dtype, samkv=info.samkv)
+    def of(cls, settings: Settings, *, model: str, fingerprint: str, dtype: str, samkv: str = "") -> Gate:
+        """Read the data folder's file, then the one that the folder ``model`` may bring. The arguments are those of `EngineInfo`."""
+        places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
+        return cls(places, fingerprint, model=Path(model).name, dtype=dtype, samkv=samkv)
 
     def entries(self) -> Mapping[str, Entry]:
         """Of this model, by strategy. A file that cannot be read counts as absent and is logged."""

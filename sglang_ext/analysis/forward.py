@@ -14,8 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-from sglang_ext.context.recompute.layers import forward_batch
-from sglang_ext.context.rope import decoder_layers
+from sglang_ext.model import decoder_layers, forward_batch
 
 ROWS = 8192  # rows that go through a layer at once
 _QUERIES = 1024  # rows of one attention call: bounds its mask

@@ -7,7 +7,7 @@ is sparse costs what it costs without us. In the other variants all rows go thro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ragserve_kernels._paged import KV
 from ragserve_kernels.page_select import Selection, page_select
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
-from sglang_ext.attention.checks import check_engine
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.page_stats import Statistics
 from sglang_ext.attention.planner import FORCED_PAGES, Planner, Step, Variant
@@ -29,21 +28,6 @@ from sglang_ext.attention.tables import Shape, StepTables
 log = logging.getLogger(__name__)
 
 _SCORE_BYTES = 2**25  # of the scores of several layers: as many are chosen for in one launch as fit
-
-
-def wrapping(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:
-    """The factory of a backend, as SGLang's registry has it, with ours around what it makes."""
-
-    def factory(runner: Any) -> Any:
-        from sglang_ext import hooks
-        from sglang_ext.attention.runtime import DecodeRuntime
-
-        check_engine(runner, config)
-        backend = SparseDecodeBackend(make(runner), runner, config)
-        hooks.set_attention(DecodeRuntime(backend))
-        return backend
-
-    return factory
 
 
 def _statistics(pool: Any, table: torch.Tensor, page: int, logical_page: int) -> Statistics:

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
+from sglang_ext.model import UnsupportedRope, decoder_layers
+
 # SGLang 0.5.16's classes whose angle is position times a fixed frequency
 _LINEAR = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding")
-
-
-class UnsupportedRope(ValueError):
-    """The model's positions cannot be shifted after the fact."""
 
 
 class Rotation:
@@ -72,11 +70,3 @@ def rotation_of(model: Any) -> Rotation:
     else:
         frequencies = rope._compute_inv_freq(rope.base)
     return Rotation(frequencies.detach().cpu(), rope.rotary_dim, neox=rope.is_neox_style)
-
-
-def decoder_layers(model: Any) -> Any:
-    """The decoder layers of an SGLang causal language model. Raises UnsupportedRope where it is laid out another way."""
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if layers is None or not len(layers):
-        raise UnsupportedRope("composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'")
-    return layers

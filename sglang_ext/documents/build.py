@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_ext.protocol import KV_CONFIG_VARIABLE
+from sglang_ext.state import current
 
 log = logging.getLogger(__name__)
 BLOCK = 16  # tokens of a host or disk page
@@ -21,7 +22,6 @@ _DEFAULT_HOST_BYTES = 256 * 2**20
 
 def create_cache(context: Any) -> Any:
     """`RadixCacheFactory`. Raises ValueError for engine settings that composed contexts do not work with."""
-    from sglang_ext import hooks
     from sglang_ext.context.scheduler.runtime import ContextRuntime
     from sglang_ext.documents.radix import DocumentRadixCache
     from sglang_ext.documents.store import TierStore
@@ -64,20 +64,18 @@ def create_cache(context: Any) -> Any:
         world=context.tp_size,
     )
     tree = DocumentRadixCache(params=context.params)
-    attention = hooks.attention()
+    attention = current.attention
     if attention is not None:
         tree.before_release = attention.on_finished
-    hooks.set_runtime(
-        ContextRuntime(
-            model_runner=runner,
-            tree=tree,
-            tiers=tiers,
-            fingerprint=fingerprint,
-            block=BLOCK,
-            analysis=_analysis_config(config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size),
-            texts=lambda: _texts(args, runner.model_config.vocab_size),
-            tp_group=context.tp_group,
-        )
+    current.runtime = ContextRuntime(
+        model_runner=runner,
+        tree=tree,
+        tiers=tiers,
+        fingerprint=fingerprint,
+        block=BLOCK,
+        analysis=_analysis_config(config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size),
+        texts=lambda: _texts(args, runner.model_config.vocab_size),
+        tp_group=context.tp_group,
     )
     return tree
 

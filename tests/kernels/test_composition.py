@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragserve_kernels._common import forced_naive
-from sglang_ext.context.compose.gather import PADDING_SLOT, Filling, Gather, needed_blocks
+from sglang_ext.context.buffers import PADDING_SLOT
+from sglang_ext.context.compose.gather import Filling, Gather, needed_blocks
 from sglang_ext.context.recompute.attention import Rows
 from sglang_ext.context.recompute.graphs import StaticRows
-from sglang_ext.context.recompute.layers import RecomputeJob
+from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.rope import Rotation
 from tests.kernels.reference import assert_close
 

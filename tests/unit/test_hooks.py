@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext import hooks
+from sglang_ext.state import current
 
 
 def test_the_pinned_sglang_is_as_expected() -> None:
@@ -57,8 +58,8 @@ class Runtime:
 
 
 def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_gets_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_runtime", Runtime())
-    around = {target: hook for target, (hook, _) in hooks._hooks().items()}
+    monkeypatch.setattr(current, "runtime", Runtime())
+    around = {hook.target: hook.function for hook in hooks.HOOKS}
     forward = around["sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"]
     model = around["sglang.srt.model_executor.model_runner.ModelRunner._forward_raw"]
 

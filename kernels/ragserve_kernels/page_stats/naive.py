@@ -9,7 +9,7 @@ import torch
 from ragserve_kernels._common import KVLayers
 
 if TYPE_CHECKING:
-    from ragserve_kernels.page_stats import PageStats
+    from ragserve_kernels.page_stats.types import PageStats
 
 
 def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, page_size: int) -> None:

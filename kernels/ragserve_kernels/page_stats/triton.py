@@ -12,7 +12,7 @@ import triton.language as tl
 from ragserve_kernels._common import KVLayers
 
 if TYPE_CHECKING:
-    from ragserve_kernels.page_stats import PageStats
+    from ragserve_kernels.page_stats.types import PageStats
 
 
 @triton.jit

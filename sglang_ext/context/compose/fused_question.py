@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_ext.context.compose.gather import upload
-from sglang_ext.context.recompute.question_attention import question_job
-from sglang_ext.context.rope import decoder_layers
+from sglang_ext.context.buffers import upload
+from sglang_ext.context.recompute.job import question_job
+from sglang_ext.model import decoder_layers
 
 if TYPE_CHECKING:
-    from sglang_ext.context.compose.composer import ComposedContext
+    from sglang_ext.context.compose.request import ComposedContext
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
-    from sglang_ext.context.recompute.layers import RecomputeJob
+    from sglang_ext.context.recompute.job import RecomputeJob
 
 SLOTS = 8192  # with nothing to recompute: for 5,120 the pass takes two thirds of SGLang's extend, more was not measured (H200, 8B model)
 WITHOUT = (

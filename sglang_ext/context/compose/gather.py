@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels import rotate_gather as op
+from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.compose.layer_transfer import LayerLoads
 from sglang_ext.context.rope import Rotation
 
-Ints = npt.NDArray[np.int64]
 _SHIFT = 4  # column of runs
 _LAYERS_AT_ONCE = 4  # in one launch from host: work on the first ones begins after an eighth of a model of 32
-PADDING_SLOT = 0  # SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not keep
 _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -46,20 +44,6 @@ class Filling:
     shifts: Ints
     sources: Sequence[torch.Tensor | Ints]
     closed: bool = False
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Buffers:
-    """K and V of every layer, [rows, kv_heads, head_dim] each, as SGLang's pool has them."""
-
-    k: list[torch.Tensor]
-    v: list[torch.Tensor]
-
-    def get_key_buffer(self, layer: int) -> torch.Tensor:
-        return self.k[layer]
-
-    def get_value_buffer(self, layer: int) -> torch.Tensor:
-        return self.v[layer]
 
 
 class Gather:
@@ -234,12 +218,6 @@ def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints
     wanted = np.zeros(int(counts.sum()), dtype=bool)
     wanted[first[document] + (kept - starts[document]) // block] = True
     return [np.flatnonzero(part) for part in np.split(wanted, first[1:])]
-
-
-def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it: through pinned memory, which torch keeps until the copy has run."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _runs_of_layers(fillings: Sequence[Filling], block: int) -> list[Ints]:

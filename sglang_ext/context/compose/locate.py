@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.context.compose.composer import ComposedContext, DeviceSource, HostSource
+from sglang_ext.context.compose.request import ComposedContext, DeviceSource, HostSource
 from sglang_ext.protocol import Span
 
 _MAX_RELOADS = 8  # requests that take each other's host pages in turns would load for ever; a miss ends that

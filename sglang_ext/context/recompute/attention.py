@@ -13,10 +13,10 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 from ragserve_kernels import _common as kernels
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-from sglang_ext.context.compose.gather import upload
+from sglang_ext.context.buffers import upload
 
 if TYPE_CHECKING:
-    from sglang_ext.context.recompute.layers import RecomputeJob
+    from sglang_ext.context.recompute.job import RecomputeJob
 
 
 @dataclass(slots=True)

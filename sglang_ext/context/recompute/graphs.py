@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ragserve_kernels import _common as kernels
-from sglang_ext.context.compose.gather import PADDING_SLOT, upload
+from sglang_ext.context.buffers import PADDING_SLOT, upload
 from sglang_ext.context.recompute.attention import Rows
 
 if TYPE_CHECKING:
-    from sglang_ext.context.recompute.layers import RecomputeJob
+    from sglang_ext.context.recompute.job import RecomputeJob
 
 log = logging.getLogger(__name__)
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows; beyond them an 8B model computes longer than it takes to launch
@@ -91,8 +91,8 @@ class RecomputeGraphs:
     def __init__(self, model_runner: Any) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture
 
+        from sglang_ext.context.recompute.job import LastQueries
         from sglang_ext.context.recompute.layers import run_layers
-        from sglang_ext.context.recompute.question_attention import LastQueries
 
         self._pool = model_runner.token_to_kv_pool
         keys = self._pool.get_key_buffer(0)

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.compose.gather import upload
-from sglang_ext.context.recompute.layers import RecomputeJob, recompute
+from sglang_ext.context.buffers import upload
+from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
+from sglang_ext.context.recompute.run import recompute
 
 if TYPE_CHECKING:
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
@@ -47,36 +48,6 @@ class Question:
     def job(self) -> RecomputeJob | None:
         """The question as rows of a pass; None where it has not got its slots."""
         return None if self.own is None else question_job(self.ids, self.at, self.slots, self.own)
-
-
-def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
-    """Tokens ``ids`` [q] at positions from ``start`` on as rows over the context in ``slots`` and themselves in ``own`` [q]; int64."""
-    within = torch.arange(len(ids), device=ids.device)
-    return RecomputeJob(
-        ids=ids,
-        positions=start + within,
-        slots=torch.cat((slots, own)),
-        seen=(len(slots) + 1 + within)[None],
-        targets=own[None],
-        alone=None,
-        recomputed=0,
-    )
-
-
-class LastQueries:
-    """Keeps, of every layer, the queries of some rows of a pass, [rows, heads, head_dim], and the scale of their scores."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        """``rows``: int64, read while the pass runs."""
-        self.queries: list[tuple[torch.Tensor, float]] = []
-        self._rows = rows
-
-    def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
-        """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same memory each time."""
-        if layer == len(self.queries):
-            self.queries.append((q.index_select(0, self._rows), scaling))
-        else:
-            torch.index_select(q, 0, self._rows, out=self.queries[layer][0])
 
 
 def attention(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None = None) -> list[torch.Tensor]:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.context.compose.composer import ComposedContext, Composer, filling_of
-from sglang_ext.context.compose.gather import Buffers, upload
-from sglang_ext.context.recompute.layers import RecomputeJob, recompute
-from sglang_ext.context.recompute.question_attention import LastQueries, question_job
+from sglang_ext.context.buffers import Buffers, upload
+from sglang_ext.context.compose.composer import Composer, filling_of
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
+from sglang_ext.context.recompute.run import recompute
 from sglang_ext.context.selection.samkv import Ask
 
 

@@ -21,9 +21,10 @@ import torch
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.summary import Analysis, Cut
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.compose.composer import ComposedContext, Composer, DeviceSource, HostSource, report_of, tier_of
+from sglang_ext.context.compose.composer import Composer
 from sglang_ext.context.compose.locate import Locator
-from sglang_ext.context.rope import Rotation, UnsupportedRope, rotation_of
+from sglang_ext.context.compose.request import ComposedContext, DeviceSource, HostSource, report_of, tier_of
+from sglang_ext.context.rope import Rotation, rotation_of
 from sglang_ext.context.scheduler.metrics import context_metrics
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.scheduler.release_queue import Held
@@ -33,6 +34,7 @@ from sglang_ext.context.scheduler.stage_timer import StageClock
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.documents.device import DeviceDocuments
+from sglang_ext.model import UnsupportedRope
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ import torch
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.cache import AnalysisCache
 from sglang_ext.analysis.summary import Analysis, Cut, SummaryError
-from sglang_ext.context.compose.composer import ComposedContext
 from sglang_ext.context.compose.locate import Locator
+from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection import samkv

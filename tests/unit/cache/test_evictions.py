@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.cache import evictions
-from ragserve.cache import lock as serving
+from ragserve.cache import evictions, lock
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.errors import Conflict, EngineError
@@ -100,7 +99,7 @@ def test_a_server_acts_at_once_and_on_what_other_processes_remove(settings: Sett
             await until(lambda: engine.forgotten[2:] == [("birds", None)])
 
     asyncio.run(scenario())
-    assert len(EvictionLog(store)) == 1, "kept for other servers and for queries under way"
+    assert len(EvictionLog(store.database)) == 1, "kept for other servers and for queries under way"
 
 
 def test_an_engine_that_fails_is_asked_again(store: IndexStore, prompts: PromptBuilder) -> None:
@@ -128,7 +127,7 @@ def test_rows_are_acted_on_again_after_their_grace_and_then_go(
         async with Evictor(store, engine, prompts).running():  # type: ignore[arg-type]
             remove(store, "vole")
             await until(lambda: len(engine.forgotten) >= 2)
-            await until(lambda: len(EvictionLog(store)) == 0)
+            await until(lambda: len(EvictionLog(store.database)) == 0)
 
     asyncio.run(scenario())
     assert set(map(str, engine.forgotten)) == {str(("birds", [prompts.document_ids("Vole", TEXTS["vole"])]))}
@@ -157,7 +156,7 @@ def test_without_a_server_the_files_go(settings: Settings, store: IndexStore, pr
     elsewhere = settings.model_copy(update={"model": "/a/model/that/this/command/does/not/know"})
     assert clean_files(elsewhere, store)
     assert [name for name, path in files.items() if path.exists()] == ["vole"]
-    assert len(EvictionLog(store)) == 0
+    assert len(EvictionLog(store.database)) == 0
     store.drop_namespace("birds")
     assert clean_files(elsewhere, store)
     assert not any(path.exists() for path in files.values())
@@ -166,10 +165,10 @@ def test_without_a_server_the_files_go(settings: Settings, store: IndexStore, pr
 def test_a_running_server_keeps_the_log_to_itself(settings: Settings, store: IndexStore, prompts: PromptBuilder) -> None:
     files = cache(settings, prompts)
     remove(store, "otter")
-    with serving.shared(settings.data_dir), serving.shared(settings.data_dir):  # two servers may share a folder
+    with lock.shared(settings.data_dir), lock.shared(settings.data_dir):  # two servers may share a folder
         assert not clean_files(settings, store)
     assert files["otter"].exists()
-    assert len(EvictionLog(store)) == 1
+    assert len(EvictionLog(store.database)) == 1
     assert clean_files(settings, store)
     assert not files["otter"].exists()
 
@@ -178,7 +177,7 @@ def test_without_any_cache_nothing_is_kept_or_loaded(settings: Settings, store: 
     monkeypatch.setattr(PromptBuilder, "load", lambda *_: pytest.fail("a tokenizer takes a second to load"))
     remove(store, "otter")
     assert clean_files(settings, store)
-    assert len(EvictionLog(store)) == 0
+    assert len(EvictionLog(store.database)) == 0
 
 
 def test_what_only_a_server_can_remove_is_left_to_it(settings: Settings, store: IndexStore, prompts: PromptBuilder) -> None:
@@ -189,24 +188,24 @@ def test_what_only_a_server_can_remove_is_left_to_it(settings: Settings, store: 
     note_engine(settings, "/no/tokenizer/here")
     (settings.data_dir / "kv" / "engine.json").write_text('{"storage": "file", "tokenizers": ["/no/tokenizer/here"]}')
     assert not clean_files(settings, store)
-    assert len(EvictionLog(store)) == 1
+    assert len(EvictionLog(store.database)) == 1
 
 
 def test_the_lock_goes_with_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_WAIT_S", 0.1)
+    monkeypatch.setattr(lock, "_WAIT_S", 0.1)
     code = (
-        "import sys, time; from pathlib import Path; from ragserve import serving\n"
-        "with serving.alone(Path(sys.argv[1])) as alone: print(alone, flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from ragserve.cache import lock\n"
+        "with lock.alone(Path(sys.argv[1])) as alone: print(alone, flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"True\n"
-    with pytest.raises(Conflict, match="to itself"), serving.shared(tmp_path):
+    with pytest.raises(Conflict, match="to itself"), lock.shared(tmp_path):
         pass
     holder.kill()
     holder.wait()
     holder.stdout.close()
     started = time.monotonic()
-    with serving.alone(tmp_path, wait_s=5) as free:
+    with lock.alone(tmp_path, wait_s=5) as free:
         assert free
     assert time.monotonic() - started < 5

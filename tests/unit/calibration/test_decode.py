@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from ragserve.bench import decode
-from ragserve.calibration.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, lengths, measure, options_of
+from ragserve.calibration.decode import lengths, measure
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.local import server_args
+from ragserve.engine.server_args import server_args
 from ragserve.errors import EngineError, InvalidRequest
+from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
 from sglang_ext.documents.build import model_fingerprint
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from tests.conftest import MODEL

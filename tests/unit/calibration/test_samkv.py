@@ -16,7 +16,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import KINDS, Probe, make
 from ragserve.calibration.samkv import BUDGETS, Candidate, Schedule, best_options, better, find, heads_of, stable_of, table
 from ragserve.config import DEFAULT_MODEL, Settings
-from ragserve.engine.local import server_args
+from ragserve.engine.server_args import server_args
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile, load, place_of
 from sglang_ext.documents.build import model_fingerprint

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.rope import UnsupportedRope, rotation_of
+from sglang_ext.context.rope import rotation_of
+from sglang_ext.model import UnsupportedRope
 
 HEAD, POSITIONS = 16, 512
 

@@ -23,13 +23,13 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str,
         yield {"path": tmp_path, "backend": "sglang-file"}
         return
     yield {"path": None, "backend": "dynamic", "extra": _dynamic("PoolStorage")}
-    import tests.unit.documents.storage_by_pool as storage_by_pool
+    from tests.unit.documents import storage_by_pool
 
     storage_by_pool.PAGES.clear()
 
 
 def _dynamic(name: str, **more: Any) -> dict[str, Any]:
-    return {"backend_name": "pool", "module_path": "storage_by_pool", "class_name": name, "interface_v1": 1, **more}
+    return {"backend_name": "pool", "module_path": "tests.unit.documents.storage_by_pool", "class_name": name, "interface_v1": 1, **more}
 
 
 def _open(config: dict[str, Any], host_pages: int = 100, fingerprint: str = FINGERPRINT) -> TierStore:
@@ -77,7 +77,7 @@ def test_damaged_and_foreign_pages_are_misses(config: dict[str, Any]) -> None:
     assert document.found(store) is None
     store.close()
     if config["backend"] == "dynamic":
-        import tests.unit.documents.storage_by_pool as storage_by_pool
+        from tests.unit.documents import storage_by_pool
 
         first, second = storage_by_pool.PAGES[f"{document.key}@2"]
         storage_by_pool.PAGES[f"{document.key}@2"] = [second, first]

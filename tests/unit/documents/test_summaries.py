@@ -125,7 +125,7 @@ def test_a_disk_too_small_for_the_summary_keeps_the_document(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", ["sglang-file", "dynamic"])
 def test_other_backends_keep_summaries(tmp_path: Path, backend: str) -> None:
-    pool = {"backend_name": "pool", "module_path": "storage_by_pool", "class_name": "PoolStorage", "interface_v1": 1}
+    pool = {"backend_name": "pool", "module_path": "tests.unit.documents.storage_by_pool", "class_name": "PoolStorage", "interface_v1": 1}
     config: dict[str, Any] = {"path": tmp_path} if backend == "sglang-file" else {"path": None, "extra": pool}
 
     def store() -> TierStore:

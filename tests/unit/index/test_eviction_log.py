@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> IndexStore:
 
 
 def test_removed_and_replaced_texts_are_logged_and_what_stays_is_not(store: IndexStore) -> None:
-    log = EvictionLog(store)
+    log = EvictionLog(store.database)
     assert logged(log) == []
     document, chunks, vectors = item("a", 2, edition=1)
     kept = item("a", 2)[1][0]
@@ -36,7 +36,7 @@ def test_removed_and_replaced_texts_are_logged_and_what_stays_is_not(store: Inde
 
 
 def test_a_text_that_comes_back_leaves_the_log(store: IndexStore) -> None:
-    log = EvictionLog(store)
+    log = EvictionLog(store.database)
     store.replace_documents("n", [item("a", 2, edition=1)])
     store.replace_documents("n", [item("a", 1)])
     assert sorted(text or "" for _, _, text in logged(log)) == ["a#0.1", "a#1.0", "a#1.1"]
@@ -44,7 +44,7 @@ def test_a_text_that_comes_back_leaves_the_log(store: IndexStore) -> None:
 
 
 def test_a_dropped_namespace_is_one_row(store: IndexStore) -> None:
-    log = EvictionLog(store)
+    log = EvictionLog(store.database)
     store.replace_documents("n", [item("a", 2, edition=1)])
     store.drop_namespace("n")
     assert logged(log) == [("n", "", None)]
@@ -52,7 +52,7 @@ def test_a_dropped_namespace_is_one_row(store: IndexStore) -> None:
 
 
 def test_readers_keep_their_place_and_rows_go_by_age(store: IndexStore) -> None:
-    log = EvictionLog(store)
+    log = EvictionLog(store.database)
     before = time.time()
     mark = log.mark()
     store.replace_documents("n", [item("a", 1, edition=1)])
@@ -70,7 +70,7 @@ def test_nothing_is_logged_when_the_write_fails(store: IndexStore) -> None:
     document, chunks, vectors = item("a", 1, edition=1)
     with pytest.raises(Exception, match="lone surrogate"):
         store.replace_documents("n", [(document, [chunks[0].__class__("\ud800", 0, 1, 1)], vectors)])
-    assert logged(EvictionLog(store)) == []
+    assert logged(EvictionLog(store.database)) == []
     store.close()
 
 
@@ -84,4 +84,4 @@ def test_a_registry_of_the_first_format_is_brought_up(tmp_path: Path) -> None:
     with IndexStore(tmp_path) as store:
         assert_clean(store)
         store.replace_documents("n", [item("a", 1, edition=1)])
-        assert len(EvictionLog(store)) == 2
+        assert len(EvictionLog(store.database)) == 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragserve.config import load
+from ragserve.config import Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record
@@ -25,6 +25,10 @@ def entry(*figures: Figures) -> Entry:
 
 def figures(**changed: Any) -> Figures:
     return dataclasses.replace(GOOD, **changed)
+
+
+def gate_of(settings: Settings, info: EngineInfo) -> Gate:
+    return Gate.of(settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +150,13 @@ def test_a_model_brings_the_record_of_another_machine(tmp_path: Path) -> None:
     shutil.copy(elsewhere / FILE_NAME, model)
     info = EngineInfo("local", str(model), str(model), "0", "cpu", "", 1, 1, ("epic",), model_fingerprint(str(model), ""), dtype="float32")
     settings = load(data_dir=tmp_path / "data")
-    Gate.of(settings, info).check("epic")
+    gate_of(settings, info).check("epic")
     record(settings.data_dir / FILE_NAME, info.fingerprint, {"epic": entry(figures(f1_vs_full=-9.0))})
     with pytest.raises(InvalidRequest, match="fell short"):  # here, which is what counts here
-        Gate.of(settings, info).check("epic")
+        gate_of(settings, info).check("epic")
     (model / "model.safetensors").write_bytes(b"others!")
     other = dataclasses.replace(info, fingerprint=model_fingerprint(str(model), ""))
     with pytest.raises(InvalidRequest, match="has not been verified"):
-        Gate.of(load(data_dir=tmp_path / "empty"), other).check("epic")
+        Gate.of(
+            load(data_dir=tmp_path / "empty"), model=other.model, fingerprint=other.fingerprint, dtype=other.dtype, samkv=other.samkv
+        ).check("epic")

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose import fused_question as one_pass
-from sglang_ext.context.compose.composer import ComposedContext, Composer, DeviceSource
-from sglang_ext.context.compose.gather import PADDING_SLOT
+from sglang_ext.context.compose.composer import Composer
+from sglang_ext.context.compose.request import ComposedContext, DeviceSource
 from sglang_ext.context.recompute.attention import Rows
-from sglang_ext.context.recompute.layers import RecomputeJob, recompute, run_layers
-from sglang_ext.context.recompute.question_attention import question_job
+from sglang_ext.context.recompute.job import RecomputeJob, question_job
+from sglang_ext.context.recompute.layers import run_layers
+from sglang_ext.context.recompute.run import recompute
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.strategies import Shape, draft
 from sglang_ext.protocol import ContextPlan, Span

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.compose.composer import ComposedContext, DeviceSource
-from sglang_ext.context.compose.gather import PADDING_SLOT, Gather
-from sglang_ext.context.recompute.layers import warm
+from sglang_ext.context.buffers import PADDING_SLOT
+from sglang_ext.context.compose.gather import Gather
+from sglang_ext.context.compose.request import ComposedContext, DeviceSource
+from sglang_ext.context.recompute.run import warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection.strategies import Shape, draft

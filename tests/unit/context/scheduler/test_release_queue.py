@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.compose.composer import DeviceSource, HostSource
 from sglang_ext.context.compose.locate import Locator
+from sglang_ext.context.compose.request import DeviceSource, HostSource
 from sglang_ext.context.scheduler.release_queue import Held
 from sglang_ext.context.scheduler.runtime import ContextRuntime
 from sglang_ext.control import answer

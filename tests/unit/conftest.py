@@ -1,10 +1,11 @@
-"""The tokenizer, the parsing process and the embedder, each started once."""
+"""What several rooms share: tokenizer, parser process and embedder, each started once, and a scripted server (`live`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ragserve.config import DEFAULT_MODEL, Settings, load
@@ -13,6 +14,7 @@ from ragserve.ingest.parsing.process import Failed, ParsedFile, ParseProcess, Pa
 from ragserve.ingest.tokenizer import Counter, TokenizerSource
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
+from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
 
 MAX_BYTES = 64 * 2**20
 
@@ -60,3 +62,32 @@ def store(settings: Settings) -> Iterator[IndexStore]:
 @pytest.fixture
 def ingestor(settings: Settings, store: IndexStore, embedder: Embedder) -> Ingestor:
     return Ingestor(settings, store, embedder)
+
+
+@pytest.fixture(scope="module")
+def _live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Live]:
+    with serving(tmp_path_factory.mktemp("api"), model_path, max_concurrent_queries=16) as live:
+        yield live
+
+
+@pytest.fixture
+def live(_live: Live) -> Live:
+    """One server for the tests of a module; its engine and embedder begin afresh for each."""
+    _live.engine.reset()
+    _live.embedder.calls.clear()
+    _live.embedder.error = None
+    _live.seen_upstream.clear()
+    return _live
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[httpx.Client]:
+    with live.client() as client:
+        yield client
+
+
+@pytest.fixture
+def docs(live: Live) -> str:
+    """A namespace with three documents of a chunk each."""
+    live.index("docs", DOCUMENTS, lang="en")
+    return "docs"

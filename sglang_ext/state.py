@@ -1,0 +1,19 @@
+"""The objects of this scheduler process that the hooks reach. Scheduler thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """``runtime``: composed contexts, set by the cache factory; None in a process whose cache is not ours.
+    ``attention``: sparse decoding, None where it is off. ``batch``: the extend batch whose forward pass runs."""
+
+    runtime: Any = None
+    attention: Any = None
+    batch: Any = None
+
+
+current = ProcessState()
