@@ -11,10 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from examples.reuse_rules import kept
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
-from ragserve.eval.data import Passage, Question
-from ragserve.strategy_spec import StrategySpec
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
 from sglang_ext.analysis.summary import Analysis
 from sglang_ext.analysis.texts import Texts
@@ -147,27 +144,6 @@ def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBui
     assert 0 < said["recomputed"] <= said["kept"]
     assert (said["query_ms"] > 0) == (options.get("words") != 1 and options.get("selection") != "none" and not whole)
     assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), "the same request, the same answer"
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("crossdoc", {}), ("onehop", {"places": "full", "keep": 0.3}), ("crossdoc", {"words": 1.0, "keep": 0.15})]
-)
-def test_what_is_computed_outside_the_engine_is_what_it_answers(
-    server: Any, builder: PromptBuilder, tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
-    """`examples/reuse_rules/kept.py` chooses, computes again and says the same: its figures speak of the engine."""
-    lab = kept.Lab(MODEL)
-    for row in rows(name)[7:9]:
-        documents = tuple(Passage(title, text) for title, text in row["docs"])
-        question = Question(row["id"], row["question"], tuple(row["answers"]), documents, (), "")
-        one = kept.asked(lab, question, tmp_path / f"{row['id']}.pt")
-        said, chosen, again = kept.answer(lab, one, StrategySpec("samkv", options))
-        answer = composed(server.client, one.ids.tolist(), [(a.start, a.end) for a in one.plan], "samkv", "outside", **options)
-        ids = result(answer).ids
-        assert said.startswith(lab.tokenizer.decode(ids[: ids.index(kept.END)] if kept.END in ids else ids).strip())
-        first = one.plan[0].end
-        told = report(answer)
-        assert (told["kept"], told["recomputed"]) == (int((chosen >= first).sum()), int((again >= first).sum()))
 
 
 def test_odd_documents_and_questions(server: Any, builder: PromptBuilder) -> None:
