@@ -1,4 +1,5 @@
-"""The whole product in one go: ingest real documents, serve them, ask three questions, show what came back and how long it took.
+"""The whole product in one go: ingest real documents, serve them, ask three questions, show what came back
+and how long it took.
 
     scripts/demo            ingest, serve, ask, stop
     scripts/demo --serve    the same, but the server stays up
@@ -26,15 +27,25 @@ from ragserve.measuring.server import RunningServer, running_server
 REPO = Path(__file__).resolve().parent.parent
 CORPUS = REPO / "examples" / "corpus" / "files"
 NAMESPACE = "demo"
-QUESTIONS = ("What is the capital of Norway?", "Who is the head of government of Finland?", "Who is the head of state of Netherlands?")
+QUESTIONS = (
+    "What is the capital of Norway?",
+    "Who is the head of government of Finland?",
+    "Who is the head of state of Netherlands?",
+)
 console = Console(highlight=False, soft_wrap=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--serve", action="store_true", help="leave the server running")
-    parser.add_argument("--data-dir", type=Path, default=REPO / "ragserve-data", help="where the index is kept")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one, 30000 with --serve if it is free")
+    parser.add_argument(
+        "--data-dir", type=Path, default=REPO / "ragserve-data", help="where the index is kept"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="default: a free one, 30000 with --serve if it is free"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     try:
@@ -43,7 +54,9 @@ def main() -> int:
         port = options.port or (_default_port() if options.serve else 0)
         with running_server(data_dir=options.data_dir, port=port, outlive=options.serve) as server:
             memory = server.resident_bytes() / 2**30
-            console.print(f"{server.url} is ready after {server.start_s:.1f} s; all its processes hold {memory:.1f} GiB")
+            console.print(
+                f"{server.url} is ready after {server.start_s:.1f} s; all its processes hold {memory:.1f} GiB"
+            )
             with server.client() as client:
                 for i, question in enumerate(QUESTIONS):
                     console.rule(f"[bold]{question}" + (" (streamed)" if i == 1 else ""))
@@ -94,7 +107,9 @@ def asked(client: httpx.Client, question: str) -> dict[str, Any]:
 def streamed(client: httpx.Client, question: str) -> dict[str, Any]:
     """POST /rag/query as server-sent events, printed as they come."""
     answer: dict[str, Any] = {}
-    with client.stream("POST", "/rag/query", json={"query": question, "namespace": NAMESPACE, "stream": True}) as response:
+    with client.stream(
+        "POST", "/rag/query", json={"query": question, "namespace": NAMESPACE, "stream": True}
+    ) as response:
         for event, data in events(response):
             if event == "message":
                 console.print(f"[bold green]{data['text']}", end="")
@@ -128,12 +143,16 @@ def show(answer: dict[str, Any]) -> None:
     console.print(
         f"  tokens: {usage['prompt']} prompt, {usage['cached']} cached, {usage['completion']} answer; strategy {context['strategy']}"
     )
-    stages = ", ".join(f"{name.removesuffix('_ms')} {value:.1f}" for name, value in timings.items() if value is not None)
+    stages = ", ".join(
+        f"{name.removesuffix('_ms')} {value:.1f}" for name, value in timings.items() if value is not None
+    )
     console.print(f"  milliseconds: {stages}")
 
 
 def goodbye(server: RunningServer) -> None:
-    console.print(f"The server stays up at [bold]{server.url}[/] (process {server.process.pid}, log {server.log}).")
+    console.print(
+        f"The server stays up at [bold]{server.url}[/] (process {server.process.pid}, log {server.log})."
+    )
     console.print(f"Stop it with: kill {server.process.pid}")
 
 

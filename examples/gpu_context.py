@@ -1,13 +1,13 @@
 """Composed contexts on a CUDA machine: are they right, and how soon is the first token there?
 
-    python examples/gpu_context.py OUT_FOLDER --parts kernels,answers
-    python examples/gpu_context.py OUT_FOLDER --parts speed [--lengths 2048,8192] [--document-tokens 4096] [--merge EARLIER.json]
+    python examples/gpu_context.py OUT_FOLDER --parts kernels,answers python examples/gpu_context.py
+    OUT_FOLDER --parts speed [--lengths 2048,8192] [--document-tokens 4096] [--merge EARLIER.json]
 
-Three parts, each in a process of its own with a time limit, each leaving its JSON in OUT_FOLDER whatever becomes of the others:
-`kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic against each other), `speed`
-(`ragserve.bench.context` with the shape of Llama-3.1-8B and random weights, up to nine minutes). Needs SGLang 0.5.16 and this project,
-installed without dependencies so that SGLang finds its plugin, and no web server. Exits with 1 if a part failed.
-"""
+Three parts, each in a process of its own with a time limit, each leaving its JSON in OUT_FOLDER whatever
+becomes of the others: `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation
+and traffic against each other), `speed` (`ragserve.bench.context` with the shape of Llama-3.1-8B and random
+weights, up to nine minutes). Needs SGLang 0.5.16 and this project, installed without dependencies so that
+SGLang finds its plugin, and no web server. Exits with 1 if a part failed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def kernels(out: Path) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SEEN_BY_GPU]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     print(done.stdout[-1500:], done.stderr[-500:], flush=True)
-    (out / "context-kernels.json").write_text(json.dumps({"exit": done.returncode, "end": done.stdout[-3000:]}, indent=1) + "\n")
+    (out / "context-kernels.json").write_text(
+        json.dumps({"exit": done.returncode, "end": done.stdout[-3000:]}, indent=1) + "\n"
+    )
     return done.returncode == 0
 
 
@@ -81,7 +83,9 @@ class Answers:
         for row in rows:
             await self._engine.warm(self.request(row, "concat", {}))
 
-    async def __call__(self, row: dict[str, Any], strategy: str, options: dict[str, Any]) -> tuple[list[int], list[float], set[str]]:
+    async def __call__(
+        self, row: dict[str, Any], strategy: str, options: dict[str, Any]
+    ) -> tuple[list[int], list[float], set[str]]:
         """Token ids, log-probabilities, and the tiers that the documents came from."""
         import uuid
 
@@ -91,22 +95,33 @@ class Answers:
         from sglang_ext.launch import tokenizer_manager
         from sglang_ext.protocol import PLAN_FIELD
 
-        fields = payload(self.request(row, strategy, options), uuid.uuid4().hex) | {"return_logprob": True, "stream": False}
+        fields = payload(self.request(row, strategy, options), uuid.uuid4().hex) | {
+            "return_logprob": True,
+            "stream": False,
+        }
         fields["sampling_params"]["ignore_eos"] = True
-        outputs = [out async for out in tokenizer_manager().generate_request(GenerateReqInput(**fields), None)]
+        outputs = [
+            out async for out in tokenizer_manager().generate_request(GenerateReqInput(**fields), None)
+        ]
         meta = outputs[-1]["meta_info"]
         pairs = meta["output_token_logprobs"]
-        text = (meta.get(PLAN_FIELD) or [None])[0]  # beside composed requests exact ones have it, too, and empty
+        text = (meta.get(PLAN_FIELD) or [None])[
+            0
+        ]  # beside composed requests exact ones have it, too, and empty
         report = json.loads(text) if text else {"by_tier": {}}
         return [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs], set(report["by_tier"])
 
 
 def apart(a: tuple[list[int], list[float], Any], b: tuple[list[int], list[float], Any]) -> tuple[bool, float]:
-    """Whether the tokens are the same, and the largest difference of log-probabilities up to the first one that is not."""
+    """Whether the tokens are the same, and the largest difference of log-probabilities up to the first one
+    that is not.
+    """
     same = 0
     while same < len(a[0]) and a[0][same] == b[0][same]:
         same += 1
-    return same == len(a[0]), max((abs(x - y) for x, y in zip(a[1][: same + 1], b[1][: same + 1], strict=True)), default=0.0)
+    return same == len(a[0]), max(
+        (abs(x - y) for x, y in zip(a[1][: same + 1], b[1][: same + 1], strict=True)), default=0.0
+    )
 
 
 def _middle(pairs: list[tuple[bool, float]]) -> float:
@@ -122,7 +137,9 @@ async def check_graphs(engine: Any, ask: Answers, rows: list[dict[str, Any]], fo
     tokens = max(ask.request(row, "concat", {}).spans[-1].end for row in short)
     captured = (await engine.control("info"))["recompute_graphs"]
     await ask.warm(short)
-    pairs = [apart(await ask(row, "concat", {"recompute": "all"}), await ask(row, "full", {})) for row in short]
+    pairs = [
+        apart(await ask(row, "concat", {"recompute": "all"}), await ask(row, "full", {})) for row in short
+    ]
     control = [apart(await ask(row, "concat", {}), await ask(row, "full", {})) for row in short]
     found["recompute by graph"] = {
         "graphs": captured,
@@ -145,10 +162,18 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
     pairs = [apart(a, b) for a, b in zip(everything, exact, strict=True)]
     control = [apart(a, b) for a, b in zip(nothing, exact, strict=True)]
     found["questions"] = len(rows)
-    found["recompute all against full"] = {"same tokens": sum(same for same, _ in pairs), "worst": max(d for _, d in pairs)}
-    found["recompute nothing against full"] = {"same tokens": sum(same for same, _ in control), "worst": max(d for _, d in control)}
+    found["recompute all against full"] = {
+        "same tokens": sum(same for same, _ in pairs),
+        "worst": max(d for _, d in pairs),
+    }
+    found["recompute nothing against full"] = {
+        "same tokens": sum(same for same, _ in control),
+        "worst": max(d for _, d in control),
+    }
     # bfloat16: other kernels round otherwise, and a tie may fall the other way
-    found["right: recompute all"] = _middle(pairs) < BFLOAT16 and 2 * sum(same for same, _ in pairs) > len(rows)
+    found["right: recompute all"] = _middle(pairs) < BFLOAT16 and 2 * sum(same for same, _ in pairs) > len(
+        rows
+    )
     await check_graphs(engine, ask, rows, found)
     print(json.dumps(found), f"{time.monotonic() - started:.0f} s", flush=True)
     for strategy, options in STRATEGIES:
@@ -163,16 +188,25 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
                 answers[tier].append(await ask(row, strategy, options))
         name = f"{strategy} {json.dumps(options)}"
         tiers = {tier: all(used == {tier} for _, _, used in got) for tier, got in answers.items()}
-        worst = {t: [apart(a, b) for a, b in zip(answers[t], answers["device"], strict=True)] for t in ("host", "disk")}
+        worst = {
+            t: [apart(a, b) for a, b in zip(answers[t], answers["device"], strict=True)]
+            for t in ("host", "disk")
+        }
         same = {tier: sum(equal for equal, _ in got) for tier, got in worst.items()}
-        found[name] = {"from the tier meant": tiers, "same tokens": same, "worst": {t: max(d for _, d in got) for t, got in worst.items()}}
+        found[name] = {
+            "from the tier meant": tiers,
+            "same tokens": same,
+            "worst": {t: max(d for _, d in got) for t, got in worst.items()},
+        }
         found[f"right: {name}"] = all(tiers.values()) and all(n >= len(rows) - 1 for n in same.values())
         print(name, found[name], f"{time.monotonic() - started:.0f} s", flush=True)
     single = [await ask(row, "epic", {"first": 16}) for row in rows]
     together = []
     for _ in range(CROWDS):  # the kernel reads pinned host memory while other requests decode
         await engine.control("evict", tiers=["device"])
-        mixed = [ask(row, s, o) for row in rows for s, o in (("epic", {"first": 16}), ("full", {}), ("concat", {}))]
+        mixed = [
+            ask(row, s, o) for row in rows for s, o in (("epic", {"first": 16}), ("full", {}), ("concat", {}))
+        ]
         together += [apart(a, b) for a, b in zip((await asyncio.gather(*mixed))[::3], single, strict=True)]
     found["epic from host in a crowd, as alone"] = {
         "same tokens": sum(same for same, _ in together),
@@ -229,21 +263,39 @@ def engine_args(attention: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--part", choices=tuple(LIMITS_S), help="this one only, in this process")
     parser.add_argument("--parts", default=",".join(LIMITS_S))
     parser.add_argument("--lengths", default="2048,8192,32768,102400", help="of `speed`")
-    parser.add_argument("--document-tokens", default="512", help="of `speed`; the first one with all strategies")
+    parser.add_argument(
+        "--document-tokens", default="512", help="of `speed`; the first one with all strategies"
+    )
     parser.add_argument("--tiers", default="device,host,disk", help="of `speed`")
     parser.add_argument("--shape", default="llama-3.1-8b", help="of `speed`")
-    parser.add_argument("--profile", action="store_true", help="`speed` counts launches, copies and waits of some requests, too")
-    parser.add_argument("--merge", type=Path, help="an earlier report of `speed`, whose rows stay unless they are measured again")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="`speed` counts launches, copies and waits of some requests, too",
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        help="an earlier report of `speed`, whose rows stay unless they are measured again",
+    )
     parser.add_argument("--questions", type=int, default=8, help="of `answers`, 2 to 8")
-    parser.add_argument("--attention", default="flashinfer", help="of `speed`; FlashInfer compiles for two minutes on a new machine")
+    parser.add_argument(
+        "--attention",
+        default="flashinfer",
+        help="of `speed`; FlashInfer compiles for two minutes on a new machine",
+    )
     parser.add_argument("--strategies", default="full,prefix,concat,epic,cacheblend,samkv", help="of `speed`")
     parser.add_argument("--answers-attention", default="triton")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options of `speed`, as JSON")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="further SGLang options of `speed`, as JSON"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part == "kernels":
@@ -260,7 +312,10 @@ def main() -> int:
             code = subprocess.run(command, timeout=LIMITS_S[part], check=False).returncode
         except subprocess.TimeoutExpired:
             code = -1
-        print(f"== {part}: {'right' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"== {part}: {'right' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
         if code:
             failed.append(part)
     return 1 if failed else 0

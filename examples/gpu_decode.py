@@ -1,15 +1,17 @@
-"""Decode speed on an H200: our backend beside plain SGLang with FlashInfer and with its Triton kernels, Llama-3.1-8B shape, CUDA graphs on.
+"""Decode speed on an H200: our backend beside plain SGLang with FlashInfer and with its Triton kernels,
+Llama-3.1-8B shape, CUDA graphs on.
 
-    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--minutes M] [--threshold] [--short | --embedded]
+    python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--minutes M] [--threshold] [--short |
+    --embedded]
 
-BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16 (pages of 16 tokens, not 64).
-Each is an engine of its own in a process of its own, N of them at a time, each on its GPU. All three take eleven minutes on one GPU;
-where a command may not run that long, name two, and the third in a second run with the same OUT. OUT gets decode-BACKEND.json after every
-row and decode.json at the end, also where an engine failed, with the speed-up over plain FlashInfer. The points that matter most come
-first; those that would begin when ``--minutes`` have passed are left out, which the file says. ``--threshold``: progressive decoding as
-well.
-``--short``: three points. ``--embedded``: the small model and short contexts, to try the script.
-"""
+BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16
+(pages of 16 tokens, not 64). Each is an engine of its own in a process of its own, N of them at a time, each
+on its GPU. All three take eleven minutes on one GPU; where a command may not run that long, name two, and the
+third in a second run with the same OUT. OUT gets decode-BACKEND.json after every row and decode.json at the
+end, also where an engine failed, with the speed-up over plain FlashInfer. The points that matter most come
+first; those that would begin when ``--minutes`` have passed are left out, which the file says.
+``--threshold``: progressive decoding as well. ``--short``: three points. ``--embedded``: the small model and
+short contexts, to try the script."""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ from ragserve.bench.decode import BACKENDS, run
 from ragserve.bench.fan_out import fan_out
 
 # 16 x 100,000 tokens would be 210 GB of KV.
-POINTS = ((32_768, 16), (32_768, 1), (32_768, 4), (100_000, 4), (100_000, 1), (8192, 1), (8192, 16), (8192, 4))
+POINTS = (
+    (32_768, 16),
+    (32_768, 1),
+    (32_768, 4),
+    (100_000, 4),
+    (100_000, 1),
+    (8192, 1),
+    (8192, 16),
+    (8192, 4),
+)
 SHORT = ((32_768, 16), (100_000, 4), (8192, 1))
 SMALL = ((2600, 1), (2600, 2))
 
@@ -45,24 +56,47 @@ def parent(out: Path, given: argparse.Namespace) -> int:
     extra = ["--embedded"] * given.embedded + ["--short"] * given.short + ["--threshold"] * given.threshold
     if given.minutes is not None:
         extra += ["--until", str(time.time() + 60 * given.minutes)]
-    failed = fan_out({name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in given.backends}, given.gpus)
+    failed = fan_out(
+        {name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in given.backends},
+        given.gpus,
+    )
     merge(out)
     return len(failed)
 
 
 def merge(out: Path) -> None:
-    """One table of all backends measured so far; our rows get their speed-up over plain SGLang with FlashInfer."""
-    reports = [json.loads(path.read_text(encoding="utf-8")) for name in BACKENDS if (path := out / f"decode-{name}.json").exists()]
-    plain = {(r["context"], r["batch"]): r["ms a step"] for report in reports if report["backend"] == "flashinfer" for r in report["rows"]}
+    """One table of all backends measured so far; our rows get their speed-up over plain SGLang with
+    FlashInfer.
+    """
+    reports = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for name in BACKENDS
+        if (path := out / f"decode-{name}.json").exists()
+    ]
+    plain = {
+        (r["context"], r["batch"]): r["ms a step"]
+        for report in reports
+        if report["backend"] == "flashinfer"
+        for r in report["rows"]
+    }
     rows = []
     for report in reports:
         for row in report["rows"]:
             rival = plain.get((row["context"], row["batch"]))
             rows.append(
-                {"backend": report["backend"], **row, "times flashinfer": None if rival is None else round(rival / row["ms a step"], 2)}
+                {
+                    "backend": report["backend"],
+                    **row,
+                    "times flashinfer": None if rival is None else round(rival / row["ms a step"], 2),
+                }
             )
-    engines = {report["backend"]: {key: value for key, value in report.items() if key not in ("backend", "rows")} for report in reports}
-    (out / "decode.json").write_text(json.dumps({"engines": engines, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    engines = {
+        report["backend"]: {key: value for key, value in report.items() if key not in ("backend", "rows")}
+        for report in reports
+    }
+    (out / "decode.json").write_text(
+        json.dumps({"engines": engines, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
     for row in sorted(rows, key=lambda r: (r["context"], r["batch"], r["backend"], r["mode"])):
         print(row)
 
@@ -70,7 +104,9 @@ def merge(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("backends", nargs="*", default=["ragserve", "flashinfer", "triton"], choices=list(BACKENDS))
+    parser.add_argument(
+        "backends", nargs="*", default=["ragserve", "flashinfer", "triton"], choices=list(BACKENDS)
+    )
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)

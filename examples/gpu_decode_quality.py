@@ -1,14 +1,14 @@
-"""Answers of the small model with sparse decoding: exact match over budget and threshold, hierarchical pages beside flat ones.
+"""Answers of the small model with sparse decoding: exact match over budget and threshold, hierarchical pages
+beside flat ones.
 
     python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N] [--reuse]
 
-Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000 tokens are left out.
-With streaming heads (of results/heads-embedded.json) budgets are tried with and without them.
-Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and before it a file per kind of page.
-Every prompt is prefilled once: modes differ in decode steps only. ``--reuse``: dense, and budgets by reuse interval, only.
-On one H200 about 2 minutes a kind of page; also runs on a CPU.
-RAGSERVE_ATTENTION names SGLang's backend where its default is not installed.
-"""
+Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000
+tokens are left out. With streaming heads (of results/heads-embedded.json) budgets are tried with and without
+them. Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and
+before it a file per kind of page. Every prompt is prefilled once: modes differ in decode steps only.
+``--reuse``: dense, and budgets by reuse interval, only. On one H200 about 2 minutes a kind of page; also runs
+on a CPU. RAGSERVE_ATTENTION names SGLang's backend where its default is not installed."""
 
 from __future__ import annotations
 
@@ -39,23 +39,54 @@ PAGES: dict[str, dict[str, Any]] = {
     "flat 64": {"decode_page_size": 64, "decode_logical_page": 64},
     "64 of 16 in 8 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 8},
     "64 of 16 in 4 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 4},
-    **{f"64 of 16, {share} % streaming": {"decode_page_size": 64, "decode_logical_page": 16, "streaming": share} for share in (25, 50, 75)},
-    "64 by centre": {"decode_page_size": 64, "decode_logical_page": 16, "decode_ranking": "center", "decode_bound": "lowest"},
+    **{
+        f"64 of 16, {share} % streaming": {
+            "decode_page_size": 64,
+            "decode_logical_page": 16,
+            "streaming": share,
+        }
+        for share in (25, 50, 75)
+    },
+    "64 by centre": {
+        "decode_page_size": 64,
+        "decode_logical_page": 16,
+        "decode_ranking": "center",
+        "decode_bound": "lowest",
+    },
 }
 GATES = Path(__file__).parent / "results" / "heads-embedded.json"
 DENSE: dict[str, Any] = {"mode": "dense"}
-BUDGETS = [{"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0} for budget in (128, 256, 512, 1024, 2048)]
-REUSE = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for budget in (512, 1024) for reuse in (1, 4, 16, 64)]
-FRESH = [{"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0} for reuse in (1, 16) for budget in (256, 512, 1024)]
+BUDGETS = [
+    {"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0}
+    for budget in (128, 256, 512, 1024, 2048)
+]
+REUSE = [
+    {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0}
+    for budget in (512, 1024)
+    for reuse in (1, 4, 16, 64)
+]
+FRESH = [
+    {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0}
+    for reuse in (1, 16)
+    for budget in (256, 512, 1024)
+]
 STREAMING: list[dict[str, Any]] = [
-    {"mode": "progressive", "threshold": 1.0, "streaming": True, "dense_below": 0},  # the other heads attend to everything
+    {
+        "mode": "progressive",
+        "threshold": 1.0,
+        "streaming": True,
+        "dense_below": 0,
+    },  # the other heads attend to everything
     *(
         {"mode": "hierarchical", "budget": budget, "reuse": 16, "streaming": streams, "dense_below": 0}
         for budget in (512, 1024)
         for streams in (False, True)
     ),
 ]
-THRESHOLDS = [{"mode": "progressive", "threshold": threshold, "dense_below": 0} for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
+THRESHOLDS = [
+    {"mode": "progressive", "threshold": threshold, "dense_below": 0}
+    for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)
+]
 
 
 def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[int], list[str], bool]]:
@@ -72,7 +103,11 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[in
         elif "expected_number" in row:
             head, _, tail = row["prompt"].rpartition("Now the record is over.")
             documents = [PromptDocument("lines", "Record", head or row["prompt"])]
-            question, answers, exact = tail.strip() or "What is the number?", [str(row["expected_number"])], False
+            question, answers, exact = (
+                tail.strip() or "What is the number?",
+                [str(row["expected_number"])],
+                False,
+            )
         else:
             documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
             question, answers, exact = row["question"], row["answers"], True
@@ -86,7 +121,9 @@ def save(report: Any, path: Path) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-async def measure(engine: Any, name: str, sets: list[Path], rows: int, reuse: bool, report: dict[str, Any], out: Path) -> None:
+async def measure(
+    engine: Any, name: str, sets: list[Path], rows: int, reuse: bool, report: dict[str, Any], out: Path
+) -> None:
     builder = PromptBuilder.load(engine.info.tokenizer)
     modes = [DENSE, *([] if "centre" in name else BUDGETS + FRESH), *THRESHOLDS]
     if "bits" in name:  # beside those of plain KV, not a study of their own
@@ -103,7 +140,9 @@ async def measure(engine: Any, name: str, sets: list[Path], rows: int, reuse: bo
         for mode in modes:
             places = asyncio.Semaphore(IN_FLIGHT)
 
-            async def one(ids: list[int], answers: list[str], exact: bool, mode: dict[str, Any] = mode) -> tuple[bool, Any]:
+            async def one(
+                ids: list[int], answers: list[str], exact: bool, mode: dict[str, Any] = mode
+            ) -> tuple[bool, Any]:
                 text, read = "", None
                 async with places:  # noqa: B023 - awaited within this turn of the loop
                     request = GenerateRequest("q", ids, path.name, "prefix", Sampling(40), decode=mode)  # noqa: B023 - as above
@@ -145,13 +184,21 @@ def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> Non
     } | PAGES[name]
     if (share := options.pop("streaming", None)) is not None:
         options["decode_heads"] = heads = out / f"heads-{share}.json"
-        save_pattern(heads, torch.tensor(json.loads(GATES.read_text(encoding="utf-8"))["gates"]), share=share / 100, model="ragserve-tiny")
+        save_pattern(
+            heads,
+            torch.tensor(json.loads(GATES.read_text(encoding="utf-8"))["gates"]),
+            share=share / 100,
+            model="ragserve-tiny",
+        )
     attention = os.environ.get("RAGSERVE_ATTENTION")
     options["engine_args"] = {"cuda_graph_max_bs_decode": IN_FLIGHT, "disable_prefill_cuda_graph": True} | (
         {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
     )
     folder = out / f"data-{number}"
-    run_once(load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options), work)
+    run_once(
+        load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options),
+        work,
+    )
     save(report, path)
 
 
@@ -170,9 +217,18 @@ def main() -> int:
         child(names[0], given.out, given.sets, given.rows, given.reuse)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
-    same = [str(given.out), *map(str, given.sets), "--rows", str(given.rows), "--child", *["--reuse"] * given.reuse]
+    same = [
+        str(given.out),
+        *map(str, given.sets),
+        "--rows",
+        str(given.rows),
+        "--child",
+        *["--reuse"] * given.reuse,
+    ]
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.out.glob("quality-*.json"))]
+    reports = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.out.glob("quality-*.json"))
+    ]
     save(reports, given.out / "quality.json")
     return len(failed)
 

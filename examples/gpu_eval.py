@@ -1,12 +1,14 @@
-"""Answer quality of every strategy on a GPU machine, over all question sets, with several engines side by side on one GPU.
+"""Answer quality of every strategy on a GPU machine, over all question sets, with several engines side by
+side on one GPU.
 
-    python examples/gpu_eval.py OUT_DIR SETS_DIR [--engines 5] [--limit N] [--only SET,SET] [--strategies LIST] [--seconds 480]
+    python examples/gpu_eval.py OUT_DIR SETS_DIR [--engines 5] [--limit N] [--only SET,SET] [--strategies
+    LIST] [--seconds 480]
 
-What `ragserve eval` does, for machines that have SGLang and this checkout on the path but not the rest of the product. Rows are in
-OUT_DIR/rows-*.jsonl as soon as they are known; after ``--seconds``, or on any failure, the report covers the rows that there are, and the
-same command goes on where it stopped. OUT_DIR/ragserve-gate.json says which strategies it verified: copy it into a data folder, or beside
-the model. The attention backend is SGLang's default unless RAGSERVE_ATTENTION names another.
-"""
+What `ragserve eval` does, for machines that have SGLang and this checkout on the path but not the rest of the
+product. Rows are in OUT_DIR/rows-*.jsonl as soon as they are known; after ``--seconds``, or on any failure,
+the report covers the rows that there are, and the same command goes on where it stopped.
+OUT_DIR/ragserve-gate.json says which strategies it verified: copy it into a data folder, or beside the model.
+The attention backend is SGLang's default unless RAGSERVE_ATTENTION names another."""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from ragserve.eval.summary import write
 from ragserve.profiles import gate
 from ragserve.strategy_spec import parse
 
-SETS = ("onehop", "crossdoc", "mid_onehop", "mid_crossdoc", "long_onehop", "long_crossdoc", "needle", "2wikimqa", "musique")
+SETS = (
+    "onehop",
+    "crossdoc",
+    "mid_onehop",
+    "mid_crossdoc",
+    "long_onehop",
+    "long_crossdoc",
+    "needle",
+    "2wikimqa",
+    "musique",
+)
 STRATEGIES = (
     "full,prefix,concat,concat:rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
     "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,random:share=0.15,random:share=0.3,random:share=0.5"
@@ -33,7 +45,9 @@ POOL_TOKENS = 400_000  # of each engine: 12 questions in flight with 8k tokens o
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("out", type=Path)
     options.add_argument("sets", type=Path)
     options.add_argument("--engines", type=int, default=5)
@@ -51,7 +65,13 @@ def main() -> int:
     settings = load(max_total_tokens=POOL_TOKENS, engine_args=engine_args)
     paths = [find(name, given.sets) for name in given.only.split(",")]
     plan = Plan(
-        paths, parse(given.strategies), settings, given.limit, in_flight=given.in_flight, workers=given.engines, seconds=given.seconds
+        paths,
+        parse(given.strategies),
+        settings,
+        given.limit,
+        in_flight=given.in_flight,
+        workers=given.engines,
+        seconds=given.seconds,
     )
     started, shown = time.monotonic(), [0.0]
 
@@ -73,7 +93,9 @@ def main() -> int:
     print("verified: " + (", ".join(label for label, entry in entries.items() if entry.verified) or "none"))
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])
-    print(f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s")
+    print(
+        f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s"
+    )
     return 1 if failed or broken else 0
 
 

@@ -1,11 +1,14 @@
-"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, by strategy, and the KV slots they hold.
+"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, by strategy, and the KV slots they
+hold.
 
     python examples/gpu_load.py OUT_FOLDER TRACE_FOLDER [--passages 48,5] [--seconds 360] [--strategies LIST]
 
-TRACE_FOLDER holds one NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it (`ragserve.bench.retrieval_trace`). `ragserve.bench.load` with
-the shape of Llama-3.1-8B and random weights, one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds``
-bounds what comes after the start of the engine; FlashInfer takes about two minutes of that start on a new machine. Needs SGLang 0.5.16 and
-this project, installed without dependencies so that SGLang finds its plugin. Exits with 1 if a strategy failed."""
+TRACE_FOLDER holds one NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it
+(`ragserve.bench.retrieval_trace`). `ragserve.bench.load` with the shape of Llama-3.1-8B and random weights,
+one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds`` bounds what comes
+after the start of the engine; FlashInfer takes about two minutes of that start on a new machine. Needs SGLang
+0.5.16 and this project, installed without dependencies so that SGLang finds its plugin. Exits with 1 if a
+strategy failed."""
 
 from __future__ import annotations
 
@@ -20,21 +23,35 @@ from ragserve.bench.load import Effort
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("traces", type=Path)
-    parser.add_argument("--passages", default="48", help="of one query, separated by commas; 0: as many as the trace has")
+    parser.add_argument(
+        "--passages", default="48", help="of one query, separated by commas; 0: as many as the trace has"
+    )
     parser.add_argument("--queries", type=int, default=120)
     parser.add_argument("--strategies", default=load.STRATEGIES)
     parser.add_argument("--arrivals-s", type=float, default=15.0, help="of each rate")
     parser.add_argument("--rates", type=int, default=4, help="tried for each strategy")
     parser.add_argument("--seconds", type=float, default=360.0)
-    parser.add_argument("--attention", default="flashinfer", help="FlashInfer compiles for two minutes on a new machine; or triton")
-    parser.add_argument("--shape", default="llama-3.1-8b", help="or embedded: the small model, to try this without a GPU")
+    parser.add_argument(
+        "--attention",
+        default="flashinfer",
+        help="FlashInfer compiles for two minutes on a new machine; or triton",
+    )
+    parser.add_argument(
+        "--shape", default="llama-3.1-8b", help="or embedded: the small model, to try this without a GPU"
+    )
     parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options, as JSON")
     options = parser.parse_args()
     started = time.monotonic()
-    gpu = {"attention_backend": options.attention, "sampling_backend": "pytorch"} if options.shape != "embedded" else {}
+    gpu = (
+        {"attention_backend": options.attention, "sampling_backend": "pytorch"}
+        if options.shape != "embedded"
+        else {}
+    )
     settings = {"mem_fraction_static": 0.75} if gpu else {}
     report = load.run(
         options.out,

@@ -1,4 +1,6 @@
-"""The command line. Each command lives in a module of `ragserve.commands`, which imports what is heavy only when it runs."""
+"""The command line. Each command lives in a module of `ragserve.commands`, which imports what is heavy only
+when it runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import typer
 from ragserve import __version__
 from ragserve.errors import RagserveError
 
-app = typer.Typer(name="ragserve", help=__doc__.split("\n")[0] if __doc__ else None, no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="ragserve",
+    help=__doc__.split("\n")[0] if __doc__ else None,
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
 def _version(show: bool) -> None:
@@ -19,7 +26,11 @@ def _version(show: bool) -> None:
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
     """Answer questions over your documents with SGLang."""
 
 
@@ -36,9 +47,21 @@ def _register() -> None:
         ingest,
         query,
         serve,
-    )  # fmt: skip
+    )
 
-    for module in (serve, ingest, docs, query, cache, doctor, evaluate, calibrate, calibrate_decode, calibrate_heads, bench):
+    for module in (
+        serve,
+        ingest,
+        docs,
+        query,
+        cache,
+        doctor,
+        evaluate,
+        calibrate,
+        calibrate_decode,
+        calibrate_heads,
+        bench,
+    ):
         module.register(app)
 
 

@@ -1,4 +1,6 @@
-"""A small client of the REST API: what frontend programs and `ragserve eval` use. Errors of the server come back as our own."""
+"""A small client of the REST API: what frontend programs and `ragserve eval` use. Errors of the server come
+back as our own.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ class Client:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=10.0))
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=10.0)
+            )
         except httpx.InvalidURL as error:
-            raise errors.InvalidRequest(f"{url!r} is not a URL: {error}", hint="Give something like http://127.0.0.1:30000.") from error
+            raise errors.InvalidRequest(
+                f"{url!r} is not a URL: {error}", hint="Give something like http://127.0.0.1:30000."
+            ) from error
 
     def __enter__(self) -> Client:
         return self
@@ -49,11 +55,15 @@ class Client:
         self._http.close()
 
     def call(self, method: str, path: str, **options: Any) -> Any:
-        """The JSON of one request, None for an empty answer. Raises the ``RagserveError`` that the server sent, or ``Unavailable``."""
+        """The JSON of one request, None for an empty answer. Raises the ``RagserveError`` that the server
+        sent, or ``Unavailable``.
+        """
         try:
             response = self._http.request(method, path, **options)
         except httpx.TransportError as error:
-            raise errors.Unavailable(f"No answer from {self.url}: {error}", hint="Is the server running there? ragserve serve") from error
+            raise errors.Unavailable(
+                f"No answer from {self.url}: {error}", hint="Is the server running there? ragserve serve"
+            ) from error
         except httpx.InvalidURL as error:
             raise errors.InvalidRequest(
                 f"{self.url!r} is not a URL: {error}", hint="Give something like http://127.0.0.1:30000."
@@ -65,7 +75,9 @@ class Client:
         try:
             return response.json()
         except ValueError as error:
-            raise errors.Unavailable(f"{self.url}{path} did not answer with JSON.", hint="Is that address a ragserve server?") from error
+            raise errors.Unavailable(
+                f"{self.url}{path} did not answer with JSON.", hint="Is that address a ragserve server?"
+            ) from error
 
     def info(self) -> dict[str, Any]:
         """What is serving, as ``GET /info`` gives it."""
@@ -82,13 +94,21 @@ class Client:
 
     def ingest(self, namespace: str, texts: Sequence[Mapping[str, Any]]) -> str:
         """``POST /rag/ingest`` with ``{name, text, title, metadata}`` each; the job's id."""
-        job = self.call("POST", "/rag/ingest", json={"namespace": namespace, "texts": [dict(text) for text in texts]})
+        job = self.call(
+            "POST", "/rag/ingest", json={"namespace": namespace, "texts": [dict(text) for text in texts]}
+        )
         return str(job["job_id"])
 
     def wait(
-        self, job_id: str, *, timeout_s: float = 3600.0, on_progress: Callable[[dict[str, Any]], None] | None = None
+        self,
+        job_id: str,
+        *,
+        timeout_s: float = 3600.0,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Wait until a job is done. Raises ``Unavailable`` if it failed, was cancelled or takes longer than ``timeout_s``."""
+        """Wait until a job is done. Raises ``Unavailable`` if it failed, was cancelled or takes longer than
+        ``timeout_s``.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             job = dict(self.call("GET", f"/rag/jobs/{job_id}"))
@@ -97,9 +117,13 @@ class Client:
             if job["state"] == "done":
                 return job
             if job["state"] in {"failed", "cancelled"}:
-                raise errors.Unavailable(f"Ingestion job {job_id} {job['state']}: {job.get('error') or 'no reason given'}")
+                raise errors.Unavailable(
+                    f"Ingestion job {job_id} {job['state']}: {job.get('error') or 'no reason given'}"
+                )
             if time.monotonic() > deadline:
-                raise errors.Unavailable(f"Ingestion job {job_id} is still {job['state']} after {timeout_s:.0f} s.")
+                raise errors.Unavailable(
+                    f"Ingestion job {job_id} is still {job['state']} after {timeout_s:.0f} s."
+                )
             time.sleep(0.2)
 
     def drop_namespace(self, name: str) -> None:
@@ -111,11 +135,17 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 def _error(response: httpx.Response) -> errors.RagserveError:
-    kind = _BY_STATUS.get(response.status_code, errors.RagserveError if response.status_code >= 500 else errors.InvalidRequest)
+    kind = _BY_STATUS.get(
+        response.status_code, errors.RagserveError if response.status_code >= 500 else errors.InvalidRequest
+    )
     try:
         body = response.json()["error"]
         message, hint = str(body["message"]), str(body.get("hint") or "")
     except (ValueError, KeyError, TypeError):
-        return kind(f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:200]}")
+        return kind(
+            f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:200]}"
+        )
     # The server's message already ends with its hint.
-    return kind(message.removesuffix(hint).rstrip(), hint=hint, code=body.get("code"), param=body.get("param"))
+    return kind(
+        message.removesuffix(hint).rstrip(), hint=hint, code=body.get("code"), param=body.get("param")
+    )

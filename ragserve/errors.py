@@ -13,9 +13,8 @@
     ├── Unavailable (503)            not ready yet, shutting down, or the engine is gone
     └── StorageFull (507)            the disk is full
 
-The HTTP body of each, and the data of an SSE `error` event, is ``{"error": {...}}`` as :meth:`RagserveError.body` gives it:
-the shape of OpenAI's errors with a hint and the request id added.
-"""
+The HTTP body of each, and the data of an SSE `error` event, is ``{"error": {...}}`` as
+:meth:`RagserveError.body` gives it: the shape of OpenAI's errors with a hint and the request id added."""
 
 from __future__ import annotations
 
@@ -38,12 +37,16 @@ __all__ = [
 
 
 class RagserveError(Exception):
-    """Base of all errors that a user may see. ``code`` is stable and machine-readable, ``hint`` says what to do."""
+    """Base of all errors that a user may see. ``code`` is stable and machine-readable, ``hint`` says what to
+    do.
+    """
 
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"
 
-    def __init__(self, message: str, *, hint: str = "", code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", code: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -1,8 +1,7 @@
 """Prometheus metrics of the product, `ragserve_*`, beside SGLang's on /metrics.
 
-Created on first use, not at import: SGLang sets the multi-process directory of prometheus_client when its server starts, and
-metrics made before that would not be collected.
-"""
+Created on first use, not at import: SGLang sets the multi-process directory of prometheus_client when its
+server starts, and metrics made before that would not be collected."""
 
 from __future__ import annotations
 
@@ -18,16 +17,31 @@ class Metrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        self.requests = Counter("ragserve_requests", "Requests by route and HTTP status.", ["route", "status"])
-        self.query_stage = Histogram(
-            "ragserve_query_stage_seconds", "Seconds per stage: embed, search, prompt, ttft, total.", ["stage"], buckets=_SECONDS
+        self.requests = Counter(
+            "ragserve_requests", "Requests by route and HTTP status.", ["route", "status"]
         )
-        self.tokens = Counter("ragserve_tokens", "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.", ["kind"])
+        self.query_stage = Histogram(
+            "ragserve_query_stage_seconds",
+            "Seconds per stage: embed, search, prompt, ttft, total.",
+            ["stage"],
+            buckets=_SECONDS,
+        )
+        self.tokens = Counter(
+            "ragserve_tokens",
+            "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.",
+            ["kind"],
+        )
         self.aborted = Counter("ragserve_queries_aborted", "Queries whose client went away before the end.")
-        self.in_flight = Gauge("ragserve_queries_in_flight", "Queries being answered.", multiprocess_mode="livesum")
-        self.ingested = Counter("ragserve_ingested_files", "Files by outcome: indexed, unchanged, failed, removed.", ["outcome"])
+        self.in_flight = Gauge(
+            "ragserve_queries_in_flight", "Queries being answered.", multiprocess_mode="livesum"
+        )
+        self.ingested = Counter(
+            "ragserve_ingested_files", "Files by outcome: indexed, unchanged, failed, removed.", ["outcome"]
+        )
         self.ingested_chunks = Counter("ragserve_ingested_chunks", "Chunks indexed.")
-        self.job_seconds = Histogram("ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800))
+        self.job_seconds = Histogram(
+            "ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800)
+        )
 
 
 @lru_cache(maxsize=1)

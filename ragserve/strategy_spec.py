@@ -25,20 +25,26 @@ class StrategySpec:
         """As it is written on the command line, options sorted."""
         if not self.options:
             return self.name
-        return f"{self.name}:" + ",".join(f"{key}={_written(value)}" for key, value in sorted(self.options.items()))
+        return f"{self.name}:" + ",".join(
+            f"{key}={_written(value)}" for key, value in sorted(self.options.items())
+        )
 
     def asked(self, name: str | None, options: Mapping[str, Any]) -> StrategySpec:
-        """What a request asks for whose server answers by this strategy. Where it names this one, or none, this one's options hold, too;
-        its own win."""
-        return StrategySpec(self.name, {**self.options, **options}) if name in (None, self.name) else StrategySpec(str(name), dict(options))
+        """What a request asks for whose server answers by this strategy. Where it names this one, or none,
+        this one's options hold, too; its own win."""
+        return (
+            StrategySpec(self.name, {**self.options, **options})
+            if name in (None, self.name)
+            else StrategySpec(str(name), dict(options))
+        )
 
 
 def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
     """The strategies of a list like ``full,samkv:update=fusion,block_size=16,concat``, each once, in order.
 
-    A part with ``=`` and without ``:`` is a further option of the strategy before it. Values are JSON where they can be read so, otherwise
-    text. Raises InvalidRequest for what is not such a list, and, where ``known`` is given, for a name that is not in it.
-    """
+    A part with ``=`` and without ``:`` is a further option of the strategy before it. Values are JSON where
+    they can be read so, otherwise text. Raises InvalidRequest for what is not such a list, and, where
+    ``known`` is given, for a name that is not in it."""
     found: list[tuple[str, dict[str, Any]]] = []
     for part in filter(None, (piece.strip() for piece in _parts(text))):
         name, colon, option = part.partition(":")
@@ -56,7 +62,9 @@ def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
         found[-1][1][key.strip()] = _value(value.strip())
     for name, _ in found:
         if not _NAME.fullmatch(name) or (known and name not in known):
-            raise InvalidRequest(f"Unknown strategy {name!r}.", hint=f"Choose from {', '.join(known)}." if known else _HINT)
+            raise InvalidRequest(
+                f"Unknown strategy {name!r}.", hint=f"Choose from {', '.join(known)}." if known else _HINT
+            )
     specs = [StrategySpec(name, options) for name, options in found]
     if not specs:
         raise InvalidRequest("No strategy given.", hint=_HINT)

@@ -1,1 +1,3 @@
-"""What runs inside SGLang's processes: the CPU platform, the plugin, the document cache and composed contexts."""
+"""What runs inside SGLang's processes: the CPU platform, the plugin, the document cache and composed
+contexts.
+"""

@@ -1,4 +1,6 @@
-"""What the product asks a scheduler process to do with documents, and what it answers. Runs on the scheduler's thread, on every rank."""
+"""What the product asks a scheduler process to do with documents, and what it answers. Runs on the
+scheduler's thread, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     if failed:
         return _failed(failed[0])
     if len(ranks) > 1 and "bad" in found:
-        found["bad"] = [f"rank {rank}: {bad}" for rank, (theirs, _) in enumerate(ranks) for bad in theirs["bad"]]
+        found["bad"] = [
+            f"rank {rank}: {bad}" for rank, (theirs, _) in enumerate(ranks) for bad in theirs["bad"]
+        ]
         found["pages"] = sum(theirs["pages"] for theirs, _ in ranks)
     return {"success": True, "response": [found], "error": ""}
 
@@ -82,7 +86,9 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _slots(runtime: Any, body: dict[str, Any]) -> Answer:
-    """KV slots that running requests hold: now, the most since the last time somebody asked, and all there are."""
+    """KV slots that running requests hold: now, the most since the last time somebody asked, and all there
+    are.
+    """
     found: Answer = runtime.slots.take()
     return found
 
@@ -127,14 +133,18 @@ def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Drop what is cached in the named tiers, so that the next use comes from the tier below: for measurements and tests."""
+    """Drop what is cached in the named tiers, so that the next use comes from the tier below: for
+    measurements and tests.
+    """
     runtime.sweep()
     runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]))
     return {}
 
 
 def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
-    runtime.tiers.set_budget(**{name: int(body[name]) for name in ("host_bytes", "disk_bytes") if name in body})
+    runtime.tiers.set_budget(
+        **{name: int(body[name]) for name in ("host_bytes", "disk_bytes") if name in body}
+    )
     return {}
 
 

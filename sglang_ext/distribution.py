@@ -1,7 +1,8 @@
-"""The whole next-token distribution of a request's first token, for requests that ask for it: what `ragserve eval` compares strategies by.
+"""The whole next-token distribution of a request's first token, for requests that ask for it: what `ragserve
+eval` compares strategies by.
 
-SGLang's own `top_logprobs_num` sends Python lists for every generated token; over a whole vocabulary that costs more than the answer.
-"""
+SGLang's own `top_logprobs_num` sends Python lists for every generated token; over a whole vocabulary that
+costs more than the answer."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ def wanted(req: Any) -> bool:
 
 
 def capture(batch: Any, logits: torch.Tensor | None) -> None:
-    """Before sampling: logits [rows, vocabulary] of an extend batch become ``meta_info`` of the rows that want them.
+    """Before sampling: logits [rows, vocabulary] of an extend batch become ``meta_info`` of the rows that
+    want them.
 
-    Base64 of little-endian float32 log-probabilities [vocabulary]. A prompt that is prefilled in chunks is overwritten by its last chunk.
-    Waits for the forward pass, so it costs overlap: it is for measurements.
+    Base64 of little-endian float32 log-probabilities [vocabulary]. A prompt that is prefilled in chunks is
+    overwritten by its last chunk. Waits for the forward pass, so it costs overlap: it is for measurements.
     """
     if logits is None:
         return

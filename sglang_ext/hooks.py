@@ -1,9 +1,9 @@
-"""The functions of SGLang that ragserve hooks, as one table, and the methods that our cache overrides or calls.
+"""The functions of SGLang that ragserve hooks, as one table, and the methods that our cache overrides or
+calls.
 
-`install()` registers the hooks with SGLang's own registry; `check()` compares signatures with the table. It runs at start and in a test, so
-that another version fails with a list of what moved instead of with a wrong answer. What we use inside SGLang's models is in
-`sglang_ext.model`.
-"""
+`install()` registers the hooks with SGLang's own registry; `check()` compares signatures with the table. It
+runs at start and in a test, so that another version fails with a list of what moved instead of with a wrong
+answer. What we use inside SGLang's models is in `sglang_ext.model`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ SGLANG_VERSION = "0.5.16"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """``function`` runs before, after or around SGLang's function ``target``, and relies on its leading ``parameters``."""
+    """``function`` runs before, after or around SGLang's function ``target``, and relies on its leading
+    ``parameters``.
+    """
 
     target: str
     parameters: tuple[str, ...]
@@ -76,7 +78,9 @@ def _before_sampling(runner: Any, logits_output: Any, *args: Any, **kwargs: Any)
         capture(current.batch, logits_output.next_token_logits)
 
 
-def _around_model(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_model(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     output = None if current.batch is None else current.runtime.output_of(forward_batch)
     return original(runner, forward_batch, *args, **kwargs) if output is None else output
 
@@ -97,7 +101,9 @@ def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _around_result(original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_result(
+    original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
     if current.runtime is not None:
         current.runtime.before_result(batch)
     return original(processor, batch, result, *args, **kwargs)
@@ -118,7 +124,12 @@ def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any)
 
 
 def _around_capture(
-    original: Callable[..., Any], runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
+    original: Callable[..., Any],
+    runner: Any,
+    size: int,
+    forward: Any,
+    stream_idx: Any = None,
+    variant_label: Any = None,
 ) -> Any:
     result = original(runner, size, forward, stream_idx, variant_label)
     if current.attention is not None:
@@ -155,9 +166,14 @@ def _after_cell_size(plain: int, configurator: Any, kvc: Any, num_layers: int) -
     model, page = kvc.model_config, kvc.server_args.page_size
     kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     return cell_bytes(
-        plain, layers=num_layers, kv_heads=kv_heads, head_dim=model.head_dim, page_size=page, logical_page=config.logical_page,
+        plain,
+        layers=num_layers,
+        kv_heads=kv_heads,
+        head_dim=model.head_dim,
+        page_size=page,
+        logical_page=config.logical_page,
         bits=config.kv_bits,
-    )  # fmt: skip
+    )
 
 
 HOOKS = (
@@ -191,7 +207,12 @@ HOOKS = (
         _around_result,
         "around",
     ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", ("self", "recv_req"), _around_control, "around"),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control",
+        ("self", "recv_req"),
+        _around_control,
+        "around",
+    ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.sample",
         ("self", "logits_output", "forward_batch"),
@@ -238,7 +259,12 @@ HOOKS = (
 
 RELIED_ON: dict[str, tuple[str, ...]] = {  # methods that our cache overrides or calls
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
-    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": ("self", "req", "is_insert", "kv_len_to_handle"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": (
+        "self",
+        "req",
+        "is_insert",
+        "kv_len_to_handle",
+    ),
     "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.insert": ("self", "params"),
     "sglang.srt.mem_cache.radix_cache.RadixCache.evict": ("self", "params"),
@@ -248,7 +274,9 @@ RELIED_ON: dict[str, tuple[str, ...]] = {  # methods that our cache overrides or
 
 
 def check() -> list[str]:
-    """List what differs from the signatures written down here, one line each; empty when SGLang is as expected."""
+    """List what differs from the signatures written down here, one line each; empty when SGLang is as
+    expected.
+    """
     problems = []
     for target, expected in ({hook.target: hook.parameters for hook in HOOKS} | RELIED_ON).items():
         owner, name = target.rsplit(".", 1)

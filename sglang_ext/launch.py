@@ -1,9 +1,8 @@
 """Start SGLang 0.5.16's own HTTP server with another ASGI app in front of it, in one process group.
 
 This module is the only place that depends on how SGLang's main process is put together. What it relies on:
-``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, that it serves the module's ``app`` with
-``uvicorn.run(app, ...)``, and ``get_global_state().tokenizer_manager``.
-"""
+``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, that it serves the
+module's ``app`` with ``uvicorn.run(app, ...)``, and ``get_global_state().tokenizer_manager``."""
 
 from __future__ import annotations
 
@@ -25,7 +24,9 @@ class Launcher:
         self._server: Any = None
 
     def run(self, server_args: Any) -> None:
-        """Start the scheduler and detokenizer processes, then serve until stopped. Blocks; ends all child processes."""
+        """Start the scheduler and detokenizer processes, then serve until stopped. Blocks; ends all child
+        processes.
+        """
         from sglang.srt.entrypoints import http_server
         from sglang.srt.utils import kill_process_tree
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
-    """What decoder layers and communicators read of a batch; slots and rows belong to the pass, not to SGLang's pools."""
+    """What decoder layers and communicators read of a batch; slots and rows belong to the pass, not to
+    SGLang's pools.
+    """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     n, device = len(ids), ids.device
@@ -43,8 +45,12 @@ class UnsupportedRope(ValueError):
 
 
 def decoder_layers(model: Any) -> Any:
-    """The decoder layers of an SGLang causal language model. Raises UnsupportedRope where it is laid out another way."""
+    """The decoder layers of an SGLang causal language model. Raises UnsupportedRope where it is laid out
+    another way.
+    """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not len(layers):
-        raise UnsupportedRope("composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'")
+        raise UnsupportedRope(
+            "composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'"
+        )
     return layers

@@ -1,9 +1,10 @@
-"""Entry point `sglang.srt.plugins`: what ragserve adds inside SGLang's processes is registered here, and only here.
+"""Entry point `sglang.srt.plugins`: what ragserve adds inside SGLang's processes is registered here, and only
+here.
 
-The document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose contexts, sparse decoding around SGLang's
-attention backends where it is configured, and on the CPU platform a faster torch-native attention. SGLang only logs a plugin that
-fails, so a scheduler process asks `require_loaded()` at its start.
-"""
+The document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose contexts, sparse
+decoding around SGLang's attention backends where it is configured, and on the CPU platform a faster
+torch-native attention. SGLang only logs a plugin that fails, so a scheduler process asks `require_loaded()`
+at its start."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def register() -> None:
     from sglang_ext.cpu.activate import activate
 
     if activate() is not None:
-        # Under SGLang's own name: several of its modules take another path for a backend they do not know by name.
+        # Under SGLang's own name: several of its modules take another path for a backend they do not know by
+        # name.
         register_attention_backend("torch_native")(_torch_native)
     _wrap_attention()
     register_radix_cache_backend(CACHE_BACKEND, _document_cache)
@@ -33,7 +35,9 @@ def register() -> None:
 
 
 def _wrap_attention() -> None:
-    """Put sparse decoding around every backend that serves plain attention, under SGLang's own names (which it compares in many places)."""
+    """Put sparse decoding around every backend that serves plain attention, under SGLang's own names (which
+    it compares in many places).
+    """
     from sglang_ext.attention.config import from_environment
 
     config = from_environment()
@@ -48,7 +52,7 @@ def _wrap_attention() -> None:
 
 
 def _torch_native(runner: Any) -> Any:
-    from sglang_ext.cpu.attention import TorchNativeCpuBackend
+    from sglang_ext.cpu.torch_native import TorchNativeCpuBackend
 
     return TorchNativeCpuBackend(runner)
 
@@ -60,7 +64,9 @@ def _document_cache(context: Any) -> Any:
 
 
 def require_loaded() -> None:
-    """Raise RuntimeError, saying what to do, unless this process runs our plugin on an SGLang whose hooked functions are as expected."""
+    """Raise RuntimeError, saying what to do, unless this process runs our plugin on an SGLang whose hooked
+    functions are as expected.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_ext import hooks
@@ -71,7 +77,12 @@ def require_loaded() -> None:
             "SGLANG_PLUGINS excludes it (add 'ragserve'), or it failed (see the log above)"
         )
     problems = hooks.check() + [
-        f"the hook on {hook.target} was not applied" for hook in hooks.HOOKS if hook.target not in HookRegistry._patched
+        f"the hook on {hook.target} was not applied"
+        for hook in hooks.HOOKS
+        if hook.target not in HookRegistry._patched
     ]
     if problems:
-        raise RuntimeError(f"ragserve is written for SGLang {hooks.SGLANG_VERSION}, and this one differs:\n  " + "\n  ".join(problems))
+        raise RuntimeError(
+            f"ragserve is written for SGLang {hooks.SGLANG_VERSION}, and this one differs:\n  "
+            + "\n  ".join(problems)
+        )

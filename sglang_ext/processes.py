@@ -1,10 +1,11 @@
 """Targets of SGLang's child processes.
 
-A spawned child imports its target's module first. SGLang's own targets live in modules that import torchvision at once, which on a
-CPU-only machine must be prepared before (see `compat`); these live here, so the preparation comes first.
+A spawned child imports its target's module first. SGLang's own targets live in modules that import
+torchvision at once, which on a CPU-only machine must be prepared before (see `compat`); these live here, so
+the preparation comes first.
 
-A terminal sends Ctrl-C to the whole process group. The children ignore it: the main process ends them when it has finished its requests.
-"""
+A terminal sends Ctrl-C to the whole process group. The children ignore it: the main process ends them when it
+has finished its requests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What the product and the processes of SGLang say to each other: plain data that both sides import. No torch, no SGLang.
+"""What the product and the processes of SGLang say to each other: plain data that both sides import. No
+torch, no SGLang.
 
-A query travels as one ordinary SGLang generate call: the ids of the whole prompt, and in ``sampling_params.custom_params`` the entry
-``{"ragserve": <plan as JSON text>}`` (SGLang takes flat values only). What happened comes back in ``meta_info["ragserve"]``.
-"""
+A query travels as one ordinary SGLang generate call: the ids of the whole prompt, and in
+``sampling_params.custom_params`` the entry ``{"ragserve": <plan as JSON text>}`` (SGLang takes flat values
+only). What happened comes back in ``meta_info["ragserve"]``."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ from typing import Any, Literal
 
 PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
-DISTRIBUTION_FIELD = "ragserve_distribution"  # in custom_params: true asks for it; in meta_info: what came (see `sglang_ext.distribution`)
+# in custom_params: true asks for it; in meta_info: what came (see `sglang_ext.distribution`)
+DISTRIBUTION_FIELD = "ragserve_distribution"
 MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"
 CACHE_BACKEND = "ragserve"  # SGLang's name for our document cache
 KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # environment of the scheduler processes: settings of the tiers, JSON
-NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # as the product's settings have it; safe as a folder's name
+NAMESPACE = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+)  # as the product's settings have it; safe as a folder's name
 EXACT_STRATEGIES = ("full", "prefix")
 
 Operation = Literal["compose", "document"]
@@ -43,10 +47,10 @@ class Span:
 class ContextPlan:
     """How to serve one request.
 
-    ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the ids is extended over the
-    composed slots. ``document``: the ids are one document alone, to be cached; its option ``analyse`` false leaves the analysis to the
-    first request that needs it. Raises PlanError on construction from bad data.
-    """
+    ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
+    ids is extended over the composed slots. ``document``: the ids are one document alone, to be cached; its
+    option ``analyse`` false leaves the analysis to the first request that needs it. Raises PlanError on
+    construction from bad data."""
 
     operation: Operation
     namespace: str
@@ -60,7 +64,9 @@ class ContextPlan:
 
     @property
     def analyse(self) -> bool:
-        """Of a document: whether it is analysed as soon as it is prefilled, where the engine does that at all."""
+        """Of a document: whether it is analysed as soon as it is prefilled, where the engine does that at
+        all.
+        """
         analyse: bool = self.options.get("analyse", True)
         return analyse
 
@@ -88,9 +94,17 @@ class ContextPlan:
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
-            raise PlanError(f"the plan has version {version}, this engine understands {PLAN_VERSION}: run one version of ragserve")
-        if operation not in ("compose", "document") or not isinstance(namespace, str) or not NAMESPACE.fullmatch(namespace):
-            raise PlanError("op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'")
+            raise PlanError(
+                f"the plan has version {version}, this engine understands {PLAN_VERSION}: run one version of ragserve"
+            )
+        if (
+            operation not in ("compose", "document")
+            or not isinstance(namespace, str)
+            or not NAMESPACE.fullmatch(namespace)
+        ):
+            raise PlanError(
+                "op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'"
+            )
         plan = cls(operation, namespace, strategy, spans, options)
         plan._check(n_ids)
         return plan
@@ -108,7 +122,9 @@ class ContextPlan:
                 raise PlanError(f"span {span.start}:{span.end} does not continue at {position}")
             position = span.end
         if position >= n_ids:
-            raise PlanError(f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one token")
+            raise PlanError(
+                f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one token"
+            )
 
 
 def prefix_key(namespace: str) -> str:
@@ -130,7 +146,9 @@ def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """What was done for a composed request. Tokens are the documents'; the system text is exact and not counted. Milliseconds per stage."""
+    """What was done for a composed request. Tokens are the documents'; the system text is exact and not
+    counted. Milliseconds per stage.
+    """
 
     strategy: str
     document_tokens: int
@@ -140,11 +158,15 @@ class ContextReport:
     compose_ms: float
     load_ms: float
     recompute_ms: float
-    extend_ms: float = 0.0  # the forward pass of the question, or of its first chunk, and of the requests beside it; logits, if one_pass
+    # the forward pass of the question, or of its first chunk, and of the requests beside it; logits, if
+    # one_pass
+    extend_ms: float = 0.0
     analysis_ms: float = 0.0  # of documents that had none yet
     query_ms: float = 0.0  # SamKV's query pass, of all requests in it
     select_ms: float = 0.0
-    ask_ms: float = 0.0  # part of recompute_ms: the question over its composed context, where the rule asks for that
+    ask_ms: float = (
+        0.0  # part of recompute_ms: the question over its composed context, where the rule asks for that
+    )
     recompute_graph: bool = False  # whether the pass was one CUDA graph
     one_pass: bool = False  # whether the question was computed in it: recompute_ms holds that
 
@@ -157,8 +179,12 @@ class ContextReport:
         return cls(**json.loads(text))
 
 
-DECODE_FIELD = "ragserve_decode"  # of custom_params (a request's wish, JSON text) and of meta_info (what was attended)
-ATTENTION_CONFIG_VARIABLE = "RAGSERVE_ATTENTION_CONFIG"  # environment of the scheduler processes: sparse decoding, JSON; absent: off
+DECODE_FIELD = (
+    "ragserve_decode"  # of custom_params (a request's wish, JSON text) and of meta_info (what was attended)
+)
+ATTENTION_CONFIG_VARIABLE = (
+    "RAGSERVE_ATTENTION_CONFIG"  # environment of the scheduler processes: sparse decoding, JSON; absent: off
+)
 DECODE_MODES = ("dense", "hierarchical", "progressive")
 DecodeMode = Literal["dense", "hierarchical", "progressive"]
 
@@ -167,11 +193,11 @@ DecodeMode = Literal["dense", "hierarchical", "progressive"]
 class DecodeOptions:
     """How one request's decode steps attend to its KV. Raises PlanError on construction from bad values.
 
-    ``dense``: to all of it. ``hierarchical``: to the pages that score best within ``budget`` tokens, chosen every ``reuse`` steps.
-    ``progressive``: to pages in the order of their scores until the estimated share of the attention weight passes ``threshold``.
-    Up to ``dense_below`` tokens of context a request is dense in any mode; ``streaming``: the heads of the server's pattern file attend to
-    the first and the latest tokens only.
-    """
+    ``dense``: to all of it. ``hierarchical``: to the pages that score best within ``budget`` tokens, chosen
+    every ``reuse`` steps. ``progressive``: to pages in the order of their scores until the estimated share of
+    the attention weight passes ``threshold``. Up to ``dense_below`` tokens of context a request is dense in
+    any mode; ``streaming``: the heads of the server's pattern file attend to the first and the latest tokens
+    only."""
 
     mode: DecodeMode = "dense"
     budget: int = 2048
@@ -186,7 +212,9 @@ class DecodeOptions:
         for name, least in (("budget", 1), ("reuse", 1), ("dense_below", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"decode option {name} is {value!r}: expected a whole number of at least {least}")
+                raise PlanError(
+                    f"decode option {name} is {value!r}: expected a whole number of at least {least}"
+                )
         if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold <= 1:
             raise PlanError(f"decode option threshold is {self.threshold!r}: expected a share in (0, 1]")
         if not isinstance(self.streaming, bool):
@@ -196,7 +224,9 @@ class DecodeOptions:
         """These options with some replaced. Raises PlanError for names that do not exist and for bad values."""
         unknown = sorted(set(changes) - set(self.__dataclass_fields__))
         if unknown:
-            raise PlanError(f"no decode option {', '.join(unknown)}: one of {', '.join(self.__dataclass_fields__)}")
+            raise PlanError(
+                f"no decode option {', '.join(unknown)}: one of {', '.join(self.__dataclass_fields__)}"
+            )
         return replace(self, **changes)
 
     def from_request(self, text: str) -> DecodeOptions:
@@ -214,9 +244,9 @@ class DecodeOptions:
 class DecodeReport:
     """What a request's decode steps attended to. Pages are means over layers and KV heads.
 
-    ``sparse_steps`` of its ``steps`` were not dense. ``pages``: read per step, of ``pages_held``; ``share``: their quotient.
-    ``weight``: the estimated share of the attention weight in what was read, mean over progressive steps; None where nobody estimated.
-    """
+    ``sparse_steps`` of its ``steps`` were not dense. ``pages``: read per step, of ``pages_held``; ``share``:
+    their quotient. ``weight``: the estimated share of the attention weight in what was read, mean over
+    progressive steps; None where nobody estimated."""
 
     mode: str
     steps: int
@@ -227,7 +257,9 @@ class DecodeReport:
     weight: float | None
 
     def to_json(self) -> str:
-        return json.dumps({name: getattr(self, name) for name in self.__dataclass_fields__}, separators=(",", ":"))
+        return json.dumps(
+            {name: getattr(self, name) for name in self.__dataclass_fields__}, separators=(",", ":")
+        )
 
     @classmethod
     def from_json(cls, text: str) -> DecodeReport:

@@ -9,7 +9,8 @@ from typing import Any
 @dataclass(slots=True)
 class ProcessState:
     """``runtime``: composed contexts, set by the cache factory; None in a process whose cache is not ours.
-    ``attention``: sparse decoding, None where it is off. ``batch``: the extend batch whose forward pass runs."""
+    ``attention``: sparse decoding, None where it is off. ``batch``: the extend batch whose forward pass
+    runs."""
 
     runtime: Any = None
     attention: Any = None

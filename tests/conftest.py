@@ -15,7 +15,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads of several processes on few cores are 10 times slower
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: spinning threads of several processes on few cores are 10 times slower
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]  # the developer's own settings are not what is tested
 

@@ -30,10 +30,14 @@ def chosen(
     share: float,
     first: int,
 ) -> list[int]:
-    """Positions, ascending. ``documents``: first position and sentences, tokens counted in the document; ``kept``: positions by layer;
-    ``sensitivity`` and ``attention`` by position; ``first``: tokens that every document gets, as far as the share goes."""
+    """Positions, ascending. ``documents``: first position and sentences, tokens counted in the document;
+    ``kept``: positions by layer; ``sensitivity`` and ``attention`` by position; ``first``: tokens that every
+    document gets, as far as the share goes."""
     weight = {
-        p: sum(p in row for row in kept) / len(kept) for start, parts in documents for part in parts for p in (start + t for t in part)
+        p: sum(p in row for row in kept) / len(kept)
+        for start, parts in documents
+        for part in parts
+        for p in (start + t for t in part)
     }
     seen = {start + t for start, parts in documents for part in parts for t in part if t >= SINKS}
     looked_at = {p: attention.get(p, 0.0) if p in seen and weight[p] else 0.0 for p in weight}
@@ -46,11 +50,15 @@ def chosen(
                 continue
             relevance = max(looked_at[p] for p in live)
             if number == 0:
-                relevance = max(relevance, OPENING * max(looked_at[start + t] for sentence in parts for t in sentence))
+                relevance = max(
+                    relevance, OPENING * max(looked_at[start + t] for sentence in parts for t in sentence)
+                )
             mean = sum(sensitivity[p] * weight[p] for p in live) / len(live)
             scores.update(dict.fromkeys(live, mean * (1.0 if blind else relevance**POWER)))
     tokens = round(sum(weight.values()))
     count = min(tokens, max(1, round(share * tokens))) if tokens else 0
-    openings = {start + t for start, _ in documents for t in range(min(first, count // len(documents)))} & set(scores)
+    openings = {
+        start + t for start, _ in documents for t in range(min(first, count // len(documents)))
+    } & set(scores)
     rest = sorted(set(scores) - openings, key=lambda p: (-scores[p], p))
     return sorted(openings | set(rest[: count - len(openings)]))

@@ -1,10 +1,11 @@
-"""Make the example corpus: country profiles of the CIA World Factbook (public domain) as Markdown, HTML, plain text, PDF and DOCX.
+"""Make the example corpus: country profiles of the CIA World Factbook (public domain) as Markdown, HTML,
+plain text, PDF and DOCX.
 
     python examples/corpus/make_corpus.py factbook.jsonl.xz [OUTPUT_FOLDER]
 
-The input has one JSON object per line, {"title": country, "text": "Field: value" lines}. The text is laid out, not reworded: fields are
-chosen and grouped under headings, HTML entities are resolved. The same input gives the same bytes. Needs fpdf2 and python-docx.
-"""
+The input has one JSON object per line, {"title": country, "text": "Field: value" lines}. The text is laid
+out, not reworded: fields are chosen and grouped under headings, HTML entities are resolved. The same input
+gives the same bytes. Needs fpdf2 and python-docx."""
 
 from __future__ import annotations
 
@@ -20,8 +21,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 FORMATS = {
-    "md": ("Australia", "Brazil", "Canada", "Egypt", "Finland", "Iceland", "India", "Kenya", "New Zealand", "Sweden"),
-    "html": ("Austria", "Chile", "Denmark", "France", "Greece", "Ireland", "Japan", "Madagascar", "Norway", "Thailand"),
+    "md": (
+        "Australia",
+        "Brazil",
+        "Canada",
+        "Egypt",
+        "Finland",
+        "Iceland",
+        "India",
+        "Kenya",
+        "New Zealand",
+        "Sweden",
+    ),
+    "html": (
+        "Austria",
+        "Chile",
+        "Denmark",
+        "France",
+        "Greece",
+        "Ireland",
+        "Japan",
+        "Madagascar",
+        "Norway",
+        "Thailand",
+    ),
     "txt": ("Belgium", "Cuba", "Estonia", "Ethiopia", "Indonesia", "Mexico", "Nepal", "South Africa"),
     "pdf": ("Croatia", "Germany", "Italy", "Morocco", "Poland", "Switzerland"),
     "docx": ("Mongolia", "Netherlands", "Peru", "Portugal", "Spain", "Vietnam"),
@@ -29,28 +52,64 @@ FORMATS = {
 SECTIONS = {
     "Introduction": ("Background",),
     "Geography": (
-        "Location", "Area - total", "Area - comparative", "Land boundaries - border countries", "Coastline", "Climate", "Terrain",
-        "Elevation - highest point", "Elevation - lowest point", "Natural resources", "Major rivers",
+        "Location",
+        "Area - total",
+        "Area - comparative",
+        "Land boundaries - border countries",
+        "Coastline",
+        "Climate",
+        "Terrain",
+        "Elevation - highest point",
+        "Elevation - lowest point",
+        "Natural resources",
+        "Major rivers",
     ),
     "People and society": (
-        "Population - total", "Nationality - noun", "Ethnic groups", "Languages", "Religions", "Median age - total", "Major urban areas",
+        "Population - total",
+        "Nationality - noun",
+        "Ethnic groups",
+        "Languages",
+        "Religions",
+        "Median age - total",
+        "Major urban areas",
         "Life expectancy at birth - total population",
     ),
     "Government": (
-        "Country name", "Government type", "Capital", "Independence", "Executive branch - chief of state",
-        "Executive branch - head of government", "Legislative branch - legislature name", "Legislative branch - number of seats",
-        "National holiday", "Flag", "National symbol", "National color", "National anthem(s) - title",
+        "Country name",
+        "Government type",
+        "Capital",
+        "Independence",
+        "Executive branch - chief of state",
+        "Executive branch - head of government",
+        "Legislative branch - legislature name",
+        "Legislative branch - number of seats",
+        "National holiday",
+        "Flag",
+        "National symbol",
+        "National color",
+        "National anthem(s) - title",
     ),
     "Economy": (
-        "Economic overview", "GDP (official exchange rate)", "Real GDP per capita - Real GDP per capita 2024", "Agricultural products",
-        "Industries", "Unemployment rate - Unemployment rate 2024", "Exports - partners", "Exports - commodities", "Imports - partners",
-        "Imports - commodities", "Exchange rates - Currency",
+        "Economic overview",
+        "GDP (official exchange rate)",
+        "Real GDP per capita - Real GDP per capita 2024",
+        "Agricultural products",
+        "Industries",
+        "Unemployment rate - Unemployment rate 2024",
+        "Exports - partners",
+        "Exports - commodities",
+        "Imports - partners",
+        "Imports - commodities",
+        "Exchange rates - Currency",
     ),
     "Communications, transportation and military": (
-        "Internet country code", "Internet users", "Airports", "Ports - key ports",
+        "Internet country code",
+        "Internet users",
+        "Airports",
+        "Ports - key ports",
         "Military and security forces",
     ),
-}  # fmt: skip
+}
 SOURCE = "The World Factbook, Central Intelligence Agency. Public domain."
 DATE = datetime(2025, 1, 1, tzinfo=UTC)
 
@@ -59,8 +118,12 @@ Profile = dict[str, list[str]]  # section -> "Field: value" lines
 
 def profile(text: str) -> Profile:
     """The chosen fields by section, each once, in the Factbook's order."""
-    lines = list(dict.fromkeys(re.sub(r"\s+", " ", html.unescape(line)).strip() for line in text.splitlines()))
-    sections = {name: [line for line in lines if line.startswith(fields)] for name, fields in SECTIONS.items()}
+    lines = list(
+        dict.fromkeys(re.sub(r"\s+", " ", html.unescape(line)).strip() for line in text.splitlines())
+    )
+    sections = {
+        name: [line for line in lines if line.startswith(fields)] for name, fields in SECTIONS.items()
+    }
     return {name: chosen for name, chosen in sections.items() if chosen}
 
 
@@ -68,7 +131,9 @@ def as_md(title: str, sections: Profile) -> bytes:
     parts = [f"# {title}", f"*{SOURCE}*"]
     for name, lines in sections.items():
         parts.append(f"## {name}")
-        parts.extend(f"- {line}" if name != "Introduction" else line.removeprefix("Background: ") for line in lines)
+        parts.extend(
+            f"- {line}" if name != "Introduction" else line.removeprefix("Background: ") for line in lines
+        )
     return ("\n\n".join(parts) + "\n").encode()
 
 
@@ -81,7 +146,10 @@ def as_txt(title: str, sections: Profile) -> bytes:
 def as_html(title: str, sections: Profile) -> bytes:
     """A page as sites have them: navigation, a cookie notice, a sidebar and a footer around the article."""
     escaped = html.escape(title)
-    menu = "".join(f'<li><a href="/{name.lower().replace(" ", "-")}">{html.escape(name)}</a></li>' for name in FORMATS["html"])
+    menu = "".join(
+        f'<li><a href="/{name.lower().replace(" ", "-")}">{html.escape(name)}</a></li>'
+        for name in FORMATS["html"]
+    )
     body = []
     for name, lines in sections.items():
         body.append(f"<section><h2>{html.escape(name)}</h2>")
@@ -113,7 +181,9 @@ def as_html(title: str, sections: Profile) -> bytes:
 
 
 def as_pdf(title: str, sections: Profile) -> bytes:
-    """Several pages with a running header and page numbers, in a core font: characters beyond Windows-1252 lose their accents."""
+    """Several pages with a running header and page numbers, in a core font: characters beyond Windows-1252
+    lose their accents.
+    """
     from fpdf import FPDF
 
     class Pages(FPDF):
@@ -183,13 +253,24 @@ def as_docx(title: str, sections: Profile) -> bytes:
 def _without_times(data: bytes) -> bytes:
     """The zip container again with one fixed date on all members."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as source,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for name in source.namelist():
-            target.writestr(zipfile.ZipInfo(name, DATE.timetuple()[:6]), source.read(name), zipfile.ZIP_DEFLATED)
+            target.writestr(
+                zipfile.ZipInfo(name, DATE.timetuple()[:6]), source.read(name), zipfile.ZIP_DEFLATED
+            )
     return out.getvalue()
 
 
-WRITERS: dict[str, Callable[[str, Profile], bytes]] = {"md": as_md, "html": as_html, "txt": as_txt, "pdf": as_pdf, "docx": as_docx}
+WRITERS: dict[str, Callable[[str, Profile], bytes]] = {
+    "md": as_md,
+    "html": as_html,
+    "txt": as_txt,
+    "pdf": as_pdf,
+    "docx": as_docx,
+}
 
 
 def main(source: str, folder: str) -> None:

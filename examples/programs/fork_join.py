@@ -1,11 +1,12 @@
-"""One answer from each document, then one from all: fork over what was retrieved, and join by a choice among the answers.
+"""One answer from each document, then one from all: fork over what was retrieved, and join by a choice among
+the answers.
 
     ragserve ingest examples/corpus/files --namespace demo && ragserve serve &
     python examples/programs/fork_join.py --namespace demo
 
-The forks run at the same time, and SGLang batches them. The join puts all passages into one prompt and lets the model choose among the
-forks' answers by likelihood (`sgl.select`), so it cannot say anything that no document said.
-"""
+The forks run at the same time, and SGLang batches them. The join puts all passages into one prompt and lets
+the model choose among the forks' answers by likelihood (`sgl.select`), so it cannot say anything that no
+document said."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def fork_join(s: Any, rag: Rag, question: str, k: int) -> dict[str, Any]:
     context = rag.insert(s, passages)
     rag.choose(s, question, list(dict.fromkeys(filter(None, answers))), "choice")
     choice = rag.read(s, "choice")
-    return {"answers": list(zip(passages, answers, strict=True)), "choice": choice, "sources": [p.source for p in context.cited(choice)]}
+    return {
+        "answers": list(zip(passages, answers, strict=True)),
+        "choice": choice,
+        "sources": [p.source for p in context.cited(choice)],
+    }
 
 
 def main() -> int:

@@ -1,12 +1,13 @@
-"""A question that no single document answers: take it apart, and retrieve for each part with what the part before it found.
+"""A question that no single document answers: take it apart, and retrieve for each part with what the part
+before it found.
 
     ragserve ingest examples/corpus/files --namespace demo && ragserve serve &
     python examples/programs/multi_hop.py --namespace demo
 
-"Who is the head of state of the country that ruled Iceland before independence?" becomes "Which country ruled Iceland before
-independence?" and "Who is the head of state of {its answer}?". The split follows the relative clause, so it costs no model call and
-works with a model as small as the demo's; a large model could be asked to split instead.
-"""
+"Who is the head of state of the country that ruled Iceland before independence?" becomes "Which country ruled
+Iceland before independence?" and "Who is the head of state of {its answer}?". The split follows the relative
+clause, so it costs no model call and works with a model as small as the demo's; a large model could be asked
+to split instead."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ from ragserve.programs import Rag
 import sglang as sgl  # after ragserve.programs, which makes this import work on machines without CUDA
 
 QUESTION = "Who is the head of state of the country that ruled Iceland before independence?"
-_CLAUSE = re.compile(r"^(?P<outer>.+?)\bthe (?P<noun>\w+) (?P<link>that|which|who|whose) (?P<clause>.+?)\?*$", re.IGNORECASE)
+_CLAUSE = re.compile(
+    r"^(?P<outer>.+?)\bthe (?P<noun>\w+) (?P<link>that|which|who|whose) (?P<clause>.+?)\?*$", re.IGNORECASE
+)
 
 
 def decompose(question: str) -> list[str]:
-    """The single-hop questions in the order in which they must be asked; ``{}`` stands for the answer to the one before.
+    """The single-hop questions in the order in which they must be asked; ``{}`` stands for the answer to the
+    one before.
 
-    A question without a relative clause comes back as it is; clauses within clauses are taken apart from the inside out.
-    """
+    A question without a relative clause comes back as it is; clauses within clauses are taken apart from the
+    inside out."""
     found = _CLAUSE.match(question.strip())
     if found is None:
         return [question.strip()]
@@ -45,12 +49,15 @@ def multi_hop(s: Any, rag: Rag, question: str, k: int) -> list[dict[str, Any]]:
     hops: list[dict[str, Any]] = []
     for number, template in enumerate(decompose(question), 1):
         asked = template.format(hops[-1]["answer"] if hops else "")
-        # Each hop is a prompt of its own: its documents come first, and the next one's do not follow an answer.
+        # Each hop is a prompt of its own: its documents come first, and the next one's do not follow an
+        # answer.
         with s.copy() as hop:
             context = rag.context(hop, asked, k=k)
             rag.answer(hop, asked, f"hop_{number}", max_tokens=24)
             answer = rag.read(hop, f"hop_{number}")
-        hops.append({"question": asked, "answer": answer, "sources": [p.source for p in context.cited(answer)]})
+        hops.append(
+            {"question": asked, "answer": answer, "sources": [p.source for p in context.cited(answer)]}
+        )
     return hops
 
 

@@ -1,4 +1,6 @@
-"""Document registry and vector indexes: SQLite holds everything, FAISS is derived from it. The README beside this file says how."""
+"""Document registry and vector indexes: SQLite holds everything, FAISS is derived from it. The README beside
+this file says how.
+"""
 
 from ragserve_index.evictions import Eviction, EvictionLog
 from ragserve_index.filters import And, AnyFilter, Eq, Filter, In, Not, Or, Range, parse_filter

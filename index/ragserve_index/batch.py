@@ -35,28 +35,35 @@ class Prepared:
     vectors: Floats
 
 
-def prepare(namespace: str, dim: int, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]) -> list[Prepared]:
+def prepare(
+    namespace: str, dim: int, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]
+) -> list[Prepared]:
     """Check a batch before any transaction starts. Raises InvalidRequest that names the document."""
     prepared: list[Prepared] = []
     seen: set[str] = set()
     for document, chunks, vectors in batch:
         place = f"document {document.source!r}"
         if not document.source or "\0" in document.source:
-            raise InvalidRequest(f"{place}: a source must not be empty nor contain NUL.", code="invalid_source")
+            raise InvalidRequest(
+                f"{place}: a source must not be empty nor contain NUL.", code="invalid_source"
+            )
         if document.source in seen:
             raise InvalidRequest(f"{place} stands twice in one batch.", code="duplicate_source")
         seen.add(document.source)
         array = np.ascontiguousarray(vectors, dtype="<f4")
         if array.shape != (len(chunks), dim):
             raise InvalidRequest(
-                f"{place}: vectors of shape {list(array.shape)} for {len(chunks)} chunks of {dim} components.", code="invalid_vectors"
+                f"{place}: vectors of shape {list(array.shape)} for {len(chunks)} chunks of {dim} components.",
+                code="invalid_vectors",
             )
         # NaN fails the comparison, too
         if len(array) and not (np.abs(np.einsum("nd,nd->n", array, array) - 1) <= 2 * _UNIT_TOLERANCE).all():
             raise InvalidRequest(f"{place}: vectors must be finite and of length 1.", code="invalid_vectors")
         for chunk in chunks:
             if not 0 <= chunk.start <= chunk.end:
-                raise InvalidRequest(f"{place}: a chunk from {chunk.start} to {chunk.end}.", code="invalid_chunk")
+                raise InvalidRequest(
+                    f"{place}: a chunk from {chunk.start} to {chunk.end}.", code="invalid_chunk"
+                )
         doc_id = document_id(namespace, _encodable(document.source, place))
         prepared.append(Prepared(document, doc_id, _metadata(document.metadata, place), chunks, array))
     return prepared
@@ -66,17 +73,25 @@ def _encodable(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{place}: text with a lone surrogate cannot be stored.", code="invalid_text") from None
+        raise InvalidRequest(
+            f"{place}: text with a lone surrogate cannot be stored.", code="invalid_text"
+        ) from None
     return text
 
 
 def _metadata(metadata: Any, place: str) -> str:
     for key, value in metadata.items():
         if not isinstance(key, str):
-            raise InvalidRequest(f"{place}: metadata key {key!r} is no text.", code="invalid_metadata", param="metadata")
+            raise InvalidRequest(
+                f"{place}: metadata key {key!r} is no text.", code="invalid_metadata", param="metadata"
+            )
         parts = value if isinstance(value, list) else [value]
         if isinstance(value, list) and not all(isinstance(part, str) for part in value):
-            raise InvalidRequest(f"{place}: metadata {key!r} may be a list of text only.", code="invalid_metadata", param="metadata")
+            raise InvalidRequest(
+                f"{place}: metadata {key!r} may be a list of text only.",
+                code="invalid_metadata",
+                param="metadata",
+            )
         for part in [key, *parts]:
             bad = (
                 not isinstance(part, str | int | float | None)

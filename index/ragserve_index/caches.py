@@ -1,4 +1,6 @@
-"""Bounded caches of what never changes: chunk rows by id, and what a filter selects in one version of a namespace."""
+"""Bounded caches of what never changes: chunk rows by id, and what a filter selects in one version of a
+namespace.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,23 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
 
-from ragserve_index.structures.base import Selection
+from ragserve_index.structures.base import IdSelection
 from ragserve_index.types import Chunk
 
 
 class ChunkCache:
-    """Chunks by id, oldest out first, bounded by their text. Ids are never reused, so an entry cannot become wrong."""
+    """Chunks by id, oldest out first, bounded by their text. Ids are never reused, so an entry cannot become
+    wrong.
+    """
 
     def __init__(self, max_chars: int = 16 << 20) -> None:
         self._max_chars = max_chars
         self._chars = 0
         self._lock = Lock()
         self._chunks: dict[int, Chunk] = {}
-        self.get = self._chunks.get  # the dict's own method: no lock, and no call of ours on the way of a search
+        self.get = (
+            self._chunks.get
+        )  # the dict's own method: no lock, and no call of ours on the way of a search
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         with self._lock:
@@ -35,22 +41,24 @@ _ROW_CHARS = 512  # what a row costs beside its text
 
 
 class SelectionCache:
-    """Selections by (namespace id, version, filter), least recently used out first, bounded by the ids they hold."""
+    """Selections by (namespace id, version, filter), least recently used out first, bounded by the ids they
+    hold.
+    """
 
     def __init__(self, max_ids: int = 4 << 20) -> None:
         self._max_ids = max_ids
         self._ids = 0
         self._lock = Lock()
-        self._selections: OrderedDict[tuple[int, int, str], Selection] = OrderedDict()
+        self._selections: OrderedDict[tuple[int, int, str], IdSelection] = OrderedDict()
 
-    def get(self, key: tuple[int, int, str]) -> Selection | None:
+    def get(self, key: tuple[int, int, str]) -> IdSelection | None:
         with self._lock:
             found = self._selections.get(key)
             if found is not None:
                 self._selections.move_to_end(key)
             return found
 
-    def add(self, key: tuple[int, int, str], selection: Selection) -> None:
+    def add(self, key: tuple[int, int, str], selection: IdSelection) -> None:
         with self._lock:
             if key in self._selections:
                 return

@@ -1,9 +1,9 @@
 """SQLite: a small pool of connections, read and write transactions, and its failures in our words.
 
-WAL with ``synchronous=FULL``: a commit that returned survives a power cut. NORMAL would be faster by one fsync per commit, but it may
-lose the last commits, and a lost commit could give its version number to other content than an index file already holds, or forget a
-finished job whose upload is gone. Documents are written in batches, so an fsync costs little beside embedding them.
-"""
+WAL with ``synchronous=FULL``: a commit that returned survives a power cut. NORMAL would be faster by one
+fsync per commit, but it may lose the last commits, and a lost commit could give its version number to other
+content than an index file already holds, or forget a finished job whose upload is gone. Documents are written
+in batches, so an fsync costs little beside embedding them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ _MIN_FREE_BYTES = 1 << 20
 
 
 class Database:
-    """The registry file. Every method may be called from any thread; a connection serves one thread at a time."""
+    """The registry file. Every method may be called from any thread; a connection serves one thread at a
+    time.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Raises RegistryDamaged, StorageFull, Unavailable."""
         self.path = path
         self._idle: list[sqlite3.Connection] = []  # list.append and list.pop are atomic
-        self._writing = Lock()  # threads of this process queue here instead of polling for the lock among processes
+        self._writing = (
+            Lock()
+        )  # threads of this process queue here instead of polling for the lock among processes
         self._closed = False
         self.mark = CommitMark(path.with_name("ragserve.commits"))
         try:
@@ -54,7 +58,9 @@ class Database:
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif application != APPLICATION_ID:
-            raise RegistryDamaged(f"{self.path} is an SQLite database, but not ragserve's.", hint="Use another --data-dir.")
+            raise RegistryDamaged(
+                f"{self.path} is an SQLite database, but not ragserve's.", hint="Use another --data-dir."
+            )
         elif version in MIGRATIONS:
             for step in range(version, SCHEMA_VERSION):
                 for statement in MIGRATIONS[step].split(";\n"):
@@ -70,10 +76,16 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=256
+            self.path,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
         )
         try:
-            connection.execute("PRAGMA page_size = 8192")  # five vectors of 384 to a page; without effect on an existing file
+            connection.execute(
+                "PRAGMA page_size = 8192"
+            )  # five vectors of 384 to a page; without effect on an existing file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
@@ -85,7 +97,9 @@ class Database:
         return connection
 
     def acquire(self) -> sqlite3.Connection:
-        """A connection in autocommit mode, for :meth:`release` after use. May raise sqlite3.Error: see :meth:`failure`."""
+        """A connection in autocommit mode, for :meth:`release` after use. May raise sqlite3.Error: see
+        :meth:`failure`.
+        """
         if self._closed:
             raise _closed()
         try:
@@ -94,7 +108,9 @@ class Database:
             return self._connect()
 
     def release(self, connection: sqlite3.Connection) -> None:
-        """Give a connection back. One with a transaction left open by a failure is closed, which rolls it back."""
+        """Give a connection back. One with a transaction left open by a failure is closed, which rolls it
+        back.
+        """
         if connection.in_transaction or self._closed or len(self._idle) >= MAX_IDLE:
             connection.close()
         else:
@@ -117,7 +133,9 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction, committed when the block ends and rolled back when it raises. One at a time among all processes."""
+        """A write transaction, committed when the block ends and rolled back when it raises. One at a time
+        among all processes.
+        """
         with self._writing, self._marked():
             connection: sqlite3.Connection | None = None
             try:
@@ -150,7 +168,9 @@ class Database:
     def failure(self, error: sqlite3.Error) -> RagserveError:
         """What an SQLite error means to a user."""
         name = getattr(error, "sqlite_errorname", "") or ""
-        if name == "SQLITE_FULL" or (name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")) and self._is_full()):
+        if name == "SQLITE_FULL" or (
+            name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")) and self._is_full()
+        ):
             return storage_full(self.path, error)
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             return RegistryDamaged(
@@ -166,7 +186,11 @@ class Database:
                 hint="Check the owner and the permissions of the data directory.",
                 code="registry_not_writable",
             )
-        return Unavailable(f"The registry {self.path} failed: {error} ({name or 'no code'}).", hint="See the log.", code="registry_failed")
+        return Unavailable(
+            f"The registry {self.path} failed: {error} ({name or 'no code'}).",
+            hint="See the log.",
+            code="registry_failed",
+        )
 
     def _busy(self) -> Unavailable:
         return Unavailable(
@@ -176,7 +200,9 @@ class Database:
         )
 
     def _is_full(self) -> bool:
-        """SQLite reports some writes that found no room (of its -shm file, or over a size limit) as an input/output error."""
+        """SQLite reports some writes that found no room (of its -shm file, or over a size limit) as an
+        input/output error.
+        """
         import resource
 
         try:
@@ -184,7 +210,11 @@ class Database:
             if stat.f_bavail * stat.f_frsize < _MIN_FREE_BYTES:
                 return True
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            sizes = [p.stat().st_size for suffix in ("", "-wal", "-shm") if (p := Path(f"{self.path}{suffix}")).exists()]
+            sizes = [
+                p.stat().st_size
+                for suffix in ("", "-wal", "-shm")
+                if (p := Path(f"{self.path}{suffix}")).exists()
+            ]
         except OSError:
             return False
         return limit != resource.RLIM_INFINITY and any(size + _MIN_FREE_BYTES > limit for size in sizes)
@@ -197,7 +227,9 @@ class Database:
                 broken = connection.execute("PRAGMA foreign_key_check").fetchmany(20)
         except RegistryDamaged as error:
             return [str(error)]
-        return [line for line in lines if line != "ok"] + [f"{table} row {row} refers to no {parent}" for table, row, parent, _ in broken]
+        return [line for line in lines if line != "ok"] + [
+            f"{table} row {row} refers to no {parent}" for table, row, parent, _ in broken
+        ]
 
     def close(self) -> None:
         """Close what is idle; what is in use closes on release. Waits for a write under way. Idempotent."""
@@ -215,7 +247,8 @@ def _closed() -> Unavailable:
 
 def storage_full(path: Path, error: Exception) -> StorageFull:
     return StorageFull(
-        f"No room left on the disk of {path}: {error}.", hint="Nothing was changed. Free some space, or use another --data-dir, and repeat."
+        f"No room left on the disk of {path}: {error}.",
+        hint="Nothing was changed. Free some space, or use another --data-dir, and repeat.",
     )
 
 
@@ -228,5 +261,7 @@ def _not_unicode(error: UnicodeEncodeError) -> RagserveError:
 
     shown = error.object[max(0, error.start - 10) : error.start + 10]
     return InvalidRequest(
-        f"Text with a lone surrogate cannot be stored: {shown!r}.", hint="Decode it with errors='replace'.", code="invalid_text"
+        f"Text with a lone surrogate cannot be stored: {shown!r}.",
+        hint="Decode it with errors='replace'.",
+        code="invalid_text",
     )

@@ -1,8 +1,9 @@
-"""Texts that went away and whose KV may still be cached: written in the transaction that removes them, read by whoever holds the cache.
+"""Texts that went away and whose KV may still be cached: written in the transaction that removes them, read
+by whoever holds the cache.
 
-A log, not a queue: several servers may use one data directory, and each reads all of it. Whoever has acted on a row may act on it again;
-rows go when `forget` is told to. A text that comes back in the same document takes its row out again, so only what is gone is in the log.
-"""
+A log, not a queue: several servers may use one data directory, and each reads all of it. Whoever has acted on
+a row may act on it again; rows go when `forget` is told to. A text that comes back in the same document takes
+its row out again, so only what is gone is in the log."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ _ROW = "id, namespace, title, text, created_at"
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A removed chunk as a prompt has it, or with ``text`` None a whole namespace. ``id`` grows with each; times are Unix seconds."""
+    """A removed chunk as a prompt has it, or with ``text`` None a whole namespace. ``id`` grows with each;
+    times are Unix seconds.
+    """
 
     id: int
     namespace: str
@@ -34,7 +37,9 @@ class EvictionLog:
         self._database = database
 
     def mark(self) -> int | None:
-        """Changes with every commit of any process, and costs 50 ns; None while one is under way. Same mark: nothing new in the log."""
+        """Changes with every commit of any process, and costs 50 ns; None while one is under way. Same mark:
+        nothing new in the log.
+        """
         return self._database.mark.settled()
 
     def after(self, last_id: int, limit: int, *, before: float | None = None) -> list[Eviction]:
@@ -47,10 +52,17 @@ class EvictionLog:
             return [Eviction(*row) for row in rows]
 
     def forget(self, up_to_id: int, *, before: float | None = None) -> int:
-        """Drop the rows up to this one (made before that time); how many. Does not write where there are none."""
+        """Drop the rows up to this one (made before that time); how many. Does not write where there are
+        none.
+        """
         condition = "id <= ?1 AND (?2 IS NULL OR created_at < ?2)"
         with self._database.read() as connection:
-            if connection.execute(f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", (up_to_id, before)).fetchone() is None:
+            if (
+                connection.execute(
+                    f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", (up_to_id, before)
+                ).fetchone()
+                is None
+            ):
                 return 0
         with self._database.write() as connection:
             return connection.execute(f"DELETE FROM evictions WHERE {condition}", (up_to_id, before)).rowcount
@@ -69,7 +81,9 @@ def log_document(connection: sqlite3.Connection, namespace: str, namespace_id: i
     )
 
 
-def unlog_present(connection: sqlite3.Connection, namespace: str, document: int, doc_id: str, title: str) -> None:
+def unlog_present(
+    connection: sqlite3.Connection, namespace: str, document: int, doc_id: str, title: str
+) -> None:
     """After a document (row ``document``) was written: its texts are there again, and their KV is theirs."""
     connection.execute(
         "DELETE FROM evictions WHERE namespace = ? AND doc_id = ? AND title = ? AND text IN (SELECT text FROM chunks WHERE document = ?)",
@@ -81,7 +95,8 @@ def log_namespace(connection: sqlite3.Connection, namespace: str) -> None:
     """A namespace is dropped: one row stands for all of its texts."""
     connection.execute("DELETE FROM evictions WHERE namespace = ?", (namespace,))
     connection.execute(
-        "INSERT INTO evictions (namespace, doc_id, title, text, created_at) VALUES (?, NULL, '', NULL, ?)", (namespace, time.time())
+        "INSERT INTO evictions (namespace, doc_id, title, text, created_at) VALUES (?, NULL, '', NULL, ?)",
+        (namespace, time.time()),
     )
 
 

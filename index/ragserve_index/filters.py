@@ -1,11 +1,14 @@
-"""Metadata filters: a small bounded grammar, checked by pydantic, that becomes one parameterised SQL condition on documents.
+"""Metadata filters: a small bounded grammar, checked by pydantic, that becomes one parameterised SQL
+condition on documents.
 
-Fields are the metadata keys of a document, plus ``doc_id``, ``source``, ``title`` and ``mime`` (these four win over a metadata key
-of the same name). What matches:
+Fields are the metadata keys of a document, plus ``doc_id``, ``source``, ``title`` and ``mime`` (these four
+win over a metadata key of the same name). What matches:
 
-* ``eq``/``in``: a value of the same kind (text, number, true/false); an integer equals a float of the same value, but never true or
-  false. A field that holds a list matches when one of its elements does. ``null`` matches a field that is null or absent.
-* ``range``: numbers against numbers, text against text (by code point); lists, true/false and null never match.
+* ``eq``/``in``: a value of the same kind (text, number, true/false); an integer equals a float of the same
+  value, but never true or false. A field that holds a list matches when one of its elements does. ``null``
+  matches a field that is null or absent.
+* ``range``: numbers against numbers, text against text (by code point); lists, true/false and null never
+  match.
 * ``and``/``or``/``not`` are two-valued: ``not`` of a condition on an absent field is true.
 """
 
@@ -30,14 +33,27 @@ from pydantic import (
 
 from ragserve_index.errors import InvalidRequest
 
-__all__ = ["COLUMNS", "And", "AnyFilter", "Eq", "Filter", "In", "Not", "Or", "Range", "compile_filter", "parse_filter"]
+__all__ = [
+    "COLUMNS",
+    "And",
+    "AnyFilter",
+    "Eq",
+    "Filter",
+    "In",
+    "Not",
+    "Or",
+    "Range",
+    "compile_filter",
+    "parse_filter",
+]
 
 MAX_DEPTH = 8
 MAX_NODES = 64
 MAX_VALUES = 1000
 COLUMNS = ("doc_id", "source", "title", "mime")
 
-# A quoted label of an SQLite JSON path ends at the next quote and knows no escapes: names that would need one are refused.
+# A quoted label of an SQLite JSON path ends at the next quote and knows no escapes: names that would need one
+# are refused.
 FieldName = Annotated[
     str,
     Field(
@@ -156,22 +172,27 @@ _ADAPTER: TypeAdapter[AnyFilter] = TypeAdapter(Filter)
 
 
 def parse_filter(data: object) -> AnyFilter:
-    """A filter from decoded JSON, or from its JSON text. Raises InvalidRequest that names the place and the reason."""
+    """A filter from decoded JSON, or from its JSON text. Raises InvalidRequest that names the place and the
+    reason.
+    """
     try:
-        return _ADAPTER.validate_json(data) if isinstance(data, str | bytes) else _ADAPTER.validate_python(data)
+        return (
+            _ADAPTER.validate_json(data) if isinstance(data, str | bytes) else _ADAPTER.validate_python(data)
+        )
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(["filter", *(str(part) for part in first["loc"][:16])])
         hint = 'A filter looks like {"op": "eq", "field": "lang", "value": "en"}; op is one of eq, in, range, and, or, not.'
-        raise InvalidRequest(f"{place}: {first['msg']}.", hint=hint, code="invalid_filter", param="filter") from None
+        raise InvalidRequest(
+            f"{place}: {first['msg']}.", hint=hint, code="invalid_filter", param="filter"
+        ) from None
 
 
 def compile_filter(node: AnyFilter) -> tuple[str, list[Any]]:
     """An SQL condition over the table alias ``d`` (documents) that is 0 or 1, never NULL, and its parameters.
 
-    Only fixed text enters the SQL; names and values travel as parameters. Raises InvalidRequest for a tree over the limits,
-    which a model built in code may be.
-    """
+    Only fixed text enters the SQL; names and values travel as parameters. Raises InvalidRequest for a tree
+    over the limits, which a model built in code may be."""
     try:
         _check_size(node)
     except ValueError as error:

@@ -1,4 +1,6 @@
-"""Copies of indexes on a GPU, for unfiltered searches. The CPU structure stays the one that changes and is saved."""
+"""Copies of indexes on a GPU, for unfiltered searches. The CPU structure stays the one that changes and is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,8 @@ MAX_K = 1024
 class GpuMirror:
     """Searches on GPU 0, one at a time: FAISS's GPU resources serve one thread.
 
-    A copy is renewed as a whole at the first search after a change. Filtered searches, types without a GPU form and k > 1024 run on the
-    CPU structure: FAISS's GPU indexes take no id selector.
-    """
+    A copy is renewed as a whole at the first search after a change. Filtered searches, types without a GPU
+    form and k > 1024 run on the CPU structure: FAISS's GPU indexes take no id selector."""
 
     def __init__(self) -> None:
         """Raises Unavailable when FAISS was built without CUDA, or sees no GPU."""

@@ -15,9 +15,12 @@ from ragserve_index.live import LiveIndex
 
 log = logging.getLogger(__name__)
 
-REFRESH_AFTER = 1_024  # vectors changed before a write brings a loaded index up itself instead of leaving that to the next search
+# vectors changed before a write brings a loaded index up itself instead of leaving that to the next search
+REFRESH_AFTER = 1_024
 SAVE_AFTER = 5_000  # vectors changed, and a fifth of all, before the index is saved
-CLOSE_SAVES_UP_TO = 20_000  # at close an index not loaded is saved all the same if it is this small, or if 1/50 of it changed
+CLOSE_SAVES_UP_TO = (
+    20_000  # at close an index not loaded is saved all the same if it is this small, or if 1/50 of it changed
+)
 CLOSE_SAVES_SHARE = 50
 
 
@@ -40,7 +43,11 @@ class Indexes:
             live = self._live.get(ns.id)
             if live is None:
                 if self._gpu is not None and ns.index_type not in ON_GPU:
-                    log.warning("namespace %s: an index of type %s has no GPU form, it is searched on the CPU", ns.name, ns.index_type)
+                    log.warning(
+                        "namespace %s: an index of type %s has no GPU form, it is searched on the CPU",
+                        ns.name,
+                        ns.index_type,
+                    )
                 live = self._live[ns.id] = LiveIndex(self._database, self._directory, ns, self._gpu)
             return live
 
@@ -49,20 +56,26 @@ class Indexes:
             self._live.pop(namespace_id, None)
 
     def after_write(self, namespace_id: int) -> None:
-        """What a commit may make due. Never fails: the documents are safe in the registry, and the next write or search tries again."""
+        """What a commit may make due. Never fails: the documents are safe in the registry, and the next write
+        or search tries again.
+        """
         try:
             with self._database.read() as connection:
                 ns = registry.namespace_by_id(connection, namespace_id)
             if ns is None:
                 return
             live = self.of(ns)
-            if _worth_saving(live, ns) or (live.structure is not None and ns.changed - live.changed >= REFRESH_AFTER):
+            if _worth_saving(live, ns) or (
+                live.structure is not None and ns.changed - live.changed >= REFRESH_AFTER
+            ):
                 live.catch_up()
             self._upkeep(live, ns)
         except NotFound:
             return  # dropped meanwhile
         except RagserveError as error:
-            log.warning("namespace %d: upkeep of its index failed, it will be tried again: %s", namespace_id, error)
+            log.warning(
+                "namespace %d: upkeep of its index failed, it will be tried again: %s", namespace_id, error
+            )
 
     def after_search(self, live: LiveIndex) -> None:
         """What catching up may have made due is done in the background: a search does not wait for training."""
@@ -96,7 +109,9 @@ class Indexes:
             live.save()
 
     def close(self) -> None:
-        """Save what changed. Loaded indexes always; others when it costs little or spares the next start much."""
+        """Save what changed. Loaded indexes always; others when it costs little or spares the next start
+        much.
+        """
         self._background.shutdown(wait=True)
         with self._lock:
             everything = list(self._live.values())
@@ -115,7 +130,11 @@ class Indexes:
             except NotFound:
                 continue  # dropped meanwhile
             except RagserveError as error:
-                log.warning("namespace %s: its index was not saved, the next start brings it up from the registry: %s", live.name, error)
+                log.warning(
+                    "namespace %s: its index was not saved, the next start brings it up from the registry: %s",
+                    live.name,
+                    error,
+                )
 
 
 def _worth_saving(live: LiveIndex, ns: registry.Namespace) -> bool:

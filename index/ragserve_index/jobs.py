@@ -1,4 +1,6 @@
-"""Ingestion jobs, in the registry's database. A lease says who runs a job; whoever lets it expire is taken to be dead."""
+"""Ingestion jobs, in the registry's database. A lease says who runs a job; whoever lets it expire is taken to
+be dead.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class JobStore:
     def list(self, namespace: str | None = None, state: str | None = None, limit: int = 100) -> Jobs:
         """The newest first."""
         if state is not None and state not in JOB_STATES:
-            raise InvalidRequest(f"No job state {state!r}.", hint=f"States are: {', '.join(JOB_STATES)}.", param="state")
+            raise InvalidRequest(
+                f"No job state {state!r}.", hint=f"States are: {', '.join(JOB_STATES)}.", param="state"
+            )
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
         with self._database.read() as connection:
@@ -68,10 +72,11 @@ class JobStore:
             return [_to_job(connection, row) for row in rows]
 
     def claim(self, worker: str, lease_s: float, job_id: str | None = None) -> Job | None:
-        """Take the oldest job (or the given one) that is queued, or running with an expired lease; None when there is none.
+        """Take the oldest job (or the given one) that is queued, or running with an expired lease; None when
+        there is none.
 
-        The job is then running and ``worker``'s until ``lease_s`` seconds from now, or from its last heartbeat.
-        """
+        The job is then running and ``worker``'s until ``lease_s`` seconds from now, or from its last
+        heartbeat."""
         now = time.time()
         with self._database.write() as connection:
             row = connection.execute(
@@ -114,16 +119,31 @@ class JobStore:
         self.update_items(job_id, [JobItem(source, state, reason, chunks, tokens, size, doc_id)])
 
     def update_items(self, job_id: str, outcomes: Sequence[JobItem]) -> None:
-        """Set what became of several items in one transaction: all of them or, on an error, none. Raises NotFound as `update_item` does."""
+        """Set what became of several items in one transaction: all of them or, on an error, none. Raises
+        NotFound as `update_item` does.
+        """
         for item in outcomes:
             if item.state not in ITEM_STATES:
-                raise InvalidRequest(f"No item state {item.state!r}.", hint=f"States are: {', '.join(ITEM_STATES)}.", param="state")
+                raise InvalidRequest(
+                    f"No item state {item.state!r}.",
+                    hint=f"States are: {', '.join(ITEM_STATES)}.",
+                    param="state",
+                )
         with self._database.write() as connection:
             for item in outcomes:
                 cursor = connection.execute(
                     "UPDATE job_items SET state = ?, reason = ?, chunks = ?, tokens = ?, size_bytes = ?, doc_id = ?"
                     " WHERE job_id = ? AND source = ?",
-                    (item.state, item.reason, item.chunks, item.tokens, item.size_bytes, item.doc_id, job_id, item.source),
+                    (
+                        item.state,
+                        item.reason,
+                        item.chunks,
+                        item.tokens,
+                        item.size_bytes,
+                        item.doc_id,
+                        job_id,
+                        item.source,
+                    ),
                 )
                 if cursor.rowcount == 0:
                     _job(connection, job_id)
@@ -135,18 +155,27 @@ class JobStore:
         with self._database.read() as connection:
             _job(connection, job_id)
             rows = connection.execute(
-                f"SELECT {_ITEM} FROM job_items WHERE job_id = ?1 AND (?2 IS NULL OR state = ?2) ORDER BY item", (job_id, state)
+                f"SELECT {_ITEM} FROM job_items WHERE job_id = ?1 AND (?2 IS NULL OR state = ?2) ORDER BY item",
+                (job_id, state),
             )
             return [JobItem(*row) for row in rows]
 
     def finish(self, job_id: str, state: str, error: str | None = None, *, worker: str | None = None) -> Job:
-        """End it as done, failed or cancelled. With ``worker``, raises Conflict if the job is not that worker's any more."""
+        """End it as done, failed or cancelled. With ``worker``, raises Conflict if the job is not that
+        worker's any more.
+        """
         if state not in _FINISHED:
-            raise InvalidRequest(f"A job cannot end as {state!r}.", hint=f"It ends as: {', '.join(_FINISHED)}.", param="state")
+            raise InvalidRequest(
+                f"A job cannot end as {state!r}.", hint=f"It ends as: {', '.join(_FINISHED)}.", param="state"
+            )
         with self._database.write() as connection:
             job = _job(connection, job_id)
             if worker is not None and (job.worker != worker or job.state != "running"):
-                raise Conflict(f"Job {job_id} is not {worker}'s any more.", hint="Another worker took it over.", code="job_lease_lost")
+                raise Conflict(
+                    f"Job {job_id} is not {worker}'s any more.",
+                    hint="Another worker took it over.",
+                    code="job_lease_lost",
+                )
             connection.execute(
                 "UPDATE jobs SET state = ?, error = ?, worker = NULL, lease_until = NULL, updated_at = ? WHERE job_id = ?",
                 (state, error, time.time(), job_id),
@@ -166,18 +195,27 @@ class JobStore:
     def cancel_requested(self, job_id: str) -> bool:
         """Raises NotFound."""
         with self._database.read() as connection:
-            row = connection.execute("SELECT cancel_requested FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
+            row = connection.execute(
+                "SELECT cancel_requested FROM jobs WHERE job_id = ?", (job_id,)
+            ).fetchone()
         if row is None:
             raise _not_found(job_id)
         return bool(row[0])
 
 
 def _not_found(job_id: str) -> NotFound:
-    return NotFound(f"There is no job {job_id!r}.", hint=f"Only the last {KEEP_FINISHED:,} finished jobs are kept.", code="job_not_found")
+    return NotFound(
+        f"There is no job {job_id!r}.",
+        hint=f"Only the last {KEEP_FINISHED:,} finished jobs are kept.",
+        code="job_not_found",
+    )
 
 
 def _add_items(connection: sqlite3.Connection, job_id: str, sources: Iterable[str]) -> None:
-    connection.executemany("INSERT OR IGNORE INTO job_items (job_id, source) VALUES (?, ?)", ((job_id, source) for source in sources))
+    connection.executemany(
+        "INSERT OR IGNORE INTO job_items (job_id, source) VALUES (?, ?)",
+        ((job_id, source) for source in sources),
+    )
 
 
 def _job(connection: sqlite3.Connection, job_id: str) -> Job:
@@ -192,7 +230,8 @@ def _to_job(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Job:
     counts = dict.fromkeys(ITEM_STATES, 0)
     totals = [0, 0, 0]
     rows = connection.execute(
-        "SELECT state, count(*), sum(chunks), sum(tokens), sum(size_bytes) FROM job_items WHERE job_id = ? GROUP BY state", (job_id,)
+        "SELECT state, count(*), sum(chunks), sum(tokens), sum(size_bytes) FROM job_items WHERE job_id = ? GROUP BY state",
+        (job_id,),
     )
     for item_state, n, *sums in rows:
         counts[item_state] = n

@@ -1,7 +1,8 @@
 """One namespace's index in this process: opened from its file, kept up with the registry, built anew, saved.
 
-The registry is the truth and the index follows it. A version is applied as a whole under the write lock, so that a search, which
-holds the read lock, always sees one committed version. Three locks, always taken in this order:
+The registry is the truth and the index follows it. A version is applied as a whole under the write lock, so
+that a search, which holds the read lock, always sees one committed version. Three locks, always taken in this
+order:
 
 * ``_building``: one rebuild at a time; held for as long as training takes, while searches and updates go on;
 * ``updating``: one thread at a time changes or saves the structure;
@@ -19,13 +20,14 @@ from threading import Lock, RLock
 
 import numpy as np
 
-from ragserve_index import files, registry, structures, vectors
+from ragserve_index import index_files as files
+from ragserve_index import registry, structures, vectors
 from ragserve_index.database import Database
 from ragserve_index.errors import InvalidRequest
 from ragserve_index.gpu import GpuMirror
 from ragserve_index.locks import ReadWriteLock
 from ragserve_index.saved import SavedIndex
-from ragserve_index.structures import Floats, Ids, Results, Selection, Structure
+from ragserve_index.structures import Floats, Ids, IdSelection, Results, Structure
 from ragserve_index.structures.base import load_faiss
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,9 @@ class Behind(Exception):
 class LiveIndex:
     """Thread-safe. ``version`` is the committed version that searches see, -1 while nothing is loaded."""
 
-    def __init__(self, database: Database, directory: Path, ns: registry.Namespace, gpu: GpuMirror | None) -> None:
+    def __init__(
+        self, database: Database, directory: Path, ns: registry.Namespace, gpu: GpuMirror | None
+    ) -> None:
         self.namespace_id = ns.id
         self.name = ns.name
         self.dim = ns.dim
@@ -48,11 +52,15 @@ class LiveIndex:
         self.file = SavedIndex(database, directory, ns)
         self.version = -1
         self.changed = 0
-        self.file_unfit = False  # there is no file of use, or a rebuilt structure should replace an equally new one
+        self.file_unfit = (
+            False  # there is no file of use, or a rebuilt structure should replace an equally new one
+        )
         self.structure: Structure | None = None
         self.lock = ReadWriteLock()
         self.updating = RLock()
-        self._saved_changed: int | None = None  # `changed` as of the file, 0 without one; None: not looked yet
+        self._saved_changed: int | None = (
+            None  # `changed` as of the file, 0 without one; None: not looked yet
+        )
         self._saved_version = 0  # likewise
         self._wanted_type = ns.index_type
         self._building = Lock()
@@ -62,12 +70,13 @@ class LiveIndex:
 
     # searching
 
-    def search(self, queries: Floats, k: int, version: int, selection: Selection | None) -> tuple[Floats, Ids, int]:
+    def search(
+        self, queries: Floats, k: int, version: int, selection: IdSelection | None
+    ) -> tuple[Floats, Ids, int]:
         """Scores [n, k], ids [n, k] (-1 padded) and the version they are of.
 
-        Without a selection at ``version`` or later, with one exactly at ``version``. Raises Behind when the index is elsewhere, and
-        InvalidRequest for queries that are not finite.
-        """
+        Without a selection at ``version`` or later, with one exactly at ``version``. Raises Behind when the
+        index is elsewhere, and InvalidRequest for queries that are not finite."""
         lock = self.lock
         lock.acquire_read()
         try:
@@ -77,17 +86,25 @@ class LiveIndex:
             candidates = structure.count if selection is None else len(selection)
             if not candidates:
                 sound = bool(np.isfinite(queries).all())
-                scores, ids = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
+                scores, ids = (
+                    np.empty((len(queries), 0), dtype=np.float32),
+                    np.empty((len(queries), 0), dtype=np.int64),
+                )
             elif self._gpu is not None and selection is None:
                 scores, ids = self._gpu.search(structure, queries, min(k, candidates))
             else:
                 scores, ids = _search(structure, queries, min(k, candidates), selection)
         finally:
             lock.release_read()
-        # A NaN or an infinity in a query makes its scores NaN or infinite, or leaves it without results: cheaper to see here than before.
+        # A NaN or an infinity in a query makes its scores NaN or infinite, or leaves it without results:
+        # cheaper to see here than before.
         if candidates:
             one = len(scores) == 1
-            sound = ids[0, 0] >= 0 and isfinite(scores[0, 0]) if one else bool((ids[:, :1] >= 0).all() and np.isfinite(scores[:, :1]).all())
+            sound = (
+                ids[0, 0] >= 0 and isfinite(scores[0, 0])
+                if one
+                else bool((ids[:, :1] >= 0).all() and np.isfinite(scores[:, :1]).all())
+            )
         if not sound:
             raise InvalidRequest("Query vectors must be finite.", code="invalid_vectors", param="queries")
         if candidates < k:
@@ -99,15 +116,17 @@ class LiveIndex:
     # following the registry
 
     def catch_up(self) -> None:
-        """Bring the index to the registry's newest version; opens it if need be. Raises NotFound when the namespace is gone."""
+        """Bring the index to the registry's newest version; opens it if need be. Raises NotFound when the
+        namespace is gone.
+        """
         with self.updating, self._database.read() as connection:
             self.follow(connection)
 
     def follow(self, connection: sqlite3.Connection) -> registry.Namespace:
         """Bring the index to the version that this read transaction sees; the namespace as it is there.
 
-        While the caller holds ``updating`` from before the transaction began, the index stays at exactly that version.
-        """
+        While the caller holds ``updating`` from before the transaction began, the index stays at exactly that
+        version."""
         with self.updating:
             ns = registry.namespace_by_id(connection, self.namespace_id)
             if ns is None:
@@ -127,13 +146,17 @@ class LiveIndex:
             self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
 
     def _apply(self, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
-        """Apply what was committed since, as a whole: from the change log, or by comparing ids where the log no longer reaches back."""
+        """Apply what was committed since, as a whole: from the change log, or by comparing ids where the log
+        no longer reaches back.
+        """
         structure, changes = self.structure, ns.changed - self.changed
         if structure is None:
             return
         stamp = registry.stamp_of(connection, ns.id, ns.version)
         log_reaches = self.version >= ns.log_floor
-        gone = connection.execute("SELECT first_id, n FROM removals WHERE namespace_id = ? AND version > ?", (ns.id, self.version))
+        gone = connection.execute(
+            "SELECT first_id, n FROM removals WHERE namespace_id = ? AND version > ?", (ns.id, self.version)
+        )
         removed = registry.expand(gone.fetchall()) if log_reaches else None
         added: Iterable[tuple[Ids, Floats]] = vectors.slabs(connection, ns, self.version)
         if changes <= vectors.SLAB:
@@ -141,31 +164,52 @@ class LiveIndex:
         try:
             with self.lock.writing():
                 whole = (
-                    _change(structure, removed, added) if removed is not None else self._reconcile(structure, connection, ns, self.version)
+                    _change(structure, removed, added)
+                    if removed is not None
+                    else self._reconcile(structure, connection, ns, self.version)
                 )
                 if not whole or structure.count != ns.n_chunks:
-                    raise files.Damaged(f"it holds {structure.count} vectors at version {ns.version} instead of {ns.n_chunks}")
+                    raise files.Damaged(
+                        f"it holds {structure.count} vectors at version {ns.version} instead of {ns.n_chunks}"
+                    )
                 self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
         except BaseException as error:
             self.structure = None  # half changed: the next search opens it anew
             self.version = -1
             if not isinstance(error, files.Damaged):
                 raise
-            log.error("namespace %s: the index in memory cannot be right (%s); building it anew from the registry", ns.name, error)
+            log.error(
+                "namespace %s: the index in memory cannot be right (%s); building it anew from the registry",
+                ns.name,
+                error,
+            )
             self._install(self._build(connection, ns), connection, ns)
             self.file_unfit = True
 
-    def _reconcile(self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace, version: int) -> bool:
-        """Make the ids of a structure of ``version`` those of ``ns`` by comparing the sets. False when the two have no common past."""
-        ranges = connection.execute("SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0", (ns.id,)).fetchall()
+    def _reconcile(
+        self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace, version: int
+    ) -> bool:
+        """Make the ids of a structure of ``version`` those of ``ns`` by comparing the sets. False when the
+        two have no common past.
+        """
+        ranges = connection.execute(
+            "SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0", (ns.id,)
+        ).fetchall()
         wanted, have = registry.expand(ranges), structure.ids()
-        gone, missing = np.setdiff1d(have, wanted, assume_unique=True), np.setdiff1d(wanted, have, assume_unique=True)
+        gone, missing = (
+            np.setdiff1d(have, wanted, assume_unique=True),
+            np.setdiff1d(wanted, have, assume_unique=True),
+        )
         if len(missing) and len(have) and missing[0] < have[-1]:
             return False  # ids only grow: no later version leaves a gap among old ones
-        return _change(structure, gone, vectors.slabs(connection, ns, version)) and structure.count == len(wanted)
+        return _change(structure, gone, vectors.slabs(connection, ns, version)) and structure.count == len(
+            wanted
+        )
 
     def _build(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure:
-        structure = structures.create(ns.index_type, ns.dim, ns.n_chunks, lambda m: vectors.sample(connection, ns, m))
+        structure = structures.create(
+            ns.index_type, ns.dim, ns.n_chunks, lambda m: vectors.sample(connection, ns, m)
+        )
         for ids, rows in vectors.slabs(connection, ns):
             structure.add(ids, rows)
         return structure
@@ -173,7 +217,9 @@ class LiveIndex:
     # keeping it fit
 
     def maintain(self) -> None:
-        """Build the index anew if it has outgrown its training or carries too many tombstones. Searches go on meanwhile."""
+        """Build the index anew if it has outgrown its training or carries too many tombstones. Searches go on
+        meanwhile.
+        """
         if self._why_rebuild() is None:
             return
         with self._building:
@@ -222,7 +268,9 @@ class LiveIndex:
         return self._bring_in(structure, ns)
 
     def _bring_in(self, structure: Structure, ns: registry.Namespace) -> bool:
-        """Put a structure of ``ns`` in place of the present one, caught up with what was committed while it was made."""
+        """Put a structure of ``ns`` in place of the present one, caught up with what was committed while it
+        was made.
+        """
         with self.updating, self._database.read() as connection:
             now = registry.namespace_by_id(connection, self.namespace_id)
             if now is None:
@@ -235,20 +283,29 @@ class LiveIndex:
     # its file
 
     def _load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure | None:
-        """The saved structure, caught up to ``ns``; None when there is none of use, and then the log says why."""
+        """The saved structure, caught up to ``ns``; None when there is none of use, and then the log says
+        why.
+        """
         self.file_unfit, self._saved_changed, self._saved_version = True, 0, 0
         try:
             found = self.file.load(connection, ns)
             if found is None:
                 self.file_unfit = ns.n_chunks > 0
                 if ns.n_chunks:
-                    log.info("namespace %s: no saved index, building it from %d vectors", ns.name, ns.n_chunks)
+                    log.info(
+                        "namespace %s: no saved index, building it from %d vectors", ns.name, ns.n_chunks
+                    )
                 return None
             structure, footer = found
             if not self._reconcile(structure, connection, ns, footer.version):
                 raise files.Damaged("its vectors are not those of the registry")
         except files.Damaged as error:
-            log.warning("namespace %s: %s cannot be used (%s); building it anew from the registry", ns.name, self.file.path, error)
+            log.warning(
+                "namespace %s: %s cannot be used (%s); building it anew from the registry",
+                ns.name,
+                self.file.path,
+                error,
+            )
             return None
         self.file_unfit, self._saved_changed, self._saved_version = False, footer.changed, footer.version
         return structure
@@ -257,24 +314,35 @@ class LiveIndex:
         """Vectors added or removed since the file was written."""
         if self._saved_changed is None:
             there = self.file.ours_on_disk()
-            self._saved_changed, self._saved_version = (0, 0) if there is None else (there.changed, there.version)
+            self._saved_changed, self._saved_version = (
+                (0, 0) if there is None else (there.changed, there.version)
+            )
         return ns.changed - self._saved_changed
 
     def needs_upkeep(self) -> bool:
         return self.file_unfit or self._why_rebuild() is not None
 
     def save(self) -> bool:
-        """Write the index to its file unless what is there is as new. Whether it wrote. Searches go on meanwhile.
+        """Write the index to its file unless what is there is as new. Whether it wrote. Searches go on
+        meanwhile.
 
         Raises StorageFull or Unavailable, and then leaves the old file as it was.
         """
         with self.updating:
             structure = self.structure
-            if structure is None or self.index_type != self._wanted_type or (self.version == self._saved_version and not self.file_unfit):
+            if (
+                structure is None
+                or self.index_type != self._wanted_type
+                or (self.version == self._saved_version and not self.file_unfit)
+            ):
                 return False
-            there = self.file.save(structure, self.version, self._stamp, self.changed, self.index_type, force=self.file_unfit)
+            there = self.file.save(
+                structure, self.version, self._stamp, self.changed, self.index_type, force=self.file_unfit
+            )
             self.file_unfit = False
-            self._saved_changed, self._saved_version = (self.changed, self.version) if there is None else (there.changed, there.version)
+            self._saved_changed, self._saved_version = (
+                (self.changed, self.version) if there is None else (there.changed, there.version)
+            )
         return there is None
 
 
@@ -286,8 +354,10 @@ def _change(structure: Structure, removed: Ids, added: Iterable[tuple[Ids, Float
     return True
 
 
-def _search(structure: Structure, queries: Floats, k: int, selection: Selection | None) -> Results:
-    """FAISS spreads queries over threads, never one query: for one, a team of threads only costs, milliseconds when cores are busy."""
+def _search(structure: Structure, queries: Floats, k: int, selection: IdSelection | None) -> Results:
+    """FAISS spreads queries over threads, never one query: for one, a team of threads only costs,
+    milliseconds when cores are busy.
+    """
     if len(queries) > 1:
         return structure.search(queries, k, selection)
     faiss = load_faiss()

@@ -15,11 +15,12 @@ from threading import Condition, Lock
 
 
 class ReadWriteLock:
-    """Any number of readers, or one writer. A waiting writer holds back new readers, so it cannot starve. Not reentrant.
+    """Any number of readers, or one writer. A waiting writer holds back new readers, so it cannot starve. Not
+    reentrant.
 
-    A reader announces itself and then looks for a writer; a writer announces itself and then waits for the readers to leave. List appends
-    and pops are atomic, so one of the two always sees the other, and a reader without a writer about pays a tenth of what locks cost.
-    """
+    A reader announces itself and then looks for a writer; a writer announces itself and then waits for the
+    readers to leave. List appends and pops are atomic, so one of the two always sees the other, and a reader
+    without a writer about pays a tenth of what locks cost."""
 
     def __init__(self) -> None:
         self._readers: list[None] = []
@@ -65,24 +66,29 @@ class ReadWriteLock:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Exclusive among processes and threads; the kernel frees it when its holder dies. Waits without a limit: holders only write a file."""
+    """Exclusive among processes and threads; the kernel frees it when its holder dies. Waits without a limit:
+    holders only write a file.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it locked when a fork has a copy of the descriptor
+        fcntl.flock(
+            descriptor, fcntl.LOCK_UN
+        )  # closing alone leaves it locked when a fork has a copy of the descriptor
         os.close(descriptor)
 
 
 class CommitMark:
-    """Eight bytes shared by all processes that say, to anyone who looks, whether something was committed since. Looking costs 50 ns.
+    """Eight bytes shared by all processes that say, to anyone who looks, whether something was committed
+    since. Looking costs 50 ns.
 
-    Asking SQLite costs two system calls and evicts enough of the caches to slow the FAISS search behind it by a twentieth. So every writer
-    sets the mark to a fresh odd number before it commits and to a fresh even one after; a file lock keeps writers apart meanwhile. A
-    reader that saw an even mark, then asked SQLite, need not ask again while the mark is the same. A writer killed in between leaves an
-    odd mark, and then readers ask every time, until the next write.
-    """
+    Asking SQLite costs two system calls and evicts enough of the caches to slow the FAISS search behind it by
+    a twentieth. So every writer sets the mark to a fresh odd number before it commits and to a fresh even one
+    after; a file lock keeps writers apart meanwhile. A reader that saw an even mark, then asked SQLite, need
+    not ask again while the mark is the same. A writer killed in between leaves an odd mark, and then readers
+    ask every time, until the next write."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -112,7 +118,9 @@ class CommitMark:
 
     @contextmanager
     def changing(self, timeout_s: float) -> Iterator[None]:
-        """Around a write transaction. Raises TimeoutError when another process stays in one for ``timeout_s`` seconds."""
+        """Around a write transaction. Raises TimeoutError when another process stays in one for ``timeout_s``
+        seconds.
+        """
         deadline = time.monotonic() + timeout_s
         pause = 0.0005
         while True:

@@ -22,9 +22,12 @@ from ragserve_index.types import Chunk, Document, NamespaceInfo
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-_NAMESPACE = "id, name, embedder, dim, index_type, version, changed, n_documents, n_chunks, n_tokens, uid, log_floor"
+_NAMESPACE = (
+    "id, name, embedder, dim, index_type, version, changed, n_documents, n_chunks, n_tokens, uid, log_floor"
+)
 _DOCUMENT = (
-    "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, d.created_at, d.updated_at, d.metadata"
+    "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, "
+    "d.created_at, d.updated_at, d.metadata"
 )
 _CHUNK = 'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, d.source, d.title, d.metadata'
 
@@ -48,12 +51,21 @@ class Namespace:
 
     def info(self) -> NamespaceInfo:
         return NamespaceInfo(
-            self.name, self.embedder, self.dim, self.index_type, self.version, self.n_documents, self.n_chunks, self.n_tokens
+            self.name,
+            self.embedder,
+            self.dim,
+            self.index_type,
+            self.version,
+            self.n_documents,
+            self.n_chunks,
+            self.n_tokens,
         )
 
 
 def namespaces(connection: sqlite3.Connection) -> list[Namespace]:
-    return [Namespace(*row) for row in connection.execute(f"SELECT {_NAMESPACE} FROM namespaces ORDER BY name")]
+    return [
+        Namespace(*row) for row in connection.execute(f"SELECT {_NAMESPACE} FROM namespaces ORDER BY name")
+    ]
 
 
 def find_namespace(connection: sqlite3.Connection, name: str) -> Namespace | None:
@@ -76,11 +88,15 @@ def namespace_by_id(connection: sqlite3.Connection, namespace_id: int) -> Namesp
 
 def namespace_not_found(name: str) -> NotFound:
     return NotFound(
-        f"There is no namespace {name!r}.", hint="Ingest something into it first, or list those there are.", code="namespace_not_found"
+        f"There is no namespace {name!r}.",
+        hint="Ingest something into it first, or list those there are.",
+        code="namespace_not_found",
     )
 
 
-def create_namespace(connection: sqlite3.Connection, name: str, embedder: str, dim: int, index_type: str) -> Namespace:
+def create_namespace(
+    connection: sqlite3.Connection, name: str, embedder: str, dim: int, index_type: str
+) -> Namespace:
     """Raises InvalidRequest for a bad name or dimension."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
@@ -90,7 +106,9 @@ def create_namespace(connection: sqlite3.Connection, name: str, embedder: str, d
             param="namespace",
         )
     if not 1 <= dim <= 65_536:
-        raise InvalidRequest(f"Vectors of {dim} components cannot be indexed.", code="invalid_dim", param="dim")
+        raise InvalidRequest(
+            f"Vectors of {dim} components cannot be indexed.", code="invalid_dim", param="dim"
+        )
     connection.execute(
         "INSERT INTO namespaces (name, embedder, dim, index_type, created_at, uid) VALUES (?, ?, ?, ?, ?, ?)",
         (name, embedder, dim, index_type, time.time(), secrets.token_hex(16)),
@@ -108,7 +126,9 @@ def set_index_type(connection: sqlite3.Connection, ns: Namespace, index_type: st
 
 def stamp_of(connection: sqlite3.Connection, namespace_id: int, version: int) -> int | None:
     """The random mark of a version; None for one that the registry has not been through, or has forgotten."""
-    row = connection.execute("SELECT stamp FROM versions WHERE namespace_id = ? AND version = ?", (namespace_id, version)).fetchone()
+    row = connection.execute(
+        "SELECT stamp FROM versions WHERE namespace_id = ? AND version = ?", (namespace_id, version)
+    ).fetchone()
     return row[0] if row else None
 
 
@@ -117,7 +137,19 @@ def _stamp() -> int:
 
 
 def to_document(namespace_name: str, row: tuple[Any, ...]) -> Document:
-    doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at, updated_at, metadata = row
+    (
+        doc_id,
+        source,
+        title,
+        content_hash,
+        mime,
+        size_bytes,
+        n_chunks,
+        n_tokens,
+        created_at,
+        updated_at,
+        metadata,
+    ) = row
     return Document(
         doc_id,
         namespace_name,
@@ -134,7 +166,9 @@ def to_document(namespace_name: str, row: tuple[Any, ...]) -> Document:
     )
 
 
-def write_documents(connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared]) -> list[Document]:
+def write_documents(
+    connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared]
+) -> list[Document]:
     """Write the batch as version ``ns.version + 1``, each document in place of the one of the same source."""
     now = time.time()
     version = ns.version + 1
@@ -143,12 +177,26 @@ def write_documents(connection: sqlite3.Connection, ns: Namespace, batch: Sequen
     for item in batch:
         old = _delete(connection, ns, version, item.doc_id)
         if old is not None:
-            documents, chunks, tokens, changed = documents - 1, chunks - old[0], tokens - old[1], changed + old[0]
+            documents, chunks, tokens, changed = (
+                documents - 1,
+                chunks - old[0],
+                tokens - old[1],
+                changed + old[0],
+            )
         n, n_tokens = len(item.chunks), sum(chunk.n_tokens for chunk in item.chunks)
         row = (
-            item.doc_id, item.document.source, item.document.title, item.document.content_hash, item.document.mime,
-            item.document.size_bytes, n, n_tokens, old[2] if old else now, now, item.metadata,
-        )  # fmt: skip
+            item.doc_id,
+            item.document.source,
+            item.document.title,
+            item.document.content_hash,
+            item.document.mime,
+            item.document.size_bytes,
+            n,
+            n_tokens,
+            old[2] if old else now,
+            now,
+            item.metadata,
+        )
         first_id = _next_chunk_id(connection)
         cursor = connection.execute(
             "INSERT INTO documents (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at, updated_at,"
@@ -168,17 +216,25 @@ def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) 
     removed = get_document(connection, ns, doc_id)
     _delete(connection, ns, ns.version + 1, doc_id)
     _commit_version(
-        connection, ns, ns.version + 1, ns.changed + removed.n_chunks,
-        ns.n_documents - 1, ns.n_chunks - removed.n_chunks, ns.n_tokens - removed.n_tokens,
-    )  # fmt: skip
+        connection,
+        ns,
+        ns.version + 1,
+        ns.changed + removed.n_chunks,
+        ns.n_documents - 1,
+        ns.n_chunks - removed.n_chunks,
+        ns.n_tokens - removed.n_tokens,
+    )
     return removed
 
 
-def _delete(connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str) -> tuple[int, int, float] | None:
+def _delete(
+    connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str
+) -> tuple[int, int, float] | None:
     """(chunks, tokens, created_at) of what was removed."""
     log_document(connection, ns.name, ns.id, doc_id)
     row = connection.execute(
-        "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ? RETURNING first_id, n_chunks, n_tokens, created_at", (ns.id, doc_id)
+        "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ? RETURNING first_id, n_chunks, n_tokens, created_at",
+        (ns.id, doc_id),
     ).fetchone()
     if row is None:
         return None
@@ -194,11 +250,19 @@ def _next_chunk_id(connection: sqlite3.Connection) -> int:
 
 
 def _insert_chunks(
-    connection: sqlite3.Connection, ns: Namespace, version: int, document: int | None, first_id: int, item: Prepared
+    connection: sqlite3.Connection,
+    ns: Namespace,
+    version: int,
+    document: int | None,
+    first_id: int,
+    item: Prepared,
 ) -> None:
     connection.executemany(
         'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
-        ((first_id + i, document, i, c.start, c.end, c.page, c.n_tokens, c.text) for i, c in enumerate(item.chunks)),
+        (
+            (first_id + i, document, i, c.start, c.end, c.page, c.n_tokens, c.text)
+            for i, c in enumerate(item.chunks)
+        ),
     )
     for start in range(0, len(item.vectors), VECTORS_PER_ROW):
         block = item.vectors[start : start + VECTORS_PER_ROW]
@@ -209,7 +273,13 @@ def _insert_chunks(
 
 
 def _commit_version(
-    connection: sqlite3.Connection, ns: Namespace, version: int, changed: int, documents: int, chunks: int, tokens: int
+    connection: sqlite3.Connection,
+    ns: Namespace,
+    version: int,
+    changed: int,
+    documents: int,
+    chunks: int,
+    tokens: int,
 ) -> None:
     connection.execute(
         "UPDATE namespaces SET version = ?, changed = ?, n_documents = ?, n_chunks = ?, n_tokens = ? WHERE id = ?",
@@ -220,14 +290,25 @@ def _commit_version(
 
 def get_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
     """Raises NotFound."""
-    row = connection.execute(f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)).fetchone()
+    row = connection.execute(
+        f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)
+    ).fetchone()
     if row is None:
-        raise NotFound(f"There is no document {doc_id!r} in namespace {ns.name!r}.", hint="List its documents.", code="document_not_found")
+        raise NotFound(
+            f"There is no document {doc_id!r} in namespace {ns.name!r}.",
+            hint="List its documents.",
+            code="document_not_found",
+        )
     return to_document(ns.name, row)
 
 
 def list_documents(
-    connection: sqlite3.Connection, ns: Namespace, condition: tuple[str, list[Any]], limit: int, after: str | None, prefix: str | None
+    connection: sqlite3.Connection,
+    ns: Namespace,
+    condition: tuple[str, list[Any]],
+    limit: int,
+    after: str | None,
+    prefix: str | None,
 ) -> list[Document]:
     sql, parameters = condition
     where = f"d.namespace_id = ? AND {sql}"
@@ -236,7 +317,9 @@ def list_documents(
         where, values = where + " AND d.doc_id > ?", [*values, after]
     if prefix:
         where, values = where + " AND substr(d.source, 1, ?) = ?", [*values, len(prefix), prefix]
-    rows = connection.execute(f"SELECT {_DOCUMENT} FROM documents d WHERE {where} ORDER BY d.doc_id LIMIT ?", [*values, limit])
+    rows = connection.execute(
+        f"SELECT {_DOCUMENT} FROM documents d WHERE {where} ORDER BY d.doc_id LIMIT ?", [*values, limit]
+    )
     return [to_document(ns.name, row) for row in rows]
 
 
@@ -277,6 +360,7 @@ def selected_ids(connection: sqlite3.Connection, ns_id: int, condition: tuple[st
     """Ids of all chunks whose document meets the condition, ascending."""
     sql, parameters = condition
     rows = connection.execute(
-        f"SELECT d.first_id, d.n_chunks FROM documents d WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}", [ns_id, *parameters]
+        f"SELECT d.first_id, d.n_chunks FROM documents d WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}",
+        [ns_id, *parameters],
     )
     return expand(rows.fetchall())

@@ -1,11 +1,14 @@
-"""A namespace's index file: whether it is this registry's, reading it, writing it unless a newer one is there."""
+"""A namespace's index file: whether it is this registry's, reading it, writing it unless a newer one is
+there.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
 
-from ragserve_index import files, registry, structures
+from ragserve_index import index_files as files
+from ragserve_index import registry, structures
 from ragserve_index.database import Database
 from ragserve_index.locks import file_lock
 from ragserve_index.structures import Structure
@@ -23,7 +26,9 @@ class SavedIndex:
         self._dim = ns.dim
         self._database = database
 
-    def load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[Structure, files.Footer] | None:
+    def load(
+        self, connection: sqlite3.Connection, ns: registry.Namespace
+    ) -> tuple[Structure, files.Footer] | None:
         """The structure as it was saved; None without a file. Raises Damaged for one that cannot be used."""
         with file_lock(self._lock):  # nobody replaces the file between its check and its reading
             footer = files.verify(self.path)
@@ -31,7 +36,9 @@ class SavedIndex:
                 return None
             self._must_be_ours(footer, connection, ns)
             try:
-                structure = structures.load(footer.structure, load_faiss().read_index(str(self.path)), footer.state)
+                structure = structures.load(
+                    footer.structure, load_faiss().read_index(str(self.path)), footer.state
+                )
             except (ValueError, KeyError, RuntimeError) as error:
                 raise files.Damaged(str(error)) from error
         if structure.dim != self._dim:
@@ -51,22 +58,38 @@ class SavedIndex:
             return f"damaged: {error}"
         return "current" if footer.version == ns.version else "behind"
 
-    def _must_be_ours(self, footer: files.Footer, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
-        """Raises Damaged unless the file holds a version of this namespace that the registry has been through."""
+    def _must_be_ours(
+        self, footer: files.Footer, connection: sqlite3.Connection, ns: registry.Namespace
+    ) -> None:
+        """Raises Damaged unless the file holds a version of this namespace that the registry has been
+        through.
+        """
         if footer.namespace_uid != ns.uid or footer.dim != ns.dim:
             raise files.Damaged("it is another namespace's")
         if footer.index_type != ns.index_type:
-            raise files.Damaged(f"it is of type {footer.index_type}, the namespace now of type {ns.index_type}")
+            raise files.Damaged(
+                f"it is of type {footer.index_type}, the namespace now of type {ns.index_type}"
+            )
         if registry.stamp_of(connection, ns.id, footer.version) != footer.stamp:
-            raise files.Damaged(f"its version {footer.version} is not the registry's, which is at {ns.version}")
+            raise files.Damaged(
+                f"its version {footer.version} is not the registry's, which is at {ns.version}"
+            )
 
     def save(
-        self, structure: Structure, version: int, stamp: int | None, changed: int, index_type: str, *, force: bool = False
+        self,
+        structure: Structure,
+        version: int,
+        stamp: int | None,
+        changed: int,
+        index_type: str,
+        *,
+        force: bool = False,
     ) -> files.Footer | None:
-        """Write it, and forget the change log up to it. Returns the footer of the file there if that is newer and was left as it is.
+        """Write it, and forget the change log up to it. Returns the footer of the file there if that is newer
+        and was left as it is.
 
-        ``force`` replaces a file of the same version. Raises StorageFull or Unavailable, and then the old file is as it was.
-        """
+        ``force`` replaces a file of the same version. Raises StorageFull or Unavailable, and then the old
+        file is as it was."""
         with file_lock(self._lock):
             there = self.ours_on_disk()
             if there is not None and (there.version > version or (there.version == version and not force)):
@@ -102,8 +125,17 @@ class SavedIndex:
         return footer
 
     def _prune_log(self, version: int) -> None:
-        """An index in another process that is older than ``version`` compares ids from now on instead of reading the log."""
+        """An index in another process that is older than ``version`` compares ids from now on instead of
+        reading the log.
+        """
         with self._database.write() as connection:
-            connection.execute("DELETE FROM removals WHERE namespace_id = ? AND version <= ?", (self._namespace_id, version))
-            connection.execute("DELETE FROM versions WHERE namespace_id = ? AND version < ?", (self._namespace_id, version))
-            connection.execute("UPDATE namespaces SET log_floor = max(log_floor, ?) WHERE id = ?", (version, self._namespace_id))
+            connection.execute(
+                "DELETE FROM removals WHERE namespace_id = ? AND version <= ?", (self._namespace_id, version)
+            )
+            connection.execute(
+                "DELETE FROM versions WHERE namespace_id = ? AND version < ?", (self._namespace_id, version)
+            )
+            connection.execute(
+                "UPDATE namespaces SET log_floor = max(log_floor, ?) WHERE id = ?",
+                (version, self._namespace_id),
+            )

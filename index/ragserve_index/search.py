@@ -1,9 +1,9 @@
 """Searching: one cheap look at the registry, FAISS, and the rows of what it found.
 
-The common case is a look at the commit mark, FAISS, and chunk rows from a cache. It is right without a transaction: the
-index is at one committed version, and the rows of a chunk id never change. Only when a row is gone (its document was replaced since)
-or the index will not stand still is the search repeated inside a transaction.
-"""
+The common case is a look at the commit mark, FAISS, and chunk rows from a cache. It is right without a
+transaction: the index is at one committed version, and the rows of a chunk id never change. Only when a row
+is gone (its document was replaced since) or the index will not stand still is the search repeated inside a
+transaction."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from ragserve_index.errors import InvalidRequest, NotFound
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.indexes import Indexes
 from ragserve_index.live import Behind, LiveIndex
-from ragserve_index.structures import Floats, Ids, Selection
+from ragserve_index.structures import Floats, Ids, IdSelection
 from ragserve_index.types import Chunk, Hit, SearchResult
 
 MAX_K = 10_000
-RECHECK_S = 0.25  # seconds after which the registry is asked whatever the mark says: should someone delete its file, this bounds the harm
+# seconds after which the registry is asked whatever the mark says: should someone delete its file, this
+# bounds the harm
+RECHECK_S = 0.25
 _MAX_KNOWN = 4_096  # namespaces
-_TRIES = 4  # without a transaction, before one is used; only a writer that commits between any two steps makes them fail
+# without a transaction, before one is used; only a writer that commits between any two steps makes them fail
+_TRIES = 4
 
 Scored = tuple[Floats, Ids, int]
 
@@ -50,7 +53,9 @@ class Searcher:
             scores, ids, version = self.search_ids(namespace, queries, k, filter)
             rows = ids.tolist()
             chunks = [list(map(cached, row)) for row in rows]
-            if not all(map(all, chunks)):  # None is the only false one; `None in row` would call each row's __eq__
+            if not all(
+                map(all, chunks)
+            ):  # None is the only false one; `None in row` would call each row's __eq__
                 with self._database.read() as connection:
                     if not self._fetch(connection, namespace, rows, chunks):
                         continue  # a chunk went away since: search the newer version
@@ -58,17 +63,30 @@ class Searcher:
         condition = _compile(filter)
         live = self._locate_again(namespace)
         with live.updating, self._database.read() as connection:
-            scores, ids, version = self._search_pinned(connection, live, _checked(queries, live.dim), _checked_k(k), filter, condition)
+            scores, ids, version = self._search_pinned(
+                connection, live, _checked(queries, live.dim), _checked_k(k), filter, condition
+            )
             rows = ids.tolist()
             chunks = [list(map(cached, row)) for row in rows]
             if not self._fetch(connection, namespace, rows, chunks):
-                raise NotFound(f"Namespace {namespace!r} was dropped during the search.", code="namespace_not_found")
+                raise NotFound(
+                    f"Namespace {namespace!r} was dropped during the search.", code="namespace_not_found"
+                )
         return _result(scores, chunks, version)
 
-    def _fetch(self, connection: sqlite3.Connection, namespace: str, rows: list[list[int]], chunks: list[list[Chunk | None]]) -> bool:
+    def _fetch(
+        self,
+        connection: sqlite3.Connection,
+        namespace: str,
+        rows: list[list[int]],
+        chunks: list[list[Chunk | None]],
+    ) -> bool:
         """Fill the gaps in ``chunks`` from the registry. False when a row is not there any more."""
         wanted = {
-            i for row, known in zip(rows, chunks, strict=True) for i, chunk in zip(row, known, strict=True) if chunk is None and i >= 0
+            i
+            for row, known in zip(rows, chunks, strict=True)
+            for i, chunk in zip(row, known, strict=True)
+            if chunk is None and i >= 0
         }
         found: dict[int, Chunk] = {}
         if wanted:
@@ -77,7 +95,9 @@ class Searcher:
                 return False
             self._chunks.add(found.values())
         for row, known in zip(rows, chunks, strict=True):
-            known[:] = [chunk if chunk is not None else found.get(i) for i, chunk in zip(row, known, strict=True)]
+            known[:] = [
+                chunk if chunk is not None else found.get(i) for i, chunk in zip(row, known, strict=True)
+            ]
         return True
 
     def search_ids(self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None) -> Scored:
@@ -96,14 +116,24 @@ class Searcher:
             return self._search_pinned(connection, live, checked, k, filter, condition)
 
     def _search_pinned(
-        self, connection: sqlite3.Connection, live: LiveIndex, queries: Floats, k: int, filter: AnyFilter | None, condition: Any
+        self,
+        connection: sqlite3.Connection,
+        live: LiveIndex,
+        queries: Floats,
+        k: int,
+        filter: AnyFilter | None,
+        condition: Any,
     ) -> Scored:
-        """Search at the version of a transaction; the caller holds ``live.updating`` from before it began, so the index stays there."""
+        """Search at the version of a transaction; the caller holds ``live.updating`` from before it began, so
+        the index stays there.
+        """
         ns = live.follow(connection)
         selection = None if filter is None else self._select(connection, ns.id, ns.version, filter, condition)
         return live.search(queries, k, ns.version, selection)
 
-    def _prepare(self, namespace: str, filter: AnyFilter | None, condition: Any) -> tuple[LiveIndex, int, Selection | None]:
+    def _prepare(
+        self, namespace: str, filter: AnyFilter | None, condition: Any
+    ) -> tuple[LiveIndex, int, IdSelection | None]:
         """The index, the registry's version now, and what the filter selects in it."""
         known = self._known.get(namespace)
         mark = self._database.mark
@@ -133,11 +163,18 @@ class Searcher:
         with self._database.read() as connection:
             return self._indexes.of(registry.namespace(connection, namespace))
 
-    def _select(self, connection: sqlite3.Connection, namespace_id: int, version: int, filter: AnyFilter, condition: Any) -> Selection:
+    def _select(
+        self,
+        connection: sqlite3.Connection,
+        namespace_id: int,
+        version: int,
+        filter: AnyFilter,
+        condition: Any,
+    ) -> IdSelection:
         key = (namespace_id, version, filter.model_dump_json())
         selection = self._selections.get(key)
         if selection is None:
-            selection = Selection(registry.selected_ids(connection, namespace_id, condition))
+            selection = IdSelection(registry.selected_ids(connection, namespace_id, condition))
             self._selections.add(key, selection)
         return selection
 
@@ -148,14 +185,22 @@ def _compile(filter: AnyFilter | None) -> tuple[str, list[Any]] | None:
 
 def _checked_k(k: int) -> int:
     if isinstance(k, bool) or not hasattr(k, "__index__") or not 1 <= operator.index(k) <= MAX_K:
-        raise InvalidRequest(f"k must be a whole number from 1 to {MAX_K:,}, not {k!r}.", code="invalid_k", param="k")
+        raise InvalidRequest(
+            f"k must be a whole number from 1 to {MAX_K:,}, not {k!r}.", code="invalid_k", param="k"
+        )
     return operator.index(k)
 
 
 def _checked(queries: np.ndarray, dim: int) -> Floats:
     if queries.ndim != 2 or queries.shape[1] != dim:
-        raise InvalidRequest(f"Query vectors of shape {list(queries.shape)}, expected [n, {dim}].", code="invalid_vectors", param="queries")
-    return np.ascontiguousarray(queries, dtype=np.float32)  # that they are finite shows in the scores: see LiveIndex.search
+        raise InvalidRequest(
+            f"Query vectors of shape {list(queries.shape)}, expected [n, {dim}].",
+            code="invalid_vectors",
+            param="queries",
+        )
+    return np.ascontiguousarray(
+        queries, dtype=np.float32
+    )  # that they are finite shows in the scores: see LiveIndex.search
 
 
 def _result(scores: Floats, chunks: list[list[Any]], version: int) -> SearchResult:

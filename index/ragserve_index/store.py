@@ -1,4 +1,6 @@
-"""IndexStore: documents, chunks and vectors of a data directory, and searching them. See the README beside this file."""
+"""IndexStore: documents, chunks and vectors of a data directory, and searching them. See the README beside
+this file.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,42 @@ from typing import Any
 import numpy as np
 
 from ragserve_index import batch as batches
-from ragserve_index import files, registry, structures
-from ragserve_index.checks import check_namespace
+from ragserve_index import index_files as files
+from ragserve_index import registry, structures
 from ragserve_index.database import Database, is_full, storage_full
 from ragserve_index.errors import Conflict, InvalidRequest, NotFound, RegistryDamaged, Unavailable
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.gpu import ON_GPU, GpuMirror
 from ragserve_index.indexes import Indexes
+from ragserve_index.integrity import check_namespace
 from ragserve_index.search import Searcher
 from ragserve_index.structures import Floats, Ids
-from ragserve_index.types import Chunk, Document, IndexReport, NamespaceInfo, NewChunk, NewDocument, SearchResult
+from ragserve_index.types import (
+    Chunk,
+    Document,
+    IndexReport,
+    NamespaceInfo,
+    NewChunk,
+    NewDocument,
+    SearchResult,
+)
 
 
 class IndexStore:
     """One data directory. Thread-safe, and safe beside other processes that use the same directory.
 
-    Errors are those of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``, ``chunk_not_found``),
-    InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and RegistryDamaged when SQLite cannot read its file.
-    """
+    Errors are those of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
+    ``chunk_not_found``), InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and
+    RegistryDamaged when SQLite cannot read its file."""
 
     def __init__(self, data_dir: Path, *, index_type: str = "flat", device: str = "cpu") -> None:
         """Open ``data_dir``, made if absent. ``index_type`` is for new namespaces; ``device`` is cpu or gpu."""
         structures.check_type(index_type)
         if device not in ("cpu", "gpu"):
-            raise InvalidRequest(f"No index device {device!r}.", hint="Devices are: cpu, gpu.", param="device")
+            raise InvalidRequest(
+                f"No index device {device!r}.", hint="Devices are: cpu, gpu.", param="device"
+            )
         if device == "gpu" and index_type not in ON_GPU:
             raise InvalidRequest(
                 f"An index of type {index_type} has no GPU form.",
@@ -57,7 +70,9 @@ class IndexStore:
             if is_full(error):
                 raise storage_full(self._directory, error) from error
             raise Unavailable(
-                f"The data directory {self.data_dir} cannot be used: {error}.", hint="Check its owner and permissions.", code="data_dir"
+                f"The data directory {self.data_dir} cannot be used: {error}.",
+                hint="Check its owner and permissions.",
+                code="data_dir",
             ) from error
         self._indexes = Indexes(self.database, self._directory, gpu)
         self._searcher = Searcher(self.database, self._indexes)
@@ -70,19 +85,27 @@ class IndexStore:
     def __enter__(self) -> IndexStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # namespaces
 
-    def ensure_namespace(self, name: str, *, embedder: str, dim: int, index_type: str | None = None) -> NamespaceInfo:
-        """The namespace, made if absent. ``index_type`` counts only then (see :meth:`rebuild`). Raises Conflict for another embedder."""
+    def ensure_namespace(
+        self, name: str, *, embedder: str, dim: int, index_type: str | None = None
+    ) -> NamespaceInfo:
+        """The namespace, made if absent. ``index_type`` counts only then (see :meth:`rebuild`). Raises
+        Conflict for another embedder.
+        """
         kind = structures.check_type(index_type or self.index_type)
         with self.database.read() as connection:
             ns = registry.find_namespace(connection, name)
         if ns is None:
             with self.database.write() as connection:
-                ns = registry.find_namespace(connection, name) or registry.create_namespace(connection, name, embedder, dim, kind)
+                ns = registry.find_namespace(connection, name) or registry.create_namespace(
+                    connection, name, embedder, dim, kind
+                )
         if (ns.embedder, ns.dim) != (embedder, dim):
             raise Conflict(
                 f"Namespace {name!r} holds vectors of {ns.embedder} with {ns.dim} components, not of {embedder} with {dim}.",
@@ -113,11 +136,14 @@ class IndexStore:
 
     # documents
 
-    def replace_documents(self, namespace: str, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]) -> list[Document]:
-        """Write documents with their chunks and vectors [n_chunks, dim] float32 of length 1, each in place of the one of the same source.
+    def replace_documents(
+        self, namespace: str, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]
+    ) -> list[Document]:
+        """Write documents with their chunks and vectors [n_chunks, dim] float32 of length 1, each in place of
+        the one of the same source.
 
-        One transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it is.
-        """
+        One transaction: when this returns, all of it is on disk; when it raises or the process dies, none of
+        it is."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
@@ -125,7 +151,10 @@ class IndexStore:
         with self.database.write() as connection:
             now = registry.namespace(connection, namespace)
             if now.dim != ns.dim:
-                raise Conflict(f"Namespace {namespace!r} was dropped and made anew with another embedder.", code="embedder_mismatch")
+                raise Conflict(
+                    f"Namespace {namespace!r} was dropped and made anew with another embedder.",
+                    code="embedder_mismatch",
+                )
             written = registry.write_documents(connection, now, prepared)
         self._indexes.after_write(ns.id)
         return written
@@ -170,13 +199,21 @@ class IndexStore:
             return registry.list_documents(connection, ns, condition, limit, after, source_prefix)
 
     def chunks(self, namespace: str, chunk_ids: Sequence[int]) -> list[Chunk]:
-        """The chunks in the order asked for. Raises NotFound if one of them is not in the namespace (any more)."""
+        """The chunks in the order asked for. Raises NotFound if one of them is not in the namespace (any
+        more).
+        """
         with self.database.read() as connection:
-            found = registry.chunks_by_id(connection, registry.namespace(connection, namespace), (int(i) for i in chunk_ids))
+            found = registry.chunks_by_id(
+                connection, registry.namespace(connection, namespace), (int(i) for i in chunk_ids)
+            )
         try:
             return [found[int(i)] for i in chunk_ids]
         except KeyError as error:
-            raise NotFound(f"There is no chunk {error} in namespace {namespace!r}.", hint="Search again.", code="chunk_not_found") from None
+            raise NotFound(
+                f"There is no chunk {error} in namespace {namespace!r}.",
+                hint="Search again.",
+                code="chunk_not_found",
+            ) from None
 
     def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
         """All chunks of a document, in order. Raises NotFound."""
@@ -185,20 +222,29 @@ class IndexStore:
 
     # searching
 
-    def search(self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None) -> SearchResult:
-        """The k best chunks per query [n, dim] float32, all of one committed version; fewer than k only where there are fewer.
+    def search(
+        self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
+    ) -> SearchResult:
+        """The k best chunks per query [n, dim] float32, all of one committed version; fewer than k only where
+        there are fewer.
 
-        flat is exact, sq8 compares all vectors rounded to 8 bits, ivf and hnsw are approximate (exact when few are selected).
-        Raises InvalidRequest for k outside 1..10,000, queries of another shape or not finite, and a filter over its limits.
-        """
+        flat is exact, sq8 compares all vectors rounded to 8 bits, ivf and hnsw are approximate (exact when
+        few are selected). Raises InvalidRequest for k outside 1..10,000, queries of another shape or not
+        finite, and a filter over its limits."""
         return self._searcher.search(namespace, queries, k, filter)
 
-    def search_ids(self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None) -> tuple[Floats, Ids, int]:
-        """As :meth:`search`, without the rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 where there is none), the version."""
+    def search_ids(
+        self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
+    ) -> tuple[Floats, Ids, int]:
+        """As :meth:`search`, without the rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 where there
+        is none), the version.
+        """
         return self._searcher.search_ids(namespace, queries, k, filter)
 
     def faiss_index(self, namespace: str) -> Any:
-        """The FAISS index as it is now, for measurements. It belongs to the store: search it, alone, and change nothing."""
+        """The FAISS index as it is now, for measurements. It belongs to the store: search it, alone, and
+        change nothing.
+        """
         live = self._indexes.of(self._namespace(namespace))
         live.catch_up()
         return live.structure.index if live.structure is not None else None
@@ -206,7 +252,9 @@ class IndexStore:
     # upkeep
 
     def check(self, namespace: str | None = None) -> list[IndexReport]:
-        """Compare everything that should agree, per namespace (or for one). Raises RegistryDamaged if SQLite finds its file damaged."""
+        """Compare everything that should agree, per namespace (or for one). Raises RegistryDamaged if SQLite
+        finds its file damaged.
+        """
         lines = self.database.quick_check()
         if lines:
             raise RegistryDamaged(
@@ -214,11 +262,17 @@ class IndexStore:
                 hint="Restore it from a backup, or move the data directory away and ingest again.",
             )
         with self.database.read() as connection:
-            found = registry.namespaces(connection) if namespace is None else [registry.namespace(connection, namespace)]
+            found = (
+                registry.namespaces(connection)
+                if namespace is None
+                else [registry.namespace(connection, namespace)]
+            )
         return [check_namespace(self.database, self._indexes.of(ns)) for ns in found]
 
     def rebuild(self, namespace: str, *, index_type: str | None = None) -> NamespaceInfo:
-        """Build the index anew from the registry and save it, with ``index_type`` as another type. Searches go on meanwhile."""
+        """Build the index anew from the registry and save it, with ``index_type`` as another type. Searches
+        go on meanwhile.
+        """
         ns = self._namespace(namespace)
         if index_type is not None and structures.check_type(index_type) != ns.index_type:
             with self.database.write() as connection:
@@ -229,9 +283,15 @@ class IndexStore:
         return self.namespace(namespace)
 
     def save(self, namespace: str | None = None) -> None:
-        """Bring the index of one or all namespaces up and write its file, if it is not as new. Raises StorageFull."""
+        """Bring the index of one or all namespaces up and write its file, if it is not as new. Raises
+        StorageFull.
+        """
         with self.database.read() as connection:
-            found = registry.namespaces(connection) if namespace is None else [registry.namespace(connection, namespace)]
+            found = (
+                registry.namespaces(connection)
+                if namespace is None
+                else [registry.namespace(connection, namespace)]
+            )
         for ns in found:
             live = self._indexes.of(ns)
             live.catch_up()
@@ -239,7 +299,9 @@ class IndexStore:
             live.save()
 
     def close(self) -> None:
-        """Save what is worth it and close. Idempotent; a failing save is logged, for the registry holds all of it."""
+        """Save what is worth it and close. Idempotent; a failing save is logged, for the registry holds all
+        of it.
+        """
         if not self._closed:
             self._closed = True
             self._indexes.close()

@@ -12,7 +12,9 @@ MetadataValue = str | int | float | bool | None | list[str]
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A run of a document's text: ``document_text[start:end] == text``. ``page`` counts from 1 where the format has pages."""
+    """A run of a document's text: ``document_text[start:end] == text``. ``page`` counts from 1 where the
+    format has pages.
+    """
 
     text: str
     start: int
@@ -23,7 +25,9 @@ class NewChunk:
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document to index. ``source`` (absolute path, URL or given name) is its identity in the namespace; the same source replaces it."""
+    """A document to index. ``source`` (absolute path, URL or given name) is its identity in the namespace;
+    the same source replaces it.
+    """
 
     source: str
     title: str
@@ -35,7 +39,9 @@ class NewDocument:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An indexed document. Times are Unix seconds. ``doc_id`` depends on namespace and source alone, so it survives replacement."""
+    """An indexed document. Times are Unix seconds. ``doc_id`` depends on namespace and source alone, so it
+    survives replacement.
+    """
 
     doc_id: str
     namespace: str
@@ -53,7 +59,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """An indexed chunk with what a citation needs of its document. ``chunk_id`` is a positive int64, never reused."""
+    """An indexed chunk with what a citation needs of its document. ``chunk_id`` is a positive int64, never
+    reused.
+    """
 
     chunk_id: int
     doc_id: str

@@ -13,10 +13,15 @@ from ragserve_index.structures import Floats, Ids
 SLAB = 16_384  # vectors that go from SQLite into FAISS at a time
 
 
-def slabs(connection: sqlite3.Connection, ns: registry.Namespace, after: int = -1) -> Iterator[tuple[Ids, Floats]]:
-    """Ids [n] ascending and vectors [n, dim] float32 of all that was written after version ``after`` and is still there."""
+def slabs(
+    connection: sqlite3.Connection, ns: registry.Namespace, after: int = -1
+) -> Iterator[tuple[Ids, Floats]]:
+    """Ids [n] ascending and vectors [n, dim] float32 of all that was written after version ``after`` and is
+    still there.
+    """
     rows = connection.execute(
-        # ids grow with versions: this order, which the table's index gives without sorting, is ascending in ids too
+        # ids grow with versions: this order, which the table's index gives without sorting, is ascending in
+        # ids too
         "SELECT first_id, n, data FROM vectors WHERE namespace_id = ? AND version > ? ORDER BY version, first_id",
         (ns.id, after),
     )

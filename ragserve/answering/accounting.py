@@ -1,19 +1,24 @@
-"""The account that an answer gives of itself: tokens per fate, milliseconds per stage, and the same as metrics."""
+"""The account that an answer gives of itself: tokens per fate, milliseconds per stage, and the same as
+metrics.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from ragserve.answering.auto import Choice
+from ragserve.answering.auto import StrategyChoice
 from ragserve.answering.prompt import Prompt
 from ragserve.answering.results import Answer, ContextUse, DecodeUse, RetrievalTimings, Timings
 from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
 
 
-def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int, choice: Choice | None = None) -> ContextUse:
-    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the prefix that it had cached.
+def context_use(
+    strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int, choice: StrategyChoice | None = None
+) -> ContextUse:
+    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the
+    prefix that it had cached.
 
     ``choice`` is what strategy ``auto`` chose.
     """
@@ -23,7 +28,9 @@ def context_use(strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: i
     notes = []
     dropped = retrieved - prompt.documents_kept
     if dropped:
-        notes.append(f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, the last ones first.")
+        notes.append(
+            f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, the last ones first."
+        )
     if last.fallback:
         strategy = "prefix"
         notes.append(f"Answered by strategy prefix: {last.fallback}.")
@@ -94,7 +101,13 @@ class Clock:
 def observe(answer: Answer) -> None:
     recorded = metrics()
     t = answer.timings
-    stages = {"embed": t.embed_ms, "search": t.search_ms, "prompt": t.prompt_ms, "ttft": t.ttft_ms, "total": t.total_ms}
+    stages = {
+        "embed": t.embed_ms,
+        "search": t.search_ms,
+        "prompt": t.prompt_ms,
+        "ttft": t.ttft_ms,
+        "total": t.total_ms,
+    }
     for stage, milliseconds in stages.items():
         if milliseconds is not None:
             recorded.query_stage.labels(stage).observe(milliseconds / 1e3)

@@ -1,4 +1,6 @@
-"""A query from question to cited answer, as a stream of events; the JSON, SSE and OpenAI routes only differ in how they write them."""
+"""A query from question to cited answer, as a stream of events; the JSON, SSE and OpenAI routes only differ
+in how they write them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from ragserve.answering.accounting import Clock, context_use, decode_use, observ
 from ragserve.answering.auto import AUTO, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
-from ragserve.answering.results import Answer, Citation, RetrievalTimings, RetrievedPassage, SearchResults, Usage
+from ragserve.answering.results import (
+    Answer,
+    Citation,
+    RetrievalTimings,
+    RetrievedPassage,
+    SearchResults,
+    Usage,
+)
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
@@ -33,7 +42,8 @@ if TYPE_CHECKING:
 _RESERVED_TOKENS = 8
 # Prompts from this size on are laid out in a thread, so that others' streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
-# A follow-up of fewer words ("And who wrote it?") seldom says what it is about: the user's turn before it is searched for as well.
+# A follow-up of fewer words ("And who wrote it?") seldom says what it is about: the user's turn before it is
+# searched for as well.
 _SHORT_FOLLOW_UP_WORDS = 6
 
 
@@ -93,7 +103,9 @@ class QueryLimiter:
     def slot(self) -> Iterator[None]:
         """Raises TooManyRequests when all are taken."""
         if self.in_flight >= self._limit:
-            raise TooManyRequests(f"{self._limit} queries are already being answered.", hint="Retry in a moment.")
+            raise TooManyRequests(
+                f"{self._limit} queries are already being answered.", hint="Retry in a moment."
+            )
         self.in_flight += 1
         metrics().in_flight.inc()
         try:
@@ -125,7 +137,9 @@ class Answerer:
         gate: Gate | None = None,
         chooser: Chooser | None = None,
     ) -> None:
-        """Without a ``gate`` every strategy of the engine may answer; without a ``chooser`` there is no strategy ``auto``."""
+        """Without a ``gate`` every strategy of the engine may answer; without a ``chooser`` there is no
+        strategy ``auto``.
+        """
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
@@ -136,9 +150,9 @@ class Answerer:
     async def events(self, query: Query) -> AsyncGenerator[Event, None]:
         """SearchResults, MessageDelta*, Citation*, FinalAnswer.
 
-        The deltas joined are the answer. Must be read to the end, or closed, by one task; closing or cancelling aborts the generation.
-        Raises any RagserveError; all that the request itself is to blame for, before the first event.
-        """
+        The deltas joined are the answer. Must be read to the end, or closed, by one task; closing or
+        cancelling aborts the generation. Raises any RagserveError; all that the request itself is to blame
+        for, before the first event."""
         try:
             with self._limiter.slot():
                 async with aclosing(self._events(query)) as events:
@@ -182,13 +196,17 @@ class Answerer:
                     yield MessageDelta(text)
         clock.engine_ends()
         if last.finish_reason is None or last.finish_reason == "abort":
-            raise EngineError("The engine broke the generation off.", hint="It may be shutting down; retry.", code="aborted")
+            raise EngineError(
+                "The engine broke the generation off.", hint="It may be shutting down; retry.", code="aborted"
+            )
         if text := markers.end():
             pieces.append(text)
             yield MessageDelta(text)
         answer = "".join(pieces)
         indices, basis = cite(answer, markers.markers, [passage.text for passage in kept])
-        citations = [Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices]
+        citations = [
+            Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices
+        ]
         for citation in citations:
             yield citation
         timings = clock.timings(context.timings, prompt_ms, last)
@@ -217,12 +235,16 @@ class Answerer:
             )
         if query.strategy == AUTO and self._chooser is not None:
             if _own_options(query):
-                raise InvalidRequest("Strategy auto takes no options: it chooses them.", param="strategy_options")
+                raise InvalidRequest(
+                    "Strategy auto takes no options: it chooses them.", param="strategy_options"
+                )
             return
         if query.strategy not in info.strategies:
             why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
             raise InvalidRequest(
-                f"This engine has no strategy {query.strategy!r}.{why}", hint=f"One of: {', '.join(info.strategies)}.", param="strategy"
+                f"This engine has no strategy {query.strategy!r}.{why}",
+                hint=f"One of: {', '.join(info.strategies)}.",
+                param="strategy",
             )
         if query.strategy in EXACT_STRATEGIES or self._gate is None:
             return
@@ -235,10 +257,15 @@ class Answerer:
     async def _context(self, query: Query) -> _Context:
         if query.documents is not None:
             return _given(query.documents)
-        found = await self._retriever.retrieve(query.namespace, retrieval_text(query), query.k, filter=query.filter)
+        found = await self._retriever.retrieve(
+            query.namespace, retrieval_text(query), query.k, filter=query.filter
+        )
         return _Context(
             passages=passages(found.hits),
-            documents=[PromptDocument(f"chunk:{hit.chunk.chunk_id}", hit.chunk.title, hit.chunk.text) for hit in found.hits],
+            documents=[
+                PromptDocument(f"chunk:{hit.chunk.chunk_id}", hit.chunk.title, hit.chunk.text)
+                for hit in found.hits
+            ],
             version=found.version,
             timings=RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms),
         )
@@ -255,10 +282,18 @@ class Answerer:
 
         def build() -> Prompt:
             return self._prompts.build(
-                query.question, context.documents, max_prompt_tokens=room, history=query.history, system=query.system
+                query.question,
+                context.documents,
+                max_prompt_tokens=room,
+                history=query.history,
+                system=query.system,
             )
 
-        size = len(query.question) + sum(len(d.text) for d in context.documents) + sum(len(m.content) for m in query.history)
+        size = (
+            len(query.question)
+            + sum(len(d.text) for d in context.documents)
+            + sum(len(m.content) for m in query.history)
+        )
         return build() if size < _INLINE_PROMPT_CHARS else await asyncio.to_thread(build)
 
     def _generate(self, query: Query, prompt: Prompt) -> AsyncGenerator[GenerateChunk, None]:
@@ -286,7 +321,9 @@ def _own_options(query: Query) -> dict[str, Any]:
 
 
 def retrieval_text(query: Query) -> str:
-    """What is searched for: the question; where it is a short follow-up, the user's previous turn and the question."""
+    """What is searched for: the question; where it is a short follow-up, the user's previous turn and the
+    question.
+    """
     if len(query.question.split()) < _SHORT_FOLLOW_UP_WORDS:
         for message in reversed(query.history):
             if message.role == "user":
@@ -318,8 +355,12 @@ def _given(documents: Sequence[InlineDocument]) -> _Context:
     keys = [hashlib.blake2b(f"{d.title}\0{d.text}".encode(), digest_size=16).hexdigest() for d in documents]
     return _Context(
         passages=[
-            RetrievedPassage(index=index, source=d.source, title=d.title, text=d.text, start=0, end=len(d.text))
+            RetrievedPassage(
+                index=index, source=d.source, title=d.title, text=d.text, start=0, end=len(d.text)
+            )
             for index, d in enumerate(documents, 1)
         ],
-        documents=[PromptDocument(f"text:{key}", d.title, d.text) for key, d in zip(keys, documents, strict=True)],
+        documents=[
+            PromptDocument(f"text:{key}", d.title, d.text) for key, d in zip(keys, documents, strict=True)
+        ],
     )

@@ -1,4 +1,6 @@
-"""Strategy ``auto``: for each request the exact or verified composed strategy that this machine's cost model expects to answer first."""
+"""Strategy ``auto``: for each request the exact or verified composed strategy that this machine's cost model
+expects to answer first.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _EXACT = StrategySpec("prefix")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """What will answer, and why."""
 
     spec: StrategySpec
@@ -26,7 +28,9 @@ class Choice:
 
 
 class Chooser:
-    """Chooses for one engine. ``prefix`` does what ``full`` does but for what is cached, so of the exact ones it is the one to choose."""
+    """Chooses for one engine. ``prefix`` does what ``full`` does but for what is cached, so of the exact ones
+    it is the one to choose.
+    """
 
     def __init__(self, engine: Engine, gate: Gate, place: Path) -> None:
         """``place``: the profile that `ragserve calibrate` writes; read again when it changes."""
@@ -42,29 +46,38 @@ class Chooser:
             self._costs, self._stamp = COSTS.load(self._place, self._engine.info.fingerprint), stamp
         return self._costs
 
-    async def choose(self, prompt: Prompt, namespace: str) -> Choice:
-        """For a prompt that is about to be sent. Without a profile or a verified strategy the answer is exact, which is always right.
+    async def choose(self, prompt: Prompt, namespace: str) -> StrategyChoice:
+        """For a prompt that is about to be sent. Without a profile or a verified strategy the answer is
+        exact, which is always right.
 
         Raises InvalidRequest for a broken profile.
         """
         costs = self._profile()
         if costs is None:
-            return Choice(_EXACT, "no cost profile of this machine: run ragserve calibrate")
+            return StrategyChoice(_EXACT, "no cost profile of this machine: run ragserve calibrate")
         verified = [label for label in self._gate.verified() if label in costs.composed]
         verified = [label for label in verified if parse(label)[0].name in self._engine.info.strategies]
         if not verified:
-            return Choice(_EXACT, "no composed strategy is both verified (ragserve eval --write-gate) and calibrated")
+            return StrategyChoice(
+                _EXACT, "no composed strategy is both verified (ragserve eval --write-gate) and calibrated"
+            )
         if not isinstance(self._engine, CachingEngine):
-            return Choice(_EXACT, "the engine does not say what it has cached")
+            return StrategyChoice(_EXACT, "the engine does not say what it has cached")
         pieces = [prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind != "question"]
         tiers = (await self._engine.where(namespace, pieces)).fastest()
         cached = await self._engine.prefix(namespace, prompt.input_ids)
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
-        label, composed = min(((label, costs.composed_ms(label, documents)) for label in verified), key=lambda pair: pair[1])
+        label, composed = min(
+            ((label, costs.composed_ms(label, documents)) for label in verified), key=lambda pair: pair[1]
+        )
         missing = tiers.count(ABSENT)
         facts = f"{label} {composed:.0f} ms, prefix {exact:.0f} ms ({cached} of {len(prompt.input_ids)} tokens in the prefix cache"
-        facts += f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm)" if missing else ")"
+        facts += (
+            f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm)"
+            if missing
+            else ")"
+        )
         if composed <= (1 - MIN_GAIN) * exact:
-            return Choice(parse(label)[0], f"expected {facts}")
-        return Choice(_EXACT, f"expected {facts}: exact unless composed is {MIN_GAIN:.0%} sooner")
+            return StrategyChoice(parse(label)[0], f"expected {facts}")
+        return StrategyChoice(_EXACT, f"expected {facts}: exact unless composed is {MIN_GAIN:.0%} sooner")

@@ -2,13 +2,13 @@
 
 Three forms, tried in this order:
 
-``documents``  the template takes documents (`documents=` argument, as retrieval-trained models do) and writes each the same way
-``messages``   the template takes messages only: documents go into the first user message, before the question
-``plain``      the model has no template: headings and blank lines
+``documents``  the template takes documents (`documents=` argument, as retrieval-trained models do) and writes
+each the same way ``messages``   the template takes messages only: documents go into the first user message,
+before the question ``plain``      the model has no template: headings and blank lines
 
-A template is rendered once with markers in place of the contents and cut at the markers. Pieces are ``(text, trusted)``: what the
-template or we wrote is trusted and may hold special tokens; what users and documents say is not, and is tokenised as plain text.
-"""
+A template is rendered once with markers in place of the contents and cut at the markers. Pieces are ``(text,
+trusted)``: what the template or we wrote is trusted and may hold special tokens; what users and documents say
+is not, and is tokenised as plain text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Message:
     content: str
 
 
-class Layout:
+class ChatLayout:
     """Pieces of a prompt for one tokenizer, and their token ids."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -63,7 +63,9 @@ class Layout:
         """Everything before the first document (or the question, without documents)."""
         if self.form == "plain":
             return [*self._start_of_text(), (system or DEFAULT_SYSTEM, system is None), ("\n\n", True)]
-        rendered = self._render(system, [], _mark("question"), 1 if self.form == "documents" and has_documents else 0)
+        rendered = self._render(
+            system, [], _mark("question"), 1 if self.form == "documents" and has_documents else 0
+        )
         cut = rendered.index(_mark("title0") if _mark("title0") in rendered else _mark("question"))
         head = rendered[:cut]
         if self.form == "documents" and has_documents:
@@ -77,18 +79,36 @@ class Layout:
     def document(self, title: str, text: str) -> list[Piece]:
         """One document, the same wherever it stands."""
         if self.form == "documents":
-            return [({"\ue000title\ue001": title, "\ue000text\ue001": text}.get(piece, piece), trusted) for piece, trusted in self._doc]
-        return [("### ", True), (title or "Document", False), ("\n", True), (text.strip("\n"), False), ("\n\n", True)]
+            return [
+                ({"\ue000title\ue001": title, "\ue000text\ue001": text}.get(piece, piece), trusted)
+                for piece, trusted in self._doc
+            ]
+        return [
+            ("### ", True),
+            (title or "Document", False),
+            ("\n", True),
+            (text.strip("\n"), False),
+            ("\n\n", True),
+        ]
 
     def question(self, question: str, history: Sequence[Message], *, has_documents: bool) -> list[Piece]:
         """History and question, up to where the answer starts."""
         if self.form == "plain":
             turns = [(f"{'Question' if m.role == 'user' else 'Answer'}: ", True, m.content) for m in history]
-            pieces = [piece for label, trusted, content in turns for piece in ((label, trusted), (content, False), ("\n\n", True))]
+            pieces = [
+                piece
+                for label, trusted, content in turns
+                for piece in ((label, trusted), (content, False), ("\n\n", True))
+            ]
             return [*pieces, ("Question: ", True), (question, False), ("\n\nAnswer:", True)]
         contents = {f"turn{i}": m.content for i, m in enumerate(history)} | {"question": question}
         documents = 1 if self.form == "documents" and has_documents else 0
-        rendered = self._render(None, [Message(m.role, _mark(f"turn{i}")) for i, m in enumerate(history)], _mark("question"), documents)
+        rendered = self._render(
+            None,
+            [Message(m.role, _mark(f"turn{i}")) for i, m in enumerate(history)],
+            _mark("question"),
+            documents,
+        )
         if documents:
             trailer = self._doc[-1][0] if self._doc[-1][1] else ""
             rest = rendered[rendered.index(_mark("text0")) + len(_mark("text0")) + len(trailer) :]
@@ -101,7 +121,9 @@ class Layout:
     # token ids
 
     def encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Token ids of one segment. Special tokens are recognised in trusted pieces only; plain neighbours are tokenised together."""
+        """Token ids of one segment. Special tokens are recognised in trusted pieces only; plain neighbours
+        are tokenised together.
+        """
         ids: list[int] = []
         run = ""
         for text, trusted in pieces:
@@ -132,7 +154,9 @@ class Layout:
 
     def _render(self, system: str | None, history: Sequence[Message], question: str, documents: int) -> str:
         """The template's text with markers. ``system`` None: the template's own, or ours where it has none."""
-        messages = [{"role": m.role, "content": m.content} for m in history] + [{"role": "user", "content": question}]
+        messages = [{"role": m.role, "content": m.content} for m in history] + [
+            {"role": "user", "content": question}
+        ]
         docs = [{"title": _mark(f"title{i}"), "text": _mark(f"text{i}")} for i in range(documents)]
         if system is not None:
             messages.insert(0, {"role": "system", "content": _mark("system")})
@@ -145,21 +169,33 @@ class Layout:
 
         options: dict[str, Any] = {"documents": docs} if docs else {}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **options
+                )
+            )
         except TemplateError:
             if messages[0]["role"] != "system":
                 raise
             # Some templates know no system role: its text leads the first user message instead.
             first, *rest = messages[1:]
             merged = {"role": first["role"], "content": f"{messages[0]['content']}\n\n{first['content']}"}
-            return str(self._tokenizer.apply_chat_template([merged, *rest], tokenize=False, add_generation_prompt=True, **options))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [merged, *rest], tokenize=False, add_generation_prompt=True, **options
+                )
+            )
 
     def _document_form(self) -> list[Piece] | None:
-        """How the template writes one document, or None where it ignores documents or numbers them (ids would depend on the place)."""
+        """How the template writes one document, or None where it ignores documents or numbers them (ids would
+        depend on the place).
+        """
         from jinja2 import TemplateError
 
         try:
-            rendered = [self._apply([{"role": "user", "content": _mark("question")}], _documents(n)) for n in (1, 3)]
+            rendered = [
+                self._apply([{"role": "user", "content": _mark("question")}], _documents(n)) for n in (1, 3)
+            ]
         except (TemplateError, TypeError, KeyError):
             return None
         one, three = rendered
@@ -175,17 +211,27 @@ class Layout:
         header = gap[len(trailer) :]
         if not before.endswith(header):
             return None
-        form: list[Piece] = [(header, True), (_mark("title"), False), (middle, True), (_mark("text"), False), (trailer, True)]
+        form: list[Piece] = [
+            (header, True),
+            (_mark("title"), False),
+            (middle, True),
+            (_mark("text"), False),
+            (trailer, True),
+        ]
         return form
 
     def _common_start(self, gap: str, after: str) -> str:
         """The longest common start of two texts that cuts no special token in two."""
-        parts = [list(filter(None, self._split.split(text) if self._split else [text])) for text in (gap, after)]
+        parts = [
+            list(filter(None, self._split.split(text) if self._split else [text])) for text in (gap, after)
+        ]
         common = ""
         for a, b in zip(*parts, strict=False):
             if a != b:
                 if a not in self._specials and b not in self._specials:
-                    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                    n = next(
+                        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+                    )
                     common += a[:n]
                 break
             common += a

@@ -1,8 +1,8 @@
 """Which passages an answer rests on: markers ``[n]`` in its text, and what to cite where there are none.
 
-A marker is ``[n]`` with one to three digits (context passages are numbered 1..k, k is below 1000; ``[2024]`` is text).
-Markers that point to no passage are removed before anything reaches a client, together with the blanks in front of them.
-"""
+A marker is ``[n]`` with one to three digits (context passages are numbered 1..k, k is below 1000; ``[2024]``
+is text). Markers that point to no passage are removed before anything reaches a client, together with the
+blanks in front of them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Marker:
 class MarkerFilter:
     """Removes markers that point nowhere from a stream of text, and trims it.
 
-    Works character by character on what could still become a marker, so the output is the same however the text is split into
-    deltas. Nothing else is held back but white space, which may precede a marker that goes, or end the answer.
-    """
+    Works character by character on what could still become a marker, so the output is the same however the
+    text is split into deltas. Nothing else is held back but white space, which may precede a marker that
+    goes, or end the answer."""
 
     def __init__(self, n_passages: int) -> None:
         self._n_passages = n_passages
@@ -70,7 +70,9 @@ class MarkerFilter:
         return text
 
     def _open_digits(self) -> str | None:
-        """The digits after a ``[`` that ends the held text; empty right after it, None where there is no open bracket."""
+        """The digits after a ``[`` that ends the held text; empty right after it, None where there is no open
+        bracket.
+        """
         position = len(self._held)
         while position and self._held[position - 1] in "0123456789":
             position -= 1
@@ -88,9 +90,9 @@ class MarkerFilter:
 def cite(answer: str, markers: Sequence[Marker], passages: Sequence[str]) -> tuple[list[int], Basis]:
     """Numbers (from 1, ascending) of the passages to cite, and why these.
 
-    ``marker``: those the answer names. Without markers, ``quote``: those that contain the answer verbatim, up to case, white space,
-    Unicode compatibility forms and outer punctuation. Where none does, ``context``: all that the model was given.
-    """
+    ``marker``: those the answer names. Without markers, ``quote``: those that contain the answer verbatim, up
+    to case, white space, Unicode compatibility forms and outer punctuation. Where none does, ``context``: all
+    that the model was given."""
     if markers:
         return sorted({marker.index for marker in markers}), "marker"
     wanted = _normalised(answer).strip(" .,;:!?\"'()[]“”‘’")

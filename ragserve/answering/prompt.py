@@ -1,9 +1,9 @@
 """The prompt as token ids: system | documents | question, each segment tokenised by itself.
 
-A document's ids then never depend on its neighbours or its place, which is what lets its KV be computed once, alone, and reused.
-The layout comes from the model's chat template where it has one (`layout.py`); text of users and documents can never become a special
-token, so a document cannot end its own segment or speak as the system.
-"""
+A document's ids then never depend on its neighbours or its place, which is what lets its KV be computed once,
+alone, and reused. The layout comes from the model's chat template where it has one (`layout.py`); text of
+users and documents can never become a special token, so a document cannot end its own segment or speak as the
+system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ragserve.answering.chat_template import Layout, Message
+from ragserve.answering.chat_template import ChatLayout, Message
 from ragserve.errors import PromptTooLong, Unavailable
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
@@ -43,7 +43,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids and where the segments are. ``tokens_retrieved`` counts all documents, ``tokens_kept`` those that fitted."""
+    """Token ids and where the segments are. ``tokens_retrieved`` counts all documents, ``tokens_kept`` those
+    that fitted.
+    """
 
     input_ids: list[int]
     segments: tuple[Segment, ...]
@@ -59,7 +61,7 @@ class PromptBuilder:
     def __init__(self, tokenizer: Any, system_prompt: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._system = system_prompt
-        self._layout = Layout(tokenizer)
+        self._layout = ChatLayout(tokenizer)
         self._documents: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
         self._prefixes: dict[str | None, list[int]] = {}
         self._lock = threading.Lock()
@@ -91,9 +93,8 @@ class PromptBuilder:
     ) -> Prompt:
         """Lay out one prompt of at most ``max_prompt_tokens``.
 
-        Documents that do not fit are left out from the end on (they come best first), a whole document at a time. Raises PromptTooLong
-        when question, history and system text alone do not fit.
-        """
+        Documents that do not fit are left out from the end on (they come best first), a whole document at a
+        time. Raises PromptTooLong when question, history and system text alone do not fit."""
         head = self._head(system if system is not None else self._system, has_documents=bool(documents))
         tail = self._layout.encode(self._layout.question(question, history, has_documents=bool(documents)))
         room = max_prompt_tokens - len(head) - len(tail)
@@ -120,8 +121,17 @@ class PromptBuilder:
         segments.append(Segment("question", len(ids), len(ids) + len(tail)))
         return Prompt(ids + tail, tuple(segments), kept, retrieved, kept_tokens, self._layout.stop)
 
-    def text(self, part: Literal["system", "document", "question"], *, title: str = "", text: str = "", system: str | None = None) -> str:
-        """A segment as text, for clients that send text (SGLang frontend programs). Special tokens in it are spelled out."""
+    def text(
+        self,
+        part: Literal["system", "document", "question"],
+        *,
+        title: str = "",
+        text: str = "",
+        system: str | None = None,
+    ) -> str:
+        """A segment as text, for clients that send text (SGLang frontend programs). Special tokens in it are
+        spelled out.
+        """
         if part == "system":
             pieces = self._layout.head(system if system is not None else self._system, has_documents=True)
         elif part == "document":

@@ -31,9 +31,8 @@ def create_app(
 ) -> FastAPI:
     """The whole product in front of ``upstream``, which gets every request that no route of ours claims.
 
-    ``upstream_lifespan`` is entered first and left last. ``serve_metrics`` adds /metrics where ``upstream`` has none. A part that
-    cannot start fails the app's start-up with its RagserveError.
-    """
+    ``upstream_lifespan`` is entered first and left last. ``serve_metrics`` adds /metrics where ``upstream``
+    has none. A part that cannot start fails the app's start-up with its RagserveError."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -47,7 +46,11 @@ def create_app(
                 app.state.services = None
 
     app = FastAPI(
-        title="ragserve", description=openapi.DESCRIPTION, lifespan=lifespan, redirect_slashes=False, swagger_ui_oauth2_redirect_url=None
+        title="ragserve",
+        description=openapi.DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        swagger_ui_oauth2_redirect_url=None,
     )
     app.state.upstream = Upstream(upstream)
     app.state.services = None
@@ -72,7 +75,9 @@ def _body_limits(settings: Settings) -> Callable[[str, Headers], int | None]:
             return settings.max_upload_bytes * settings.max_upload_files
         if path.startswith("/rag/"):
             return settings.max_body_bytes
-        if path == "/v1/chat/completions":  # may carry images to SGLang's models; ours get max_body_bytes when the model is known
+        if (
+            path == "/v1/chat/completions"
+        ):  # may carry images to SGLang's models; ours get max_body_bytes when the model is known
             return max(settings.max_upload_bytes, settings.max_body_bytes)
         return None  # SGLang's routes are as SGLang has them
 

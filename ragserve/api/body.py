@@ -20,7 +20,8 @@ from ragserve.errors import InvalidRequest
 _INLINE_BYTES = 2**20
 
 
-# A client that is still sending when it is refused would see its connection reset instead of our answer: read on for a while.
+# A client that is still sending when it is refused would see its connection reset instead of our answer: read
+# on for a while.
 _DRAIN_BYTES = 8 * 2**20
 _DRAIN_S = 5.0
 
@@ -64,7 +65,9 @@ async def parse_json(raw: bytes) -> Any:
             return pydantic_core.from_json(raw, allow_inf_nan=False)
         return await asyncio.to_thread(pydantic_core.from_json, raw, allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.", hint="Send one JSON object.", code="invalid_json") from None
+        raise InvalidRequest(
+            f"The body is not valid JSON: {error}.", hint="Send one JSON object.", code="invalid_json"
+        ) from None
 
 
 async def drain(receive: Receive) -> None:
@@ -90,7 +93,8 @@ class JsonRoute(APIRoute):
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if kind != "application/json":
                     raise UnsupportedMediaType(
-                        f"This route takes JSON, not {kind or 'a body without Content-Type'}.", hint="Set Content-Type: application/json."
+                        f"This route takes JSON, not {kind or 'a body without Content-Type'}.",
+                        hint="Set Content-Type: application/json.",
                     )
                 # Request.json() answers from here, so the body is parsed once
                 request._json = await parse_json(await request.body())

@@ -11,7 +11,14 @@ from pydantic import Field
 from ragserve.api import examples
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import ChunkList, ChunkView, DocumentList, DocumentView, NamespaceList, NamespaceView
+from ragserve.api.schemas import (
+    ChunkList,
+    ChunkView,
+    DocumentList,
+    DocumentView,
+    NamespaceList,
+    NamespaceView,
+)
 from ragserve.api.services import Svc
 from ragserve.config import Namespace
 from ragserve_index.filters import parse_filter
@@ -28,11 +35,17 @@ class Where(RequestModel):
 
 class DocumentsPage(Where):
     filter: Annotated[Text, Field(max_length=65_536)] | None = Field(
-        None, description="A filter as JSON text, as in /rag/query.", examples=['{"op":"eq","field":"lang","value":"en"}']
+        None,
+        description="A filter as JSON text, as in /rag/query.",
+        examples=['{"op":"eq","field":"lang","value":"en"}'],
     )
-    source_prefix: Annotated[Text, Field(max_length=4096)] | None = Field(None, description="Only sources that begin so.")
+    source_prefix: Annotated[Text, Field(max_length=4096)] | None = Field(
+        None, description="Only sources that begin so."
+    )
     limit: int = Field(100, ge=1, le=1000)
-    after: Annotated[Text, Field(max_length=128)] | None = Field(None, description="As `next` of the page before.")
+    after: Annotated[Text, Field(max_length=128)] | None = Field(
+        None, description="As `next` of the page before."
+    )
 
 
 class ChunksPage(Where):
@@ -58,7 +71,9 @@ async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> Docume
         source_prefix=page.source_prefix,
     )
     shown = found[: page.limit]
-    return DocumentList(documents=[_document(d) for d in shown], next=shown[-1].doc_id if len(found) > page.limit else None)
+    return DocumentList(
+        documents=[_document(d) for d in shown], next=shown[-1].doc_id if len(found) > page.limit else None
+    )
 
 
 @router.get(

@@ -1,4 +1,6 @@
-"""Every failure as one body: :meth:`RagserveError.body`, from the routes, the middleware and inside streams alike."""
+"""Every failure as one body: :meth:`RagserveError.body`, from the routes, the middleware and inside streams
+alike.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, TooLarge, TooManyRequests, Unauthorized, Unavailable
+from ragserve.errors import (
+    InvalidRequest,
+    NotFound,
+    RagserveError,
+    StorageFull,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
@@ -41,16 +52,24 @@ def as_error(error: BaseException, request_id: str) -> RagserveError:
     if full or (isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error)):
         return StorageFull("The server's disk is full.", hint="Free space where data_dir lies, then retry.")
     log.error("request %s failed", request_id, exc_info=error)
-    return RagserveError("Something went wrong in the server.", hint=f"Its log says what, under request id {request_id}.")
+    return RagserveError(
+        "Something went wrong in the server.", hint=f"Its log says what, under request id {request_id}."
+    )
 
 
 def invalid(errors: Sequence[Any]) -> InvalidRequest:
-    """Validation errors as one: every field with what is wrong, ``param`` the first of them. Input values are not echoed."""
+    """Validation errors as one: every field with what is wrong, ``param`` the first of them. Input values are
+    not echoed.
+    """
     described = [f"{_path(error['loc']) or 'body'}: {_what(error)}" for error in errors[:_SHOWN]]
     if len(errors) > _SHOWN:
         described.append(f"and {len(errors) - _SHOWN} more")
     unknown = any(error["type"] == "extra_forbidden" for error in errors)
-    hint = "Remove the unknown field or correct its name; /docs lists them." if unknown else "See /docs for the fields and their limits."
+    hint = (
+        "Remove the unknown field or correct its name; /docs lists them."
+        if unknown
+        else "See /docs for the fields and their limits."
+    )
     return InvalidRequest("; ".join(described) + ".", hint=hint, param=_path(errors[0]["loc"]) or None)
 
 
@@ -65,7 +84,9 @@ def response(error: RagserveError, request_id: str) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Register one handler for all that a route may raise; what escapes it is caught by the outermost middleware."""
+    """Register one handler for all that a route may raise; what escapes it is caught by the outermost
+    middleware.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         request_id = request.state.request_id
@@ -99,7 +120,12 @@ def _path(location: Sequence[str | int]) -> str:
     """``("body", "history", 0, "role")`` as ``history[0].role``."""
     path = ""
     for part in location:
-        if part in ("body", "query", "path", "header") and not path and len(location) > 1 and part is location[0]:
+        if (
+            part in ("body", "query", "path", "header")
+            and not path
+            and len(location) > 1
+            and part is location[0]
+        ):
             continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return "" if path == "body" else path

@@ -21,7 +21,10 @@ _PASSAGE: dict[str, Any] = {
 _FOUND = {**_PASSAGE, "metadata": {"lang": "en", "year": 1844}}
 _FILTER = {
     "op": "and",
-    "filters": [{"op": "eq", "field": "lang", "value": "en"}, {"op": "range", "field": "year", "gte": 1800, "lt": 1900}],
+    "filters": [
+        {"op": "eq", "field": "lang", "value": "en"},
+        {"op": "range", "field": "year", "gte": 1800, "lt": 1900},
+    ],
 }
 
 QUERY_REQUESTS: dict[str, Any] = {
@@ -30,17 +33,26 @@ QUERY_REQUESTS: dict[str, Any] = {
         "summary": "Ask part of a namespace",
         "value": {"query": "Who built Skerryvore?", "namespace": "docs", "k": 3, "filter": _FILTER},
     },
-    "streamed": {"summary": "Stream the answer", "value": {"query": "Who built Skerryvore?", "stream": True, "max_new_tokens": 64}},
+    "streamed": {
+        "summary": "Stream the answer",
+        "value": {"query": "Who built Skerryvore?", "stream": True, "max_new_tokens": 64},
+    },
     "dialogue": {
         "summary": "Ask on",
         "value": {
             "query": "And when was it lit?",
-            "history": [{"role": "user", "content": "Who built Skerryvore?"}, {"role": "assistant", "content": "Alan Stevenson [1]."}],
+            "history": [
+                {"role": "user", "content": "Who built Skerryvore?"},
+                {"role": "assistant", "content": "Alan Stevenson [1]."},
+            ],
         },
     },
     "given": {
         "summary": "Bring the context along",
-        "value": {"query": "Who built Skerryvore?", "documents": [{"title": _PASSAGE["title"], "text": _PASSAGE["text"]}]},
+        "value": {
+            "query": "Who built Skerryvore?",
+            "documents": [{"title": _PASSAGE["title"], "text": _PASSAGE["text"]}],
+        },
     },
 }
 ANSWER: dict[str, Any] = {
@@ -76,7 +88,10 @@ ANSWER: dict[str, Any] = {
 
 def _sse(*events: tuple[str, Any]) -> str:
     """A stream as it is on the wire; events without a name are OpenAI's."""
-    lines = [(f"event: {name}\n" if name else "", data if isinstance(data, str) else json.dumps(data)) for name, data in events]
+    lines = [
+        (f"event: {name}\n" if name else "", data if isinstance(data, str) else json.dumps(data))
+        for name, data in events
+    ]
     return "".join(f"{head}data: {data}\n\n" for head, data in lines)
 
 
@@ -99,7 +114,10 @@ QUERY_SSE = _sse(
 
 RETRIEVE_REQUESTS: dict[str, Any] = {
     "simple": {"summary": "Search", "value": {"query": "Who built Skerryvore?", "k": 3}},
-    "filtered": {"summary": "Search part of a namespace", "value": {"query": "lighthouse", "namespace": "docs", "filter": _FILTER}},
+    "filtered": {
+        "summary": "Search part of a namespace",
+        "value": {"query": "lighthouse", "namespace": "docs", "filter": _FILTER},
+    },
 }
 RETRIEVED = {
     "results": [_FOUND],
@@ -115,7 +133,12 @@ INGEST_TEXTS: dict[str, Any] = {
         "value": {
             "namespace": "docs",
             "texts": [
-                {"name": "skerryvore", "text": _PASSAGE["text"], "title": _PASSAGE["title"], "metadata": {"lang": "en", "year": 1844}}
+                {
+                    "name": "skerryvore",
+                    "text": _PASSAGE["text"],
+                    "title": _PASSAGE["title"],
+                    "metadata": {"lang": "en", "year": 1844},
+                }
             ],
         },
     }
@@ -123,10 +146,22 @@ INGEST_TEXTS: dict[str, Any] = {
 INGEST_FILES: dict[str, Any] = {
     "files": {
         "summary": "Files",
-        "value": {"namespace": "docs", "metadata": '{"lang": "en"}', "files": ["(bytes of lighthouse.pdf)", "(bytes of notes.md)"]},
+        "value": {
+            "namespace": "docs",
+            "metadata": '{"lang": "en"}',
+            "files": ["(bytes of lighthouse.pdf)", "(bytes of notes.md)"],
+        },
     }
 }
-_ZERO_COUNTS = {"pending": 0, "indexed": 0, "warmed": 0, "unchanged": 0, "removed": 0, "failed": 0, "skipped": 0}
+_ZERO_COUNTS = {
+    "pending": 0,
+    "indexed": 0,
+    "warmed": 0,
+    "unchanged": 0,
+    "removed": 0,
+    "failed": 0,
+    "skipped": 0,
+}
 JOB_QUEUED: dict[str, Any] = {
     "job_id": "job-7c1e",
     "kind": "upload",
@@ -219,9 +254,21 @@ NAMESPACE = {
 NAMESPACES = {"namespaces": [NAMESPACE]}
 
 CACHE: dict[str, Any] = {
-    "device": {"documents": 41, "tokens": 10240, "bytes": 104857600, "budget_bytes": 671098880, "locked_tokens": 0},
+    "device": {
+        "documents": 41,
+        "tokens": 10240,
+        "bytes": 104857600,
+        "budget_bytes": 671098880,
+        "locked_tokens": 0,
+    },
     "host": {"bytes": 55705600, "budget_bytes": 536739840, "documents": 33, "pages": 340},
-    "disk": {"backend": "file", "bytes": 55840768, "budget_bytes": 17179869184, "documents": 33, "pages": 340},
+    "disk": {
+        "backend": "file",
+        "bytes": 55840768,
+        "budget_bytes": 17179869184,
+        "documents": 33,
+        "pages": 340,
+    },
     "hits": {"device": 212, "host": 49, "disk": 9},
     "misses": 65,
     "evictions": {"device": 8, "host": 0, "disk": 0},
@@ -252,13 +299,18 @@ INFO: dict[str, Any] = {
     "index": {"default_type": "flat", "device": "cpu", "namespaces": 1, "documents": 30, "chunks": 412},
 }
 METRICS = (
-    "# HELP ragserve_queries_in_flight Queries being answered.\n# TYPE ragserve_queries_in_flight gauge\nragserve_queries_in_flight 0.0\n"
+    "# HELP ragserve_queries_in_flight Queries being answered.\n"
+    "# TYPE ragserve_queries_in_flight gauge\n"
+    "ragserve_queries_in_flight 0.0\n"
 )
 
 CHAT_REQUESTS: dict[str, Any] = {
     "chat": {
         "summary": "Ask a namespace",
-        "value": {"model": "ragserve/docs", "messages": [{"role": "user", "content": "Who built Skerryvore?"}]},
+        "value": {
+            "model": "ragserve/docs",
+            "messages": [{"role": "user", "content": "Who built Skerryvore?"}],
+        },
     },
     "streamed": {
         "summary": "Stream, with usage",
@@ -272,7 +324,12 @@ CHAT_REQUESTS: dict[str, Any] = {
 }
 _URL_CITATION = {
     "type": "url_citation",
-    "url_citation": {"start_index": 15, "end_index": 18, "title": _PASSAGE["title"], "url": "file:///srv/docs/lighthouse.md"},
+    "url_citation": {
+        "start_index": 15,
+        "end_index": 18,
+        "title": _PASSAGE["title"],
+        "url": "file:///srv/docs/lighthouse.md",
+    },
 }
 _EXTRAS = {name: ANSWER[name] for name in ("context", "timings", "index_version", "namespace", "request_id")}
 CHAT_ANSWER: dict[str, Any] = {
@@ -283,16 +340,31 @@ CHAT_ANSWER: dict[str, Any] = {
     "choices": [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "Alan Stevenson [1].", "refusal": None, "annotations": [_URL_CITATION]},
+            "message": {
+                "role": "assistant",
+                "content": "Alan Stevenson [1].",
+                "refusal": None,
+                "annotations": [_URL_CITATION],
+            },
             "logprobs": None,
             "finish_reason": "stop",
         }
     ],
-    "usage": {"prompt_tokens": 412, "completion_tokens": 8, "total_tokens": 420, "prompt_tokens_details": {"cached_tokens": 320}},
+    "usage": {
+        "prompt_tokens": 412,
+        "completion_tokens": 8,
+        "total_tokens": 420,
+        "prompt_tokens_details": {"cached_tokens": 320},
+    },
     "citations": ANSWER["citations"],
     "ragserve": _EXTRAS,
 }
-_CHUNK = {"id": f"chatcmpl-{_ID}", "object": "chat.completion.chunk", "created": 1767225600, "model": "ragserve/docs"}
+_CHUNK = {
+    "id": f"chatcmpl-{_ID}",
+    "object": "chat.completion.chunk",
+    "created": 1767225600,
+    "model": "ragserve/docs",
+}
 
 
 def _choice(delta: dict[str, Any], finish_reason: str | None = None) -> list[dict[str, Any]]:
@@ -316,5 +388,13 @@ CHAT_SSE = _sse(
 MODEL = {"id": "ragserve/docs", "object": "model", "created": 0, "owned_by": "ragserve"}
 MODELS = {
     "object": "list",
-    "data": [MODEL, {"id": "examples/models/ragserve-tiny", "object": "model", "created": 1767225600, "owned_by": "sglang"}],
+    "data": [
+        MODEL,
+        {
+            "id": "examples/models/ragserve-tiny",
+            "object": "model",
+            "created": 1767225600,
+            "owned_by": "sglang",
+        },
+    ],
 }

@@ -56,15 +56,25 @@ _FORM_SCHEMA: dict[str, Any] = {
             "description": "At most /info limits.max_upload_files.",
         },
         "namespace": {"type": "string", "default": "default"},
-        "metadata": {"type": "string", "description": "A JSON object: own fields of all these documents, for filters."},
-        "warm": {"type": "boolean", "default": False, "description": "Compute their KV into the document cache afterwards."},
+        "metadata": {
+            "type": "string",
+            "description": "A JSON object: own fields of all these documents, for filters.",
+        },
+        "warm": {
+            "type": "boolean",
+            "default": False,
+            "description": "Compute their KV into the document cache afterwards.",
+        },
     },
 }
 _BODY = {
     "required": True,
     "content": {
         "multipart/form-data": {"schema": _FORM_SCHEMA, "examples": examples.INGEST_FILES},
-        "application/json": {"schema": {"$ref": "#/components/schemas/IngestTexts"}, "examples": examples.INGEST_TEXTS},
+        "application/json": {
+            "schema": {"$ref": "#/components/schemas/IngestTexts"},
+            "examples": examples.INGEST_TEXTS,
+        },
     },
 }
 
@@ -75,16 +85,25 @@ _BODY = {
     status_code=202,
     response_model=JobView,
     responses=documented(
-        examples.JOB_QUEUED, 400, 409, 413, 415, 503, 507, success=202, description="Taken; `Location` is the job to watch"
+        examples.JOB_QUEUED,
+        400,
+        409,
+        413,
+        415,
+        503,
+        507,
+        success=202,
+        description="Taken; `Location` is the job to watch",
     ),
     openapi_extra={"requestBody": _BODY},
 )
 async def ingest(request: Request, svc: Svc) -> Response:
-    """Takes a multipart form of files, or texts as JSON. They are on disk before the answer comes, so a restart resumes the job.
+    """Takes a multipart form of files, or texts as JSON. They are on disk before the answer comes, so a
+    restart resumes the job.
 
-    What cannot be read fails alone, with the reason in the job's items. A file or text of a name that is already there replaces it;
-    unchanged content costs a hash. Uploaded files are identified by their filename. With `warm`, a second job of kind `warm` follows.
-    """
+    What cannot be read fails alone, with the reason in the job's items. A file or text of a name that is
+    already there replaces it; unchanged content costs a hash. Uploaded files are identified by their
+    filename. With `warm`, a second job of kind `warm` follows."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         job = await _texts(await parse_json(await request.body()), svc)
@@ -101,12 +120,14 @@ async def ingest(request: Request, svc: Svc) -> Response:
 
 
 async def _texts(data: Any, svc: Services) -> Job:
-    from ragserve.ingest.ingestor import InlineText
+    from ragserve.ingest.ingestor import SubmittedText
 
     body = _validated(IngestTexts, data)
     if body.warm:
         svc.warm_ups()
-    texts = [InlineText(name=t.name, text=t.text, title=t.title or "", metadata=t.metadata) for t in body.texts]
+    texts = [
+        SubmittedText(name=t.name, text=t.text, title=t.title or "", metadata=t.metadata) for t in body.texts
+    ]
     return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts, warm=body.warm)
 
 
@@ -114,12 +135,16 @@ async def _files(request: Request, svc: Services) -> Job:
     from ragserve.ingest.ingestor import Upload
 
     limits = svc.settings
-    async with upload_form(request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes) as form:
+    async with upload_form(
+        request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes
+    ) as form:
         fields = _validated(UploadFields, form.fields)
         if fields.warm:
             svc.warm_ups()
         uploads = [Upload(filename=str(file.filename), stream=file.file) for file in form.files]
-        return await asyncio.to_thread(svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm)
+        return await asyncio.to_thread(
+            svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
+        )
 
 
 def _validated(model: type[M], data: Any) -> M:
@@ -164,7 +189,9 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> J
     summary="Cancel a job",
     status_code=202,
     response_model=JobView,
-    responses=documented(examples.JOB_CANCELLING, 404, 503, success=202, description="It ends after the source at hand"),
+    responses=documented(
+        examples.JOB_CANCELLING, 404, 503, success=202, description="It ends after the source at hand"
+    ),
 )
 async def cancel(job_id: JobId, svc: Svc) -> JobView:
     """What is indexed or warmed already stays. A job that has ended is left as it is."""

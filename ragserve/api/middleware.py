@@ -1,4 +1,6 @@
-"""Around every request, ours and SGLang's: its id, the API key, the size of its body. Plain ASGI, so that streams stay streams."""
+"""Around every request, ours and SGLang's: its id, the API key, the size of its body. Plain ASGI, so that
+streams stay streams.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestContext:
-    """Gives each request an id (a client's own ``X-Request-Id`` if it is sane), counts it, and answers what nobody caught with a 500."""
+    """Gives each request an id (a client's own ``X-Request-Id`` if it is sane), counts it, and answers what
+    nobody caught with a 500.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -51,9 +55,12 @@ class RequestContext:
         except Exception as error:
             if status:  # too late for another answer: the server cuts the connection
                 raise
-            await errors.response(errors.as_error(error, request_id), request_id)(scope, receive, send_with_id)
+            await errors.response(errors.as_error(error, request_id), request_id)(
+                scope, receive, send_with_id
+            )
         finally:
-            # our routes by their template, everything of SGLang under one label: clients cannot invent label values
+            # our routes by their template, everything of SGLang under one label: clients cannot invent label
+            # values
             route = getattr(scope.get("route"), "path", "upstream")
             metrics().requests.labels(route, str(status or 499)).inc()
 
@@ -72,7 +79,9 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008, "reason": "wrong or missing API key"})
         else:
             raise Unauthorized(
-                "The API key is wrong." if Headers(scope=scope).get("authorization") else "This server wants an API key.",
+                "The API key is wrong."
+                if Headers(scope=scope).get("authorization")
+                else "This server wants an API key.",
                 hint="Send it as the header 'Authorization: Bearer KEY'.",
             )
 
@@ -83,7 +92,9 @@ class RequireKey:
 
 
 class LimitBody:
-    """413 for bodies over ``limit_for(path, headers)`` bytes: at once where the client gives a length, else once it has sent too much."""
+    """413 for bodies over ``limit_for(path, headers)`` bytes: at once where the client gives a length, else
+    once it has sent too much.
+    """
 
     def __init__(self, app: ASGIApp, limit_for: Callable[[str, Headers], int | None]) -> None:
         self._app = app
@@ -95,7 +106,8 @@ class LimitBody:
             await self._app(scope, receive, send)
             return
         refusal = TooLarge(
-            f"The request's body is over {limit:,} bytes.", hint="Send less at a time, or raise max_body_bytes or max_upload_bytes."
+            f"The request's body is over {limit:,} bytes.",
+            hint="Send less at a time, or raise max_body_bytes or max_upload_bytes.",
         )
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:

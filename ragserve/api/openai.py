@@ -23,10 +23,10 @@ from ragserve.api.openai_schemas import (
     Annotation,
     AnswerMessage,
     ChatAnswer,
+    ChatChoice,
     ChatChunk,
     ChatRequest,
     ChatUsage,
-    Choice,
     Extras,
     Model,
     ModelList,
@@ -51,7 +51,12 @@ _DONE = b"data: [DONE]\n\n"
 router = APIRouter(tags=["openai"])
 _BODY = {
     "required": True,
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ChatRequest"}, "examples": examples.CHAT_REQUESTS}},
+    "content": {
+        "application/json": {
+            "schema": {"$ref": "#/components/schemas/ChatRequest"},
+            "examples": examples.CHAT_REQUESTS,
+        }
+    },
 }
 
 
@@ -74,11 +79,12 @@ _BODY = {
     openapi_extra={"requestBody": _BODY},
 )
 async def chat(request: Request, request_id: RequestId) -> Response:
-    """The last message is the question, earlier ones are the history; a system message replaces the server's system text.
+    """The last message is the question, earlier ones are the history; a system message replaces the server's
+    system text.
 
-    Citations are `annotations` of the message and, whole, the top-level `citations`; when streaming, both come on the last chunk that
-    has a choice. Requests for models not named `ragserve/...` go to SGLang as they are.
-    """
+    Citations are `annotations` of the message and, whole, the top-level `citations`; when streaming, both
+    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang as
+    they are."""
     upstream: Upstream = request.app.state.upstream
     raw = await request.body()
     data = await parse_json(raw)
@@ -88,7 +94,9 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     svc = await services(request)
     limit = svc.settings.max_body_bytes
     if len(raw) > limit:
-        raise TooLarge(f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes.")
+        raise TooLarge(
+            f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes."
+        )
     try:
         body = _CHAT_REQUEST.validate_python(data)
     except ValidationError as error:
@@ -116,7 +124,9 @@ async def models(request: Request, svc: Svc) -> Response:
     upstream: Upstream = request.app.state.upstream
     namespaces, others = await asyncio.gather(asyncio.to_thread(svc.store.namespaces), upstream.models())
     ours = [Model(id=PREFIX + one.name).model_dump() for one in namespaces]
-    return JSONResponse({"object": "list", "data": [*ours, *others]})  # SGLang's as they are: they have fields of their own
+    return JSONResponse(
+        {"object": "list", "data": [*ours, *others]}
+    )  # SGLang's as they are: they have fields of their own
 
 
 @router.get(
@@ -125,7 +135,10 @@ async def models(request: Request, svc: Svc) -> Response:
     response_model=Model,
     responses=documented(examples.MODEL, 404, 502, 503, description="The model"),
 )
-async def model(request: Request, model_id: Annotated[str, Path(description="`ragserve/NAMESPACE`, or a model of SGLang.")]) -> Response:
+async def model(
+    request: Request,
+    model_id: Annotated[str, Path(description="`ragserve/NAMESPACE`, or a model of SGLang.")],
+) -> Response:
     """A namespace's model; other names go to SGLang."""
     if not model_id.startswith(PREFIX):
         upstream: Upstream = request.app.state.upstream
@@ -138,7 +151,9 @@ async def model(request: Request, model_id: Annotated[str, Path(description="`ra
 
 
 def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
-    """The dialogue as a query. Raises InvalidRequest where its last message is not a question, NotFound for an impossible namespace."""
+    """The dialogue as a query. Raises InvalidRequest where its last message is not a question, NotFound for
+    an impossible namespace.
+    """
     system = "\n\n".join(message.text for message in body.messages if message.role in ("system", "developer"))
     dialogue = [message for message in body.messages if message.role in ("user", "assistant")]
     last = dialogue.pop() if dialogue else None
@@ -172,17 +187,25 @@ def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
         filter=body.filter,
         system=system or None,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
-        documents=None if body.documents is None else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
+        documents=None
+        if body.documents is None
+        else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
     )
 
 
 def _annotations(final: FinalAnswer) -> list[Annotation]:
-    """One per marker, where it stands; one per citation over the whole answer where the answer has no markers."""
+    """One per marker, where it stands; one per citation over the whole answer where the answer has no
+    markers.
+    """
     cited = {citation.index: citation for citation in final.answer.citations}
     spans = [(marker.index, marker.start, marker.end) for marker in final.markers]
     spans = spans or [(index, 0, len(final.answer.answer)) for index in cited]
     return [
-        Annotation(url_citation=UrlCitation(start_index=start, end_index=end, title=cited[index].title, url=_url(cited[index].source)))
+        Annotation(
+            url_citation=UrlCitation(
+                start_index=start, end_index=end, title=cited[index].title, url=_url(cited[index].source)
+            )
+        )
         for index, start, end in spans
     ]
 
@@ -193,7 +216,12 @@ def _completion(body: ChatRequest, final: FinalAnswer) -> ChatAnswer:
         id=f"chatcmpl-{answer.request_id}",
         created=int(time.time()),
         model=body.model,
-        choices=[Choice(message=AnswerMessage(content=answer.answer, annotations=_annotations(final)), finish_reason=answer.finish_reason)],
+        choices=[
+            ChatChoice(
+                message=AnswerMessage(content=answer.answer, annotations=_annotations(final)),
+                finish_reason=answer.finish_reason,
+            )
+        ],
         usage=_usage(final),
         citations=answer.citations,
         ragserve=_extras(final),
@@ -243,7 +271,11 @@ class _Chunks:
                 "citations": [citation.model_dump() for citation in answer.citations],
                 "ragserve": _extras(event).model_dump(),
             }
-            yield self._choice({"annotations": [one.model_dump() for one in _annotations(event)]}, answer.finish_reason, extra)
+            yield self._choice(
+                {"annotations": [one.model_dump() for one in _annotations(event)]},
+                answer.finish_reason,
+                extra,
+            )
             if self._with_usage:
                 yield _data({**self._head, "choices": [], "usage": _usage(event).model_dump()})
         elif isinstance(event, SearchResults):
@@ -252,7 +284,9 @@ class _Chunks:
     def error(self, error: RagserveError) -> bytes:
         return _data(error.body(self._request_id))
 
-    def _choice(self, delta: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None) -> bytes:
+    def _choice(
+        self, delta: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None
+    ) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self._with_usage else {}
         return _data({**self._head, "choices": [choice], **usage, **(extra or {})})

@@ -35,7 +35,9 @@ class ChatMessage(RequestModel):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return (
+            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        )
 
 
 class StreamOptions(RequestModel):
@@ -47,15 +49,23 @@ class TextFormat(RequestModel):
 
 
 class ChatRequest(RequestModel):
-    """A dialogue whose last message is the question. `k`, `filter`, `strategy`, `strategy_options` and `documents` are ours
-    (`extra_body` in its client)."""
+    """A dialogue whose last message is the question. `k`, `filter`, `strategy`, `strategy_options` and
+    `documents` are ours (`extra_body` in its client)."""
 
-    model: str = Field(description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"])
-    messages: list[ChatMessage] = Field(min_length=1, description="System messages replace the server's system text.")
+    model: str = Field(
+        description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
+    )
+    messages: list[ChatMessage] = Field(
+        min_length=1, description="System messages replace the server's system text."
+    )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's.")
-    max_completion_tokens: int | None = Field(None, ge=1, le=32_768, description="The newer name of max_tokens.")
+    max_tokens: int | None = Field(
+        None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=32_768, description="The newer name of max_tokens."
+    )
     temperature: float | None = Field(None, ge=0, le=2, description="Default 0, greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=0, le=2**31 - 1)
@@ -79,7 +89,9 @@ class ChatRequest(RequestModel):
 
 
 class UrlCitation(BaseModel):
-    start_index: int = Field(description="Where in the content the marker stands; the whole content where there is none.")
+    start_index: int = Field(
+        description="Where in the content the marker stands; the whole content where there is none."
+    )
     end_index: int
     title: str
     url: str = Field(description="The source: its URL, or its path as a file URL, or the name it was given.")
@@ -97,7 +109,7 @@ class AnswerMessage(BaseModel):
     annotations: list[Annotation]
 
 
-class Choice(BaseModel):
+class ChatChoice(BaseModel):
     index: Literal[0] = 0
     message: AnswerMessage
     logprobs: None = None
@@ -130,7 +142,7 @@ class ChatAnswer(BaseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: ChatUsage
     citations: list[Citation]
     ragserve: Extras
@@ -159,7 +171,9 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChunkChoice] = Field(description="Empty on the chunk with the usage.")
-    usage: ChatUsage | None = Field(default=None, description="With `stream_options.include_usage`, on the last chunk.")
+    usage: ChatUsage | None = Field(
+        default=None, description="With `stream_options.include_usage`, on the last chunk."
+    )
     citations: list[Citation] | None = Field(default=None, description="On the last chunk that has a choice.")
     ragserve: Extras | None = Field(default=None, description="On the last chunk that has a choice.")
 

@@ -18,33 +18,66 @@ _NULL = "\ue000null\ue001"
 _REF = "#/components/schemas/{model}"
 _ERRORS: dict[int, tuple[str, str, str]] = {
     # status: (what it means, code of the example, message of the example)
-    400: ("The request is malformed or out of range", "invalid_request", "k: Input should be greater than or equal to 1."),
+    400: (
+        "The request is malformed or out of range",
+        "invalid_request",
+        "k: Input should be greater than or equal to 1.",
+    ),
     401: ("The API key is missing or wrong", "invalid_api_key", "The API key is wrong."),
-    404: ("There is no such namespace, document or job", "namespace_not_found", "There is no namespace 'nowhere'."),
-    409: ("The request does not fit what is stored", "embedder_mismatch", "Namespace 'docs' was embedded with another model."),
+    404: (
+        "There is no such namespace, document or job",
+        "namespace_not_found",
+        "There is no namespace 'nowhere'.",
+    ),
+    409: (
+        "The request does not fit what is stored",
+        "embedder_mismatch",
+        "Namespace 'docs' was embedded with another model.",
+    ),
     413: ("The body or a file is over its limit", "too_large", "The request's body is over 4,194,304 bytes."),
-    415: ("The body has the wrong Content-Type", "unsupported_media_type", "This route takes JSON, not text/plain."),
-    429: ("Too many queries are in flight; see Retry-After", "too_many_requests", "256 queries are already being answered."),
+    415: (
+        "The body has the wrong Content-Type",
+        "unsupported_media_type",
+        "This route takes JSON, not text/plain.",
+    ),
+    429: (
+        "Too many queries are in flight; see Retry-After",
+        "too_many_requests",
+        "256 queries are already being answered.",
+    ),
     500: ("Something went wrong in the server", "internal_error", "Something went wrong in the server."),
     502: ("The engine answered with an error", "engine_error", "The engine failed."),
-    503: ("Not ready, shutting down, or the engine is gone; see Retry-After", "unavailable", "The server is starting or stopping."),
+    503: (
+        "Not ready, shutting down, or the engine is gone; see Retry-After",
+        "unavailable",
+        "The server is starting or stopping.",
+    ),
     507: ("The server's disk is full", "storage_full", "The server's disk is full."),
 }
 
 
 def documented(
-    example: Any, *statuses: int, success: int = 200, description: str, sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None
+    example: Any,
+    *statuses: int,
+    success: int = 200,
+    description: str,
+    sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """``responses`` of a route: what success looks like, and the errors it can give beside 401 and 500, which all can.
+    """``responses`` of a route: what success looks like, and the errors it can give beside 401 and 500, which
+    all can.
 
-    ``sse`` is an example of its stream and the model of each event's data, by the event's name (empty for events without one).
-    """
-    content: dict[str, Any] = {} if example is None else {"application/json": {"example": _swap(example, None, _NULL)}}
+    ``sse`` is an example of its stream and the model of each event's data, by the event's name (empty for
+    events without one)."""
+    content: dict[str, Any] = (
+        {} if example is None else {"application/json": {"example": _swap(example, None, _NULL)}}
+    )
     if sse is not None:
         stream, events = sse
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Server-sent events; the data of each is JSON."},
-            "itemSchema": {"oneOf": [_event(name, model) for name, model in events.items()]},  # as OpenAPI 3.2 has it
+            "itemSchema": {
+                "oneOf": [_event(name, model) for name, model in events.items()]
+            },  # as OpenAPI 3.2 has it
             "example": stream,
         }
     responses: dict[int | str, dict[str, Any]] = {success: {"description": description}}
@@ -53,7 +86,14 @@ def documented(
     for status in sorted({*statuses, 401, 500}):
         meaning, code, message = _ERRORS[status]
         kind = "invalid_request_error" if status < 500 else "server_error"
-        detail = {"message": message, "type": kind, "code": code, "param": None, "hint": None, "request_id": "4f1c9a"}
+        detail = {
+            "message": message,
+            "type": kind,
+            "code": code,
+            "param": None,
+            "hint": None,
+            "request_id": "4f1c9a",
+        }
         responses[status] = {
             "model": ErrorBody,
             "description": meaning,
@@ -72,22 +112,42 @@ def _swap(value: Any, old: Any, new: Any) -> Any:
 
 
 def _event(name: str, model: type[BaseModel]) -> dict[str, Any]:
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"$ref": _REF.format(model=model.__name__)}}
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": _REF.format(model=model.__name__)},
+    }
     named = {"event": {"const": name}} if name else {}
-    return {"type": "object", "required": [*named, "data"], "properties": {**named, "data": data}, "description": model.__doc__ or name}
+    return {
+        "type": "object",
+        "required": [*named, "data"],
+        "properties": {**named, "data": data},
+        "description": model.__doc__ or name,
+    }
 
 
 def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Our own document, built on first use: what FastAPI says, with the key's scheme and without the 422 that we never send.
+    """Our own document, built on first use: what FastAPI says, with the key's scheme and without the 422 that
+    we never send.
 
     ``models`` are those that routes mention by reference only.
     """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=__version__, description=app.description, routes=app.routes, tags=_TAGS)
+            schema = get_openapi(
+                title=app.title,
+                version=__version__,
+                description=app.description,
+                routes=app.routes,
+                tags=_TAGS,
+            )
             schema.setdefault("components", {})["securitySchemes"] = {
-                "key": {"type": "http", "scheme": "bearer", "description": "The server's API key, where it was started with one."}
+                "key": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "The server's API key, where it was started with one.",
+                }
             }
             schema["security"] = [{"key": []}]
             for path in schema["paths"].values():

@@ -57,14 +57,16 @@ async def query(
     svc: Svc,
     request_id: RequestId,
 ) -> Response:
-    """Retrieves the passages nearest to the question, puts them into the prompt in that order and lets the model answer.
+    """Retrieves the passages nearest to the question, puts them into the prompt in that order and lets the
+    model answer.
 
-    With `stream`, the events are `search_results`, `message`*, `citation`*, `final_answer` (the whole JSON answer) and `done`. The
-    messages joined are the answer. What is wrong with the request is an HTTP error as without `stream`; what goes wrong later is an
-    `error` event with the same body, and no `done` follows. Closing the connection aborts the generation.
+    With `stream`, the events are `search_results`, `message`*, `citation`*, `final_answer` (the whole JSON
+    answer) and `done`. The messages joined are the answer. What is wrong with the request is an HTTP error as
+    without `stream`; what goes wrong later is an `error` event with the same body, and no `done` follows.
+    Closing the connection aborts the generation.
 
-    Markers `[n]` (one to three digits) in the answer that point to no passage are removed before anything is sent.
-    """
+    Markers `[n]` (one to three digits) in the answer that point to no passage are removed before anything is
+    sent."""
     asked = to_query(body, svc, request_id)
     events = svc.answerer.events(asked)
     if body.stream:
@@ -74,7 +76,9 @@ async def query(
 
 
 def to_query(body: QueryRequest, svc: Services, request_id: str) -> Query:
-    """The request with the server's defaults filled in. Raises InvalidRequest over the limits of the settings."""
+    """The request with the server's defaults filled in. Raises InvalidRequest over the limits of the
+    settings.
+    """
     svc.check_question(body.query, len(body.history))
     settings = svc.settings
     strategy = settings.default_strategy.asked(body.strategy, body.strategy_options)
@@ -96,7 +100,9 @@ def to_query(body: QueryRequest, svc: Services, request_id: str) -> Query:
         filter=body.filter,
         system=body.system,
         history=tuple(Message(message.role, message.content) for message in body.history),
-        documents=None if body.documents is None else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
+        documents=None
+        if body.documents is None
+        else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
     )
 
 
@@ -111,7 +117,9 @@ async def last_event(events: AsyncGenerator[Event, None]) -> FinalAnswer:
     return final
 
 
-async def stream_events(request: Request, events: AsyncGenerator[Event, None], request_id: str) -> EventStream[Event]:
+async def stream_events(
+    request: Request, events: AsyncGenerator[Event, None], request_id: str
+) -> EventStream[Event]:
     """Events as server-sent events under the names that the route documents."""
     first, pump = await opened(request, events)
     return EventStream(

@@ -22,7 +22,9 @@ router = APIRouter(tags=["query"], route_class=JsonRoute)
     "/rag/retrieve",
     summary="Find passages, without an answer",
     response_model=RetrieveAnswer,
-    responses=documented(examples.RETRIEVED, 400, 404, 409, 413, 415, 429, 503, description="Passages, best first"),
+    responses=documented(
+        examples.RETRIEVED, 400, 404, 409, 413, 415, 429, 503, description="Passages, best first"
+    ),
 )
 async def retrieve(
     request: Request,
@@ -34,13 +36,17 @@ async def retrieve(
     start = time.perf_counter()
     svc.check_question(body.query)
     with svc.limiter.slot():
-        search = svc.retriever.retrieve(body.namespace, body.query, body.k or svc.settings.top_k, filter=body.filter)
+        search = svc.retriever.retrieve(
+            body.namespace, body.query, body.k or svc.settings.top_k, filter=body.filter
+        )
         found = await until_disconnect(request, search)
     answer = RetrieveAnswer(
         results=passages(found.hits),
         namespace=body.namespace,
         index_version=found.version,
-        timings=RetrieveTimings(embed_ms=found.embed_ms, search_ms=found.search_ms, total_ms=(time.perf_counter() - start) * 1e3),
+        timings=RetrieveTimings(
+            embed_ms=found.embed_ms, search_ms=found.search_ms, total_ms=(time.perf_counter() - start) * 1e3
+        ),
         request_id=request_id,
     )
     return Response(answer.model_dump_json(), media_type="application/json")

@@ -1,6 +1,5 @@
-"""Bodies of requests, and of answers other than a query's, which `ragserve.answering.results` has. Limits that are settings are checked
-later.
-"""
+"""Bodies of requests, and of answers other than a query's, which `ragserve.answering.results` has. Limits
+that are settings are checked later."""
 
 from __future__ import annotations
 
@@ -20,7 +19,10 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MetadataKey = Annotated[Text, Field(min_length=1, max_length=128)]
 MetadataText = Annotated[Text, Field(max_length=4096)]
 Metadata = Annotated[
-    dict[MetadataKey, MetadataText | bool | int | float | Annotated[list[MetadataText], Field(max_length=256)] | None],
+    dict[
+        MetadataKey,
+        MetadataText | bool | int | float | Annotated[list[MetadataText], Field(max_length=256)] | None,
+    ],
     Field(max_length=64, description="Own fields of the documents, for filters."),
 ]
 
@@ -35,17 +37,27 @@ class GivenDocument(RequestModel):
 
     text: Annotated[NonBlank, Field(max_length=MAX_TEXT_CHARS)]
     title: Annotated[Text, Field(max_length=1024)] = ""
-    source: Annotated[Text, Field(max_length=4096)] | None = Field(None, description="Handed back in citations.")
+    source: Annotated[Text, Field(max_length=4096)] | None = Field(
+        None, description="Handed back in citations."
+    )
 
 
 class RetrieveRequest(RequestModel):
     """What to search for, and where."""
 
-    query: NonBlank = Field(description="The question. Its largest length is in /info, limits.max_query_chars.")
+    query: NonBlank = Field(
+        description="The question. Its largest length is in /info, limits.max_query_chars."
+    )
     namespace: Namespace = Field("default", description="Where to search.")
-    k: int | None = Field(None, ge=1, le=MAX_K, description="Passages; fewer where the namespace has fewer. Default: the server's top_k.")
+    k: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_K,
+        description="Passages; fewer where the namespace has fewer. Default: the server's top_k.",
+    )
     filter: Filter | None = Field(
-        None, description="Only passages of documents whose fields match: metadata keys, doc_id, source, title, mime."
+        None,
+        description="Only passages of documents whose fields match: metadata keys, doc_id, source, title, mime.",
     )
 
 
@@ -71,12 +83,18 @@ class QueryRequest(RetrieveRequest):
         "`hierarchical`, `progressive`), `budget` (tokens), `reuse` (steps), `threshold`, `dense_below` (tokens), `streaming`.",
     )
     stream: bool = Field(False, description="Answer as server-sent events.")
-    max_new_tokens: int | None = Field(None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's.")
+    max_new_tokens: int | None = Field(
+        None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's."
+    )
     temperature: float = Field(0.0, ge=0, le=2, description="0: greedy.")
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, le=2**31 - 1, description="Makes sampling repeatable.")
-    stop: list[Stop] = Field(default_factory=list, max_length=16, description="The answer ends before any of these.")
-    system: Annotated[Text, Field(max_length=8192)] | None = Field(None, description="Replaces the system text.")
+    stop: list[Stop] = Field(
+        default_factory=list, max_length=16, description="The answer ends before any of these."
+    )
+    system: Annotated[Text, Field(max_length=8192)] | None = Field(
+        None, description="Replaces the system text."
+    )
     history: list[HistoryMessage] = Field(
         default_factory=list,
         description="Earlier turns, oldest first. A question of fewer than 6 words is searched for together with the user's previous turn.",
@@ -103,7 +121,9 @@ class RetrieveAnswer(BaseModel):
 
 
 class InlineText(RequestModel):
-    name: Annotated[NonBlank, Field(max_length=1024)] = Field(description="Identifies the document: the same name replaces it.")
+    name: Annotated[NonBlank, Field(max_length=1024)] = Field(
+        description="Identifies the document: the same name replaces it."
+    )
     text: Annotated[Text, Field(max_length=MAX_TEXT_CHARS)]
     title: Annotated[Text, Field(max_length=1024)] | None = None
     metadata: Metadata = Field(default_factory=dict)
@@ -114,12 +134,16 @@ class IngestTexts(RequestModel):
 
     namespace: Namespace = Field("default", description="Created if it does not exist.")
     texts: list[InlineText] = Field(min_length=1, max_length=1000)
-    warm: bool = Field(False, description="When they are indexed, compute their KV into the document cache, as a second job.")
+    warm: bool = Field(
+        False, description="When they are indexed, compute their KV into the document cache, as a second job."
+    )
 
 
 class JobItemView(BaseModel):
     source: str
-    state: str = Field(description="`pending`, `indexed`, `warmed`, `unchanged`, `removed`, `failed` or `skipped`.")
+    state: str = Field(
+        description="`pending`, `indexed`, `warmed`, `unchanged`, `removed`, `failed` or `skipped`."
+    )
     reason: str | None = Field(description="Why it failed or was skipped.")
     chunks: int
     tokens: int
@@ -131,9 +155,13 @@ class JobView(BaseModel):
     """An ingestion or warm-up job."""
 
     job_id: str
-    kind: str = Field(description="`upload`, `paths` or `stdin`: an ingestion; `warm`: a warm-up of the document cache.")
+    kind: str = Field(
+        description="`upload`, `paths` or `stdin`: an ingestion; `warm`: a warm-up of the document cache."
+    )
     namespace: str
-    state: str = Field(description="`queued`, `running`, `done`, `failed` or `cancelled`. A job with failed files is still `done`.")
+    state: str = Field(
+        description="`queued`, `running`, `done`, `failed` or `cancelled`. A job with failed files is still `done`."
+    )
     counts: dict[str, int] = Field(description="Sources (files, texts) by state.")
     n_items: int
     chunks: int = Field(description="Indexed (or computed) so far, as are tokens and size_bytes.")
@@ -217,7 +245,9 @@ class Info(BaseModel):
     versions: dict[str, str]
     model: str
     tokenizer: str = Field(description="Path or id of the tokenizer that prompts are laid out with.")
-    system_prompt: str | None = Field(description="Replaces the system text of the model's template, where the server was given one.")
+    system_prompt: str | None = Field(
+        description="Replaces the system text of the model's template, where the server was given one."
+    )
     engine: dict[str, Any]
     embedder: dict[str, Any]
     strategies: list[str]
@@ -248,6 +278,8 @@ class DoneEvent(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error has this body; it is also the data of an SSE `error` event. OpenAI's shape, with a hint and the request id."""
+    """Every error has this body; it is also the data of an SSE `error` event. OpenAI's shape, with a hint and
+    the request id.
+    """
 
     error: ErrorDetail

@@ -48,7 +48,9 @@ class Services:
     limiter: QueryLimiter
     answerer: Answerer
     warm_runner: JobRunner | None  # None where the engine has no document cache
-    evict: Callable[[], Coroutine[Any, Any, None]]  # the KV of all that has been removed so far, from every tier
+    evict: Callable[
+        [], Coroutine[Any, Any, None]
+    ]  # the KV of all that has been removed so far, from every tier
 
     def warm_ups(self) -> JobRunner:
         """Who runs warm-up jobs. Raises InvalidRequest where there is no cache to warm."""
@@ -79,8 +81,12 @@ class Services:
 
 
 @asynccontextmanager
-async def open_services(settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any]) -> AsyncIterator[Services]:
-    """The embedder, which takes longest, loads in a thread while the engine starts. Raises what keeps a part from starting."""
+async def open_services(
+    settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any]
+) -> AsyncIterator[Services]:
+    """The embedder, which takes longest, loads in a thread while the engine starts. Raises what keeps a part
+    from starting.
+    """
     from ragserve.cache.warm import KIND as WARM
     from ragserve.cache.warm import Warmer
     from ragserve.ingest.ingestor import Ingestor
@@ -90,7 +96,9 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
     async with AsyncExitStack() as stack:
         embedder_loading = asyncio.create_task(asyncio.to_thread(load_embedder, settings))
         stack.push_async_callback(_settled, embedder_loading)
-        store = await asyncio.to_thread(IndexStore, settings.data_dir, index_type=settings.index_type, device=settings.index_device)
+        store = await asyncio.to_thread(
+            IndexStore, settings.data_dir, index_type=settings.index_type, device=settings.index_device
+        )
         stack.push_async_callback(asyncio.to_thread, store.close)
         info = await engine.start()
         stack.push_async_callback(engine.close)
@@ -117,9 +125,13 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         limiter = QueryLimiter(settings.max_concurrent_queries)
-        gate = Gate.of(settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv)
+        gate = Gate.of(
+            settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
+        )
         chooser = Chooser(engine, gate, settings.data_dir / COSTS_FILE)
-        answerer = Answerer(engine, retriever, prompts, limiter, None if settings.force_strategies else gate, chooser)
+        answerer = Answerer(
+            engine, retriever, prompts, limiter, None if settings.force_strategies else gate, chooser
+        )
         yield Services(
             settings,
             engine,
@@ -142,7 +154,9 @@ async def open_services(settings: Settings, engine: Engine, load_embedder: Calla
 async def _evictions(
     settings: Settings, store: IndexStore, engine: Engine, prompts: PromptBuilder, info: EngineInfo
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
-    """An engine of ours evicts at once and follows the log; with one elsewhere only files of earlier runs may be left to remove."""
+    """An engine of ours evicts at once and follows the log; with one elsewhere only files of earlier runs may
+    be left to remove.
+    """
     if info.kind == "local":
         await asyncio.to_thread(note_engine, settings, info.tokenizer)
         evictor = Evictor(store, engine, prompts)

@@ -1,4 +1,6 @@
-"""Answers that take a while: read by one task, streamed as server-sent events, given up as soon as the client is gone."""
+"""Answers that take a while: read by one task, streamed as server-sent events, given up as soon as the client
+is gone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class ClientGone(ClientDisconnect):
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; raises ClientGone, with ``work`` cancelled and its clean-up done, when the client leaves first.
+    """The result of ``work``; raises ClientGone, with ``work`` cancelled and its clean-up done, when the
+    client leaves first.
 
     The request's body must have been read.
     """
@@ -44,7 +47,9 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Pump(Generic[T]):
-    """Reads a stream of events to its end in one task of its own, because cancellation and time-outs belong to the task that reads."""
+    """Reads a stream of events to its end in one task of its own, because cancellation and time-outs belong
+    to the task that reads.
+    """
 
     def __init__(self, events: AsyncGenerator[T, None]) -> None:
         self._events = events
@@ -74,7 +79,9 @@ class Pump(Generic[T]):
 
 
 async def opened(request: Request, events: AsyncGenerator[T, None]) -> tuple[T | None, Pump[T]]:
-    """The first event, awaited before any status goes out so that a bad request gets its own, and what reads the others."""
+    """The first event, awaited before any status goes out so that a bad request gets its own, and what reads
+    the others.
+    """
     pump = Pump(events)
     try:
         return await until_disconnect(request, pump.next()), pump
@@ -84,7 +91,9 @@ async def opened(request: Request, events: AsyncGenerator[T, None]) -> tuple[T |
 
 
 class EventStream(Response, Generic[T]):
-    """Writes ``first`` and what follows it in the pump; comments keep proxies from closing an idle connection."""
+    """Writes ``first`` and what follows it in the pump; comments keep proxies from closing an idle
+    connection.
+    """
 
     media_type = "text/event-stream"
 
@@ -133,7 +142,9 @@ class EventStream(Response, Generic[T]):
         following = asyncio.create_task(self._pump.next())
         try:
             while not following.done():
-                await asyncio.wait({following, gone}, timeout=self._keepalive_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {following, gone}, timeout=self._keepalive_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 if gone.done():
                     raise ClientGone
                 if not following.done():

@@ -27,7 +27,9 @@ _ENGINE_ANSWERS_WITHIN_S = 5.0
     "/info",
     summary="What is serving",
     response_model=Info,
-    responses=documented(examples.INFO, 503, description="Versions, model, engine, embedder, defaults, limits and index"),
+    responses=documented(
+        examples.INFO, 503, description="Versions, model, engine, embedder, defaults, limits and index"
+    ),
 )
 async def info(svc: Svc) -> Info:
     """All that a client needs to know, and what a bug report should hold."""
@@ -47,7 +49,12 @@ async def info(svc: Svc) -> Info:
         engine=asdict(engine),
         embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
         strategies=list(engine.strategies),
-        defaults={"k": settings.top_k, "strategy": settings.strategy, "max_new_tokens": settings.max_new_tokens, "temperature": 0.0},
+        defaults={
+            "k": settings.top_k,
+            "strategy": settings.strategy,
+            "max_new_tokens": settings.max_new_tokens,
+            "temperature": 0.0,
+        },
         limits={
             "max_query_chars": settings.max_query_chars,
             "max_history_messages": settings.max_history_messages,
@@ -81,7 +88,11 @@ async def ready(request: Request, request_id: RequestId) -> Response:
     missing = await _missing(getattr(request.app.state, "services", None))
     if not missing:
         return JSONResponse(Ready(ready=True, missing=[]).model_dump())
-    error = Unavailable(f"Not ready: {'; '.join(missing)}.", hint="Ask again in a moment; the server's log says more.", code="not_ready")
+    error = Unavailable(
+        f"Not ready: {'; '.join(missing)}.",
+        hint="Ask again in a moment; the server's log says more.",
+        code="not_ready",
+    )
     body = {**Ready(ready=False, missing=missing).model_dump(), **error.body(request_id)}
     return JSONResponse(body, error.status, {"Retry-After": "1"})
 
@@ -101,7 +112,10 @@ async def _missing(svc: Services | None) -> list[str]:
     "/metrics",
     summary="Prometheus metrics",
     response_class=Response,
-    responses={**documented(None, description="Text exposition format"), 200: {"content": {"text/plain": {"example": examples.METRICS}}}},
+    responses={
+        **documented(None, description="Text exposition format"),
+        200: {"content": {"text/plain": {"example": examples.METRICS}}},
+    },
 )
 async def metrics() -> Response:
     """`ragserve_*`; those of SGLang are on its own address."""

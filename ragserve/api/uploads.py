@@ -23,7 +23,9 @@ _MAX_FIELD_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class UploadForm:
-    """``fields`` holds the text fields, ``metadata`` parsed from its JSON. Files are open until the form is closed."""
+    """``fields`` holds the text fields, ``metadata`` parsed from its JSON. Files are open until the form is
+    closed.
+    """
 
     files: list[UploadFile]
     fields: dict[str, Any]
@@ -31,7 +33,9 @@ class UploadForm:
 
 @asynccontextmanager
 async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) -> AsyncIterator[UploadForm]:
-    """The form of the request. Raises TooLarge for a file over its limit and InvalidRequest for anything malformed."""
+    """The form of the request. Raises TooLarge for a file over its limit and InvalidRequest for anything
+    malformed.
+    """
     complete = False
 
     async def receive() -> Message:
@@ -42,7 +46,13 @@ async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) 
 
     try:
         async with aclosing(Request(request.scope, receive).stream()) as stream:
-            parser = _Parser(request.headers, stream, max_files=max_files, max_fields=len(_TEXT_FIELDS), max_part_size=_MAX_FIELD_BYTES)
+            parser = _Parser(
+                request.headers,
+                stream,
+                max_files=max_files,
+                max_fields=len(_TEXT_FIELDS),
+                max_part_size=_MAX_FIELD_BYTES,
+            )
             parser.max_file_bytes = max_file_bytes
             form = await parser.parse()
     except TooLarge:
@@ -50,7 +60,9 @@ async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) 
             await drain(receive)
         raise
     except MultiPartException as error:
-        raise InvalidRequest(f"The form is malformed: {error.message}", hint=f"At most {max_files} files in fields 'files'.") from None
+        raise InvalidRequest(
+            f"The form is malformed: {error.message}", hint=f"At most {max_files} files in fields 'files'."
+        ) from None
     try:
         yield await _sorted(form)
     finally:
@@ -63,8 +75,14 @@ async def _sorted(form: FormData) -> UploadForm:
     for name, value in form.multi_items():
         if name in _FILE_FIELDS and not isinstance(value, str):
             if not value.filename:
-                raise InvalidRequest("A file has no name.", hint="Give each file a filename; its ending helps to read it.", param=name)
-            files.append(UploadFile(value.file, size=value.size, filename=value.filename, headers=value.headers))
+                raise InvalidRequest(
+                    "A file has no name.",
+                    hint="Give each file a filename; its ending helps to read it.",
+                    param=name,
+                )
+            files.append(
+                UploadFile(value.file, size=value.size, filename=value.filename, headers=value.headers)
+            )
         elif name in _TEXT_FIELDS and isinstance(value, str):
             fields[name] = await parse_json(value.encode()) if name in _JSON_FIELDS else value
         else:
@@ -75,7 +93,9 @@ async def _sorted(form: FormData) -> UploadForm:
             )
     if not files:
         raise InvalidRequest(
-            "The form holds no file.", hint="Send files in fields named 'files', e.g. curl -F files=@a.pdf.", param="files"
+            "The form holds no file.",
+            hint="Send files in fields named 'files', e.g. curl -F files=@a.pdf.",
+            param="files",
         )
     return UploadForm(files, fields)
 

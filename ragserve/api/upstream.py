@@ -45,12 +45,16 @@ class Upstream:
 
     async def models(self) -> list[dict[str, Any]]:
         """The other app's ``/v1/models``. Raises EngineError where it has none."""
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=self._app), base_url="http://engine") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self._app), base_url="http://engine"
+        ) as client:
             response = await client.get("/v1/models")
         try:
             models = response.raise_for_status().json()["data"]
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            raise EngineError("The engine does not list its models.", hint="See /ready and the server's log.") from error
+            raise EngineError(
+                "The engine does not list its models.", hint="See /ready and the server's log."
+            ) from error
         return list(models)
 
 

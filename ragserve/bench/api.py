@@ -1,8 +1,9 @@
-"""What the product costs on top of the engine: milliseconds a query, and queries a second, beside plain SGLang on the same prompts.
+"""What the product costs on top of the engine: milliseconds a query, and queries a second, beside plain
+SGLang on the same prompts.
 
-The rival gets its prompts ready-made: token ids laid out from /rag/retrieve before the clock runs, sent to SGLang's own /generate on
-the same server, turn by turn with ours. Both sides have asked everything once before, so both find their prompts in the prefix cache.
-"""
+The rival gets its prompts ready-made: token ids laid out from /rag/retrieve before the clock runs, sent to
+SGLang's own /generate on the same server, turn by turn with ours. Both sides have asked everything once
+before, so both find their prompts in the prefix cache."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 _K = 5
 _MAX_NEW_TOKENS = 16
 _CLIENTS = (1, 4, 16)
-# Each is cached twice, for ours and for the rival, which must fit the KV pool of a CPU machine: 65,536 tokens.
+# Each is cached twice, for ours and for the rival, which must fit the KV pool of a CPU machine: 65,536
+# tokens.
 _QUESTIONS = 24
 _ASKED = ("What is the capital of {}?", "Which languages are spoken in {}?", "What does {} export?")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class OverheadSample:
     """One question both ways; milliseconds. ``overhead`` is our total without embedding, search and engine."""
 
     ours: float
@@ -55,7 +57,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BenchQuestion:
     """Both requests of one question, the same tokens for the model."""
 
     ours: dict[str, Any]
@@ -63,7 +65,8 @@ class Question:
 
 
 def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = None) -> dict[str, Any]:
-    """Measure a server of our own over the example corpus, or the one at ``url`` (with RAGSERVE_API_KEY, if it wants one).
+    """Measure a server of our own over the example corpus, or the one at ``url`` (with RAGSERVE_API_KEY, if
+    it wants one).
 
     Raises ``RagserveError`` where an answer fails or the two sides did not see the same prompt.
     """
@@ -79,7 +82,11 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
         questions = _questions(http, api, namespace, quick=quick)
         for question in questions:
             _sample(http, question, ours_first=True)
-        samples = [_sample(http, question, ours_first=i % 2 == 0) for _ in range(rounds) for i, question in enumerate(questions)]
+        samples = [
+            _sample(http, question, ours_first=i % 2 == 0)
+            for _ in range(rounds)
+            for i, question in enumerate(questions)
+        ]
         rows = _latency_rows(samples)
         for clients in _CLIENTS:
             for name, route, bodies in (
@@ -108,21 +115,29 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
 @contextlib.contextmanager
 def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
     """A namespace of the example corpus, dropped at the end."""
-    files = sorted(path for path in CORPUS.iterdir() if path.is_file())[: 8 if quick else None] if CORPUS.is_dir() else []
+    files = (
+        sorted(path for path in CORPUS.iterdir() if path.is_file())[: 8 if quick else None]
+        if CORPUS.is_dir()
+        else []
+    )
     if not files:
-        raise InvalidRequest(f"There is no example corpus at {CORPUS}.", hint="Run from a checkout of the repository.")
+        raise InvalidRequest(
+            f"There is no example corpus at {CORPUS}.", hint="Run from a checkout of the repository."
+        )
     namespace = f"bench-api-{uuid.uuid4().hex[:8]}"
     uploads = [("files", (path.name, path.read_bytes())) for path in files]
     job = api.wait(_checked(http.post("/rag/ingest", files=uploads, data={"namespace": namespace}))["job_id"])
     if job["counts"]["indexed"] != len(files):
-        raise RagserveError(f"Only {job['counts']['indexed']} of {len(files)} files of the example corpus could be ingested.")
+        raise RagserveError(
+            f"Only {job['counts']['indexed']} of {len(files)} files of the example corpus could be ingested."
+        )
     try:
         yield namespace
     finally:
         api.drop_namespace(namespace)
 
 
-def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) -> list[Question]:
+def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) -> list[BenchQuestion]:
     """Questions over every document, with the prompt that the server builds for them."""
     info = api.info()
     prompts = PromptBuilder.load(info["tokenizer"], info["system_prompt"])
@@ -138,15 +153,21 @@ def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) 
         room = info["limits"]["max_context_tokens"] - _MAX_NEW_TOKENS - 64
         prompt = prompts.build(text, documents, max_prompt_tokens=room)
         if prompt.documents_kept != len(documents):
-            raise InvalidRequest("The model's context is too small for the benchmark's prompts.", hint="Serve with a longer context.")
+            raise InvalidRequest(
+                "The model's context is too small for the benchmark's prompts.",
+                hint="Serve with a longer context.",
+            )
         sampling = {"temperature": 0.0, "max_new_tokens": _MAX_NEW_TOKENS, "stop": list(prompt.stop)}
         questions.append(
-            Question({**body, "max_new_tokens": _MAX_NEW_TOKENS}, {"input_ids": prompt.input_ids, "sampling_params": sampling})
+            BenchQuestion(
+                {**body, "max_new_tokens": _MAX_NEW_TOKENS},
+                {"input_ids": prompt.input_ids, "sampling_params": sampling},
+            )
         )
     return questions
 
 
-def _sample(http: httpx.Client, question: Question, *, ours_first: bool) -> Sample:
+def _sample(http: httpx.Client, question: BenchQuestion, *, ours_first: bool) -> OverheadSample:
     def ours() -> tuple[float, dict[str, Any]]:
         return _timed(http, "/rag/query", question.ours)
 
@@ -157,10 +178,14 @@ def _sample(http: httpx.Client, question: Question, *, ours_first: bool) -> Samp
     results: dict[Callable[[], Any], tuple[float, dict[str, Any]]] = {first: first(), second: second()}
     (our_ms, answer), (plain_ms, generated) = results[ours], results[plain]
     if answer["usage"]["prompt"] != len(question.plain["input_ids"]):
-        raise RagserveError("The server's prompt and the rival's differ: the comparison would be worth nothing.")
+        raise RagserveError(
+            "The server's prompt and the rival's differ: the comparison would be worth nothing."
+        )
     timings = answer["timings"]
     same = answer["answer"] == generated["text"].strip()
-    return Sample(our_ms, timings["embed_ms"], timings["search_ms"], timings["engine_ms"], plain_ms, same)
+    return OverheadSample(
+        our_ms, timings["embed_ms"], timings["search_ms"], timings["engine_ms"], plain_ms, same
+    )
 
 
 def _timed(http: httpx.Client, route: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -170,7 +195,7 @@ def _timed(http: httpx.Client, route: str, body: dict[str, Any]) -> tuple[float,
     return elapsed, _checked(response)
 
 
-def _latency_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def _latency_rows(samples: Sequence[OverheadSample]) -> list[dict[str, Any]]:
     measured: list[tuple[str, list[float]]] = [
         ("/rag/query, total", [s.ours for s in samples]),
         ("  embedding", [s.embed for s in samples]),
@@ -178,15 +203,26 @@ def _latency_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         ("  engine", [s.engine for s in samples]),
         ("  our overhead, the client's own and HTTP included", [s.overhead for s in samples]),
         ("plain SGLang /generate, total", [s.plain for s in samples]),
-        ("/rag/query beyond embedding, search and plain SGLang, per question", [s.beyond_plain for s in samples]),
+        (
+            "/rag/query beyond embedding, search and plain SGLang, per question",
+            [s.beyond_plain for s in samples],
+        ),
     ]
     return [
-        {"what": what, "clients": 1, "n": len(values), "p50_ms": report.percentile(values, 50), "p99_ms": report.percentile(values, 99)}
+        {
+            "what": what,
+            "clients": 1,
+            "n": len(values),
+            "p50_ms": report.percentile(values, 50),
+            "p99_ms": report.percentile(values, 99),
+        }
         for what, values in measured
     ]
 
 
-def _under_load(url: str, headers: dict[str, str], route: str, bodies: Sequence[dict[str, Any]], clients: int, total: int) -> float:
+def _under_load(
+    url: str, headers: dict[str, str], route: str, bodies: Sequence[dict[str, Any]], clients: int, total: int
+) -> float:
     """Seconds in which ``clients``, each with a connection of its own, get ``total`` answers."""
     numbers = iter(range(total))
     lock = threading.Lock()
@@ -214,5 +250,7 @@ def _under_load(url: str, headers: dict[str, str], route: str, bodies: Sequence[
 
 def _checked(response: httpx.Response) -> dict[str, Any]:
     if response.is_error:
-        raise RagserveError(f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:300]}")
+        raise RagserveError(
+            f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:300]}"
+        )
     return dict(response.json())

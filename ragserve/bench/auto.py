@@ -1,4 +1,6 @@
-"""Is strategy `auto` ever slower than `full`? It chooses for short contexts with a cost model fitted to what the same run measured."""
+"""Is strategy `auto` ever slower than `full`? It chooses for short contexts with a cost model fitted to what
+the same run measured.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 from ragserve.answering.auto import Chooser
 from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import GenerateRequest
-from ragserve.profiles.costs import COSTS, FILE_NAME, Sample, fit
+from ragserve.profiles.costs import COSTS, FILE_NAME, CostSample, fit
 from ragserve.profiles.gate import Gate
 
 
@@ -28,20 +30,29 @@ class _Forced(Gate):
 
 
 @contextlib.contextmanager
-def chooser(engine: Any, samples: Sequence[Sample]) -> Iterator[Chooser]:
+def chooser(engine: Any, samples: Sequence[CostSample]) -> Iterator[Chooser]:
     """What `auto` asks where it is calibrated by ``samples`` and all strategies in them are verified.
 
     Raises InvalidRequest where there are too few of exact prefill.
     """
     with tempfile.TemporaryDirectory(prefix="ragserve-auto-") as folder:
         place = Path(folder) / FILE_NAME
-        COSTS.save(place, engine.info.fingerprint, fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")))
-        yield Chooser(engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place)
+        COSTS.save(
+            place,
+            engine.info.fingerprint,
+            fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")),
+        )
+        yield Chooser(
+            engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place
+        )
 
 
 def prompt_of(request: GenerateRequest, question: Sequence[int]) -> Prompt:
     """The prompt of a benchmark's request with this question behind it."""
-    segments = [Segment("document" if number else "system", span.start, span.end) for number, span in enumerate(request.spans)]
+    segments = [
+        Segment("document" if number else "system", span.start, span.end)
+        for number, span in enumerate(request.spans)
+    ]
     whole = [*request.input_ids, *question]
     segments.append(Segment("question", len(request.input_ids), len(whole)))
     return Prompt(whole, tuple(segments), len(request.spans) - 1, 0, 0)

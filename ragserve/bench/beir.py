@@ -15,7 +15,9 @@ from ragserve.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """``documents``: id -> (title, text); ``queries``: id -> text, those judged; ``judged``: query -> document -> gain."""
+    """``documents``: id -> (title, text); ``queries``: id -> text, those judged; ``judged``: query ->
+    document -> gain.
+    """
 
     name: str
     documents: dict[str, tuple[str, str]]
@@ -29,21 +31,33 @@ class Collection:
 
 
 def load(folder: Path, *, max_queries: int | None = None) -> Collection:
-    """Read and check a collection. Raises ``InvalidRequest`` if a file is missing or malformed, or if judgements name unknown ids."""
-    documents = {_text(row, "_id", folder): (str(row.get("title") or ""), _text(row, "text", folder)) for row in _rows(folder, "corpus")}
+    """Read and check a collection. Raises ``InvalidRequest`` if a file is missing or malformed, or if
+    judgements name unknown ids.
+    """
+    documents = {
+        _text(row, "_id", folder): (str(row.get("title") or ""), _text(row, "text", folder))
+        for row in _rows(folder, "corpus")
+    }
     queries = {_text(row, "_id", folder): _text(row, "text", folder) for row in _rows(folder, "queries")}
     judged: dict[str, dict[str, int]] = {}
     path = folder / "qrels" / "test.tsv"
     if not path.exists():
-        raise InvalidRequest(f"{path} does not exist.", hint="A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv.")
+        raise InvalidRequest(
+            f"{path} does not exist.",
+            hint="A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv.",
+        )
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file, delimiter="\t"), 2):
             try:
                 query, document, gain = row["query-id"], row["corpus-id"], int(row["score"])
             except (KeyError, TypeError, ValueError) as error:
-                raise InvalidRequest(f"{path}, line {number}: expected columns query-id, corpus-id, score.") from error
+                raise InvalidRequest(
+                    f"{path}, line {number}: expected columns query-id, corpus-id, score."
+                ) from error
             if query not in queries or document not in documents:
-                raise InvalidRequest(f"{path}, line {number}: query {query!r} or document {document!r} is not in the collection.")
+                raise InvalidRequest(
+                    f"{path}, line {number}: query {query!r} or document {document!r} is not in the collection."
+                )
             if gain > 0:
                 judged.setdefault(query, {})[document] = gain
     wanted = {name: text for name, text in queries.items() if name in judged}
@@ -59,7 +73,11 @@ def _rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     plain, packed = folder / f"{name}.jsonl", folder / f"{name}.jsonl.gz"
     path = plain if plain.exists() else packed
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as file
+        ):
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
@@ -68,7 +86,8 @@ def _rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
                         raise InvalidRequest(f"{path}, line {number}: not JSON ({error.msg}).") from error
     except FileNotFoundError as error:
         raise InvalidRequest(
-            f"{plain} does not exist.", hint="A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv."
+            f"{plain} does not exist.",
+            hint="A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv.",
         ) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.measuring import report
-from ragserve.profiles.costs import Sample
+from ragserve.profiles.costs import CostSample
 
 NOTE = (
     "Milliseconds, medians. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's query pass) and select;"
@@ -25,14 +25,18 @@ class Measured:
     """Rows so far; ``full_ms`` is the time of strategy `full` by length."""
 
     def __init__(self, out: Path | None, workload: dict[str, Any], merge: Path | None = None) -> None:
-        """``merge``: an earlier report. Its rows stay where this run has none, each with the run that it comes from."""
+        """``merge``: an earlier report. Its rows stay where this run has none, each with the run that it
+        comes from.
+        """
         self.workload = workload
         self.full_ms: dict[int, float] = {}
         self.failed: list[str] = []
         self._out = out
         self._started = time.monotonic()
         self._run = time.strftime("%Y-%m-%d %H:%M")
-        earlier = json.loads(merge.read_text(encoding="utf-8")) if merge is not None and merge.exists() else {}
+        earlier = (
+            json.loads(merge.read_text(encoding="utf-8")) if merge is not None and merge.exists() else {}
+        )
         self._earlier: list[dict[str, Any]] = earlier.get("rows", [])
         self._profiles: list[dict[str, Any]] = []
         self._rows: list[dict[str, Any]] = []
@@ -51,10 +55,17 @@ class Measured:
         self._profiles.append(profile)
         self._say(profile)
         if self._out is not None:
-            report.save({"run": self._run, "profiles": self._profiles}, self._out.with_name(f"{self._out.stem}-profiles.json"))
+            report.save(
+                {"run": self._run, "profiles": self._profiles},
+                self._out.with_name(f"{self._out.stem}-profiles.json"),
+            )
 
-    def samples(self, labels: Mapping[str, str], system_tokens: int, question_tokens: int) -> list[Sample]:
-        """This run's rows as `ragserve calibrate` would have measured them: exact ones, and those named in ``labels`` by their labels."""
+    def samples(
+        self, labels: Mapping[str, str], system_tokens: int, question_tokens: int
+    ) -> list[CostSample]:
+        """This run's rows as `ragserve calibrate` would have measured them: exact ones, and those named in
+        ``labels`` by their labels.
+        """
         found = []
         for row in self._rows:
             if "error" in row:
@@ -62,9 +73,13 @@ class Measured:
             documents, ms, name = row["context tokens"], row["ttft ms"], row["strategy"]
             if name in _EXACT:
                 prompt = system_tokens + documents + question_tokens
-                found.append(Sample(prompt, ms, cached=0 if name == _EXACT[0] else system_tokens + documents))
+                found.append(
+                    CostSample(prompt, ms, cached=0 if name == _EXACT[0] else system_tokens + documents)
+                )
             elif name in labels:
-                found.append(Sample(system_tokens + documents, ms, strategy=labels[name], tier=row["tier"]))
+                found.append(
+                    CostSample(system_tokens + documents, ms, strategy=labels[name], tier=row["tier"])
+                )
         return found
 
     def show(self) -> dict[str, Any]:
@@ -72,7 +87,11 @@ class Measured:
         return report.write("context", self.workload, self._all(), out=self._out, note=NOTE)
 
     def _say(self, row: dict[str, Any]) -> None:
-        print(f"{time.monotonic() - self._started:.0f} s  " + "  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
+        print(
+            f"{time.monotonic() - self._started:.0f} s  "
+            + "  ".join(f"{name}: {value}" for name, value in row.items()),
+            flush=True,
+        )
 
     def _report(self) -> dict[str, Any]:
         return report.assemble("context", self.workload, self._all(), note=NOTE)

@@ -1,8 +1,8 @@
-"""Answer quality over the share of document tokens recomputed, as a picture: one panel a set, one line a strategy.
+"""Answer quality over the share of document tokens recomputed, as a picture: one panel a set, one line a
+strategy.
 
-Made from the report of `ragserve eval`, by ``scripts/readme-tables`` like the README's tables, the same bytes each time. Needs matplotlib,
-which only development installs.
-"""
+Made from the report of `ragserve eval`, by ``scripts/readme-tables`` like the README's tables, the same bytes
+each time. Needs matplotlib, which only development installs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,26 @@ from ragserve.strategy_spec import parse
 SOURCE, PICTURE = "eval-h200.json", "eval-h200.svg"
 SETS = ("crossdoc", "mid_crossdoc", "long_crossdoc")
 MAX_SHARE = 52.0  # percent of the document tokens; beyond it reuse saves little
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666")  # told apart by all eyes
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f3c8d",
+    "#666666",
+)  # told apart by all eyes
 _MARKERS = "osD^vPX*"
 
-Point = tuple[float, float, float]  # recomputed in percent, F1 in percent, standard error of its difference to full
+Point = tuple[
+    float, float, float
+]  # recomputed in percent, F1 in percent, standard error of its difference to full
 
 
 def families(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Points by strategy, ascending in the share. Options that are numbers vary along a line; others, and zeros, make lines of their own.
+    """Points by strategy, ascending in the share. Options that are numbers vary along a line; others, and
+    zeros, make lines of their own.
 
     ``concat`` without options, which recomputes nothing, is where every line begins that keeps all tokens.
     """
@@ -37,12 +49,19 @@ def families(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
         if spec.name in ("full", "prefix") or share is None or share > MAX_SHARE:
             continue
         point = (float(share), float(row["f1"]), float(row["f1_vs_full_se"] or 0.0))
-        fixed = [f"{key}={value}" for key, value in sorted(spec.options.items()) if isinstance(value, (str, bool)) or value == 0]
+        fixed = [
+            f"{key}={value}"
+            for key, value in sorted(spec.options.items())
+            if isinstance(value, (str, bool)) or value == 0
+        ]
         if spec.label == "concat":
             start = [point]
         else:
             found.setdefault(" ".join([spec.name, *fixed]), []).append(point)
-    return {name: sorted(start + points if _keeps_all(rows, name) else points) for name, points in sorted(found.items())}
+    return {
+        name: sorted(start + points if _keeps_all(rows, name) else points)
+        for name, points in sorted(found.items())
+    }
 
 
 def _keeps_all(rows: Sequence[Mapping[str, Any]], family: str) -> bool:
@@ -55,13 +74,21 @@ def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    panels = [(name, rows) for name in sets if (rows := [row for row in report["rows"] if row["set"] == name])]
+    panels = [
+        (name, rows) for name in sets if (rows := [row for row in report["rows"] if row["set"] == name])
+    ]
     if not panels:
         raise InvalidRequest(f"The report has none of the sets {', '.join(sets)}.")
     lines = [families(rows) for _, rows in panels]
     names = list(dict.fromkeys(name for each in lines for name in each))
     with mpl.rc_context(
-        {"svg.hashsalt": "ragserve", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "svg.hashsalt": "ragserve",
+            "svg.fonttype": "none",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     ):
         figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -69,16 +96,24 @@ def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
             for family, points in curves.items():
                 number = names.index(family)
                 shares, f1, errors = zip(*points, strict=True)
-                marker = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]  # another one where colours come again
+                marker = _MARKERS[
+                    (number + number // len(_COLOURS)) % len(_MARKERS)
+                ]  # another one where colours come again
                 style = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker, "markersize": 4}
                 axis.errorbar(shares, f1, yerr=errors, label=family, linewidth=1.4, elinewidth=0.6, **style)
             for row in rows:
                 if row["strategy"] == "full":
                     axis.axhline(row["f1"], color="black", linestyle="--", linewidth=1, label="full")
-            axis.set(title=f"{name} ({rows[0]['n']} questions)", xlabel="document tokens recomputed, %", xlim=(-1, MAX_SHARE))
+            axis.set(
+                title=f"{name} ({rows[0]['n']} questions)",
+                xlabel="document tokens recomputed, %",
+                xlim=(-1, MAX_SHARE),
+            )
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("token F1, %")
-        handles = dict(zip(*reversed([list(part) for part in axes[0].get_legend_handles_labels()]), strict=True))
+        handles = dict(
+            zip(*reversed([list(part) for part in axes[0].get_legend_handles_labels()]), strict=True)
+        )
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,8 +1,8 @@
-"""Milliseconds a token in decode, inside the engine: dense and sparse modes by length of context and batch size, one backend a run.
+"""Milliseconds a token in decode, inside the engine: dense and sparse modes by length of context and batch
+size, one backend a run.
 
-Contexts are random tokens of their own for every request, prefilled once and found in the prefix cache afterwards, so that what is timed is
-decoding. Quality is another matter: the weights are random.
-"""
+Contexts are random tokens of their own for every request, prefilled once and found in the prefix cache
+afterwards, so that what is timed is decoding. Quality is another matter: the weights are random."""
 
 from __future__ import annotations
 
@@ -29,29 +29,36 @@ Write = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Mode:
+class DecodeMode:
     """Decode options of a run's requests; none where the engine has no sparse decoding."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _by_budget(budget: int, reuse: int) -> Mode:
-    return Mode(f"budget {budget}, reuse {reuse}", {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0})
+def _by_budget(budget: int, reuse: int) -> DecodeMode:
+    return DecodeMode(
+        f"budget {budget}, reuse {reuse}",
+        {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0},
+    )
 
 
 OURS = (
-    Mode("dense", {"mode": "dense"}),
-    *(_by_budget(2048, reuse) for reuse in (16, 4, 1, 64)),  # with 64, what attention takes nearly without selection
+    DecodeMode("dense", {"mode": "dense"}),
+    *(
+        _by_budget(2048, reuse) for reuse in (16, 4, 1, 64)
+    ),  # with 64, what attention takes nearly without selection
     _by_budget(4096, 16),
 )
-BY_THRESHOLD = Mode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0})
-PLAIN = (Mode("dense"),)
+BY_THRESHOLD = DecodeMode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0})
+PLAIN = (DecodeMode("dense"),)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """SGLang's ``attention``, with sparse decoding around it or without, in pages of ``page`` tokens and KV of ``bits`` bits."""
+    """SGLang's ``attention``, with sparse decoding around it or without, in pages of ``page`` tokens and KV
+    of ``bits`` bits.
+    """
 
     attention: str = "flashinfer"
     sparse: bool = True
@@ -69,15 +76,21 @@ BACKENDS = {
 
 
 def run(
-    backend: str, points: Sequence[tuple[int, int]], *, write: Write, shape: str = "llama-3.1-8b",
-    engine_args: Mapping[str, Any] | None = None, threshold: bool = False, until: float | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """A row for each of ``points``, (tokens of context, requests), and mode, in their order by length; ``write`` is called with the report
-    after every row.
+    backend: str,
+    points: Sequence[tuple[int, int]],
+    *,
+    write: Write,
+    shape: str = "llama-3.1-8b",
+    engine_args: Mapping[str, Any] | None = None,
+    threshold: bool = False,
+    until: float | None = None,
+) -> dict[str, Any]:
+    """A row for each of ``points``, (tokens of context, requests), and mode, in their order by length;
+    ``write`` is called with the report after every row.
 
-    ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. ``threshold``: progressive decoding as well. Points that
-    would begin after ``until`` (seconds since the epoch) are ``left out``. Raises EngineError where the engine's own check fails.
-    """
+    ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. ``threshold``: progressive
+    decoding as well. Points that would begin after ``until`` (seconds since the epoch) are ``left out``.
+    Raises EngineError where the engine's own check fails."""
     chosen = BACKENDS[backend]
     modes = (*OURS, *[BY_THRESHOLD] * threshold) if chosen.sparse else PLAIN
     lengths = list(dict.fromkeys(length for length, _ in points))
@@ -100,19 +113,36 @@ def run(
         else:
             flags |= {"model": in_process.dummy_model(shape, Path(folder)), "max_total_tokens": most + 16_384}
             flags["engine_args"] |= {
-                "load_format": "dummy", "attention_backend": chosen.attention, "mem_fraction_static": 0.85,
-                "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": batches,
-            }  # fmt: skip
+                "load_format": "dummy",
+                "attention_backend": chosen.attention,
+                "mem_fraction_static": 0.85,
+                "disable_prefill_cuda_graph": True,
+                "cuda_graph_bs_decode": batches,
+            }
         flags["engine_args"] |= engine_args or {}
         started = time.perf_counter()
 
         async def work(engine: Any) -> None:
             info = engine.info
             report["start s"] = round(time.perf_counter() - started, 1)
-            report["engine"] = {"device": info.device, "attention": info.attention_backend, "version": info.version}
+            report["engine"] = {
+                "device": info.device,
+                "attention": info.attention_backend,
+                "version": info.version,
+            }
             print(f"{backend}: engine up after {report['start s']} s", flush=True)
             for length in lengths:
-                await _measure(engine, length, [b for n, b in points if n == length], modes, backend, shape, report, write, until)
+                await _measure(
+                    engine,
+                    length,
+                    [b for n, b in points if n == length],
+                    modes,
+                    backend,
+                    shape,
+                    report,
+                    write,
+                    until,
+                )
             if chosen.sparse:
                 await engine.control("check")
                 report["statistics checked"] = True
@@ -123,9 +153,16 @@ def run(
 
 
 async def _measure(
-    engine: Any, length: int, batches: Sequence[int], modes: Sequence[Mode], backend: str, shape: str, report: dict[str, Any],
-    write: Write, until: float | None,
-) -> None:  # fmt: skip
+    engine: Any,
+    length: int,
+    batches: Sequence[int],
+    modes: Sequence[DecodeMode],
+    backend: str,
+    shape: str,
+    report: dict[str, Any],
+    write: Write,
+    until: float | None,
+) -> None:
     sparse, bits = BACKENDS[backend].sparse, BACKENDS[backend].bits
     draw = random.Random(length)
     contexts = [[draw.randrange(10, 8000) for _ in range(length)] for _ in range(max(batches))]
@@ -137,10 +174,15 @@ async def _measure(
             continue
         started = time.perf_counter()
         for ids in contexts[prefilled:batch]:  # one by one: nothing decodes yet
-            async for _ in engine.generate(GenerateRequest("prefill", ids, "bench", "prefix", Sampling(max_new_tokens=1))):
+            async for _ in engine.generate(
+                GenerateRequest("prefill", ids, "bench", "prefix", Sampling(max_new_tokens=1))
+            ):
                 pass
         if batch > prefilled:
-            print(f"{length} tokens x {batch - prefilled} prefilled in {time.perf_counter() - started:.1f} s", flush=True)
+            print(
+                f"{length} tokens x {batch - prefilled} prefilled in {time.perf_counter() - started:.1f} s",
+                flush=True,
+            )
             prefilled = batch
             if sparse:
                 await engine.control("check")  # statistics of what was prefilled, before anything is timed
@@ -148,10 +190,19 @@ async def _measure(
         for mode in modes:
             await step_seconds(engine, contexts[:batch], mode.options, tokens=_WARM_TOKENS)
             seconds, last = await step_seconds(engine, contexts[:batch], mode.options)
-            row: dict[str, Any] = {"context": length, "batch": batch, "mode": mode.name, "ms a step": round(seconds * 1e3, 3)}
+            row: dict[str, Any] = {
+                "context": length,
+                "batch": batch,
+                "mode": mode.name,
+                "ms a step": round(seconds * 1e3, 3),
+            }
             row["tokens a second"] = round(batch / seconds, 1)
             if last is not None:
-                row |= {"pages": round(last.pages, 1), "share read": round(last.share, 4), "weight": last.weight}
+                row |= {
+                    "pages": round(last.pages, 1),
+                    "share read": round(last.share, 4),
+                    "weight": last.weight,
+                }
             if shape != "embedded":
                 bound = _bound_seconds(shape, length, batch, mode, None if last is None else last.share, bits)
                 row |= {"bound ms": round(bound * 1e3, 3), "of bound": round(bound / seconds, 3)}
@@ -161,31 +212,46 @@ async def _measure(
 
 
 async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
-    """Text of dense decoding against our kernels over all pages (threshold 1): equal up to rounding, which random weights make visible."""
+    """Text of dense decoding against our kernels over all pages (threshold 1): equal up to rounding, which
+    random weights make visible.
+    """
     texts = []
     for options in ({"mode": "dense"}, {"mode": "progressive", "threshold": 1.0, "dense_below": 0}):
         text = ""
         async for chunk in engine.generate(
-            GenerateRequest("check", ids, "bench", "prefix", Sampling(max_new_tokens=16, ignore_eos=True), decode=options)
-        ):  # fmt: skip
+            GenerateRequest(
+                "check", ids, "bench", "prefix", Sampling(max_new_tokens=16, ignore_eos=True), decode=options
+            )
+        ):
             text += chunk.text
         texts.append(text)
     same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
     if not same:
         raise EngineError(
-            "Our kernels over all pages answer otherwise than dense decoding, from the first token.", hint="Do not time this."
+            "Our kernels over all pages answer otherwise than dense decoding, from the first token.",
+            hint="Do not time this.",
         )
     return {"characters in common": same, "of": max(map(len, texts))}
 
 
-def _bound_seconds(shape: str, length: int, batch: int, mode: Mode, share: float | None, bits: int) -> float:
-    """Least time of a step: weights, the KV read, and the page statistics as often as they are, each byte once at copy bandwidth."""
+def _bound_seconds(
+    shape: str, length: int, batch: int, mode: DecodeMode, share: float | None, bits: int
+) -> float:
+    """Least time of a step: weights, the KV read, and the page statistics as often as they are, each byte
+    once at copy bandwidth.
+    """
     c = in_process.SHAPES[shape]
     kv_width = c["num_key_value_heads"] * c["head_dim"]
-    layer = 2 * c["hidden_size"] ** 2 + 2 * c["hidden_size"] * kv_width + 3 * c["hidden_size"] * c["intermediate_size"]
+    layer = (
+        2 * c["hidden_size"] ** 2
+        + 2 * c["hidden_size"] * kv_width
+        + 3 * c["hidden_size"] * c["intermediate_size"]
+    )
     weights = 2 * (c["num_hidden_layers"] * layer + c["hidden_size"] * c["vocab_size"])
     token = in_process.kv_bytes_per_token(shape)
-    stored = 1.0 if bits == 16 else (c["head_dim"] * bits / 8 + 4) / (2 * c["head_dim"])  # of bfloat16's bytes, scales included
+    stored = (
+        1.0 if bits == 16 else (c["head_dim"] * bits / 8 + 4) / (2 * c["head_dim"])
+    )  # of bfloat16's bytes, scales included
     kv = batch * (length + TOKENS / 2) * token * stored * (1.0 if share is None else share)
     sparse = mode.options.get("mode") in ("hierarchical", "progressive")
     statistics = batch * length / _LOGICAL * token / mode.options.get("reuse", 1) if sparse else 0.0

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 
 
 def fan_out(commands: Mapping[str, Sequence[str]], gpus: int) -> list[str]:
-    """Run the commands, ``gpus`` at a time, each on a GPU of its own (with 1, one after the other); names of those that failed."""
+    """Run the commands, ``gpus`` at a time, each on a GPU of its own (with 1, one after the other); names of
+    those that failed.
+    """
     waiting = list(commands.items())
     running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
     failed = []
@@ -26,7 +28,9 @@ def fan_out(commands: Mapping[str, Sequence[str]], gpus: int) -> list[str]:
                 print(f"{name}: {f'failed with {code}' if code else 'done'}", flush=True)
             if gpu not in running and waiting:
                 name, command = waiting.pop(0)
-                environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if gpus == 1 else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+                environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | (
+                    {} if gpus == 1 else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+                )
                 running[gpu] = (name, subprocess.Popen(list(command), env=environment))
         time.sleep(0.2)
     return failed

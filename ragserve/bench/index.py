@@ -1,12 +1,13 @@
 """The index beside raw FAISS: recall, latency, memory and build time of the four types at several sizes.
 
-The rival is FAISS itself with identical parameters and the same vectors, built and measured in this run. Queries go one at a time, in one
-thread, to ours and to the rival alternately (A B, B A, ...), so that drift and cache contents favour neither.
+The rival is FAISS itself with identical parameters and the same vectors, built and measured in this run.
+Queries go one at a time, in one thread, to ours and to the rival alternately (A B, B A, ...), so that drift
+and cache contents favour neither.
 
-Where in memory an index happens to lie changes its speed by up to a quarter while it fits the caches, between two loads of one file. So
-overhead is ours against FAISS called directly on the same index in memory; the rival's own copy is timed beside it. `search_ids` is the
-like-for-like call: scores and ids, of one committed version. `search` also returns the chunks' rows.
-"""
+Where in memory an index happens to lie changes its speed by up to a quarter while it fits the caches, between
+two loads of one file. So overhead is ours against FAISS called directly on the same index in memory; the
+rival's own copy is timed beside it. `search_ids` is the like-for-like call: scores and ids, of one committed
+version. `search` also returns the chunks' rows."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def run(
     texts: Path | None = None,
     embedder: str = "all-MiniLM-L6-v2",
 ) -> dict[str, Any]:
-    """A row per size and type. ``quick``: 2,000 and 5,000 vectors, few queries. Each finished row is at once in index.partial.json."""
+    """A row per size and type. ``quick``: 2,000 and 5,000 vectors, few queries. Each finished row is at once
+    in index.partial.json.
+    """
     from ragserve.retrieval.embedder import Embedder
 
     if unknown := [kind for kind in types if kind not in TYPES]:
@@ -68,7 +71,9 @@ def run(
             print(json.dumps(row), flush=True)
             if out_dir:
                 out_dir.mkdir(parents=True, exist_ok=True)
-                (out_dir / "index.partial.json").write_text(json.dumps({"workload": workload, "rows": rows}, indent=1))
+                (out_dir / "index.partial.json").write_text(
+                    json.dumps({"workload": workload, "rows": rows}, indent=1)
+                )
     note = (
         "overhead %: of the medians, ours against FAISS called directly on the same index in memory, alternately; raw copy: the index "
         "FAISS built itself (two copies of one index differ by where they lie in memory). build_s: from the registry into a saved file, "
@@ -85,7 +90,11 @@ def _without_every_fifth(items: Any) -> Any:
     import numpy as np
 
     keep = np.arange(len(items)) % 5 != 0
-    return items[keep] if isinstance(items, np.ndarray) else [item for item, kept in zip(items, keep, strict=True) if kept]
+    return (
+        items[keep]
+        if isinstance(items, np.ndarray)
+        else [item for item, kept in zip(items, keep, strict=True) if kept]
+    )
 
 
 def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str], quick: bool) -> Any:
@@ -107,7 +116,16 @@ def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str],
             yield {
                 "vectors": n,
                 "type": index_type,
-                **_compare(data_dir, Path(folder) / "raw.faiss", index_type, vectors, queries, truth + first, first, quick),
+                **_compare(
+                    data_dir,
+                    Path(folder) / "raw.faiss",
+                    index_type,
+                    vectors,
+                    queries,
+                    truth + first,
+                    first,
+                    quick,
+                ),
                 "registry write_s": round(write_s, 1),
             }
 
@@ -122,7 +140,9 @@ def _write(store: Any, vectors: Any, lines: list[str]) -> int:
         for at in range(start, min(start + step, len(vectors)), _CHUNKS_PER_DOCUMENT):
             part = lines[at : at + _CHUNKS_PER_DOCUMENT]
             chunks = [NewChunk(text, 0, len(text), len(text.split())) for text in part]
-            document = NewDocument(f"document {at}", f"Document {at}", "", "text/plain", sum(map(len, part)), {"number": at})
+            document = NewDocument(
+                f"document {at}", f"Document {at}", "", "text/plain", sum(map(len, part)), {"number": at}
+            )
             batch.append((document, chunks, vectors[at : at + len(part)]))
         store.replace_documents(_NAMESPACE, batch)
     document = store.find_source(_NAMESPACE, "document 0")
@@ -130,7 +150,14 @@ def _write(store: Any, vectors: Any, lines: list[str]) -> int:
 
 
 def _compare(
-    data_dir: Path, raw_path: Path, index_type: str, vectors: Any, queries: Any, truth: Any, first: int, quick: bool
+    data_dir: Path,
+    raw_path: Path,
+    index_type: str,
+    vectors: Any,
+    queries: Any,
+    truth: Any,
+    first: int,
+    quick: bool,
 ) -> dict[str, Any]:
     """Build, save, open and query both."""
     import faiss
@@ -226,7 +253,9 @@ def _opened(make: Callable[[], Any]) -> tuple[Any, int, float]:
     import psutil
 
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only: give freed memory back, so that growth means something
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # glibc only: give freed memory back, so that growth means something
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     process = psutil.Process()
     before = process.memory_info().rss
@@ -235,7 +264,9 @@ def _opened(make: Callable[[], Any]) -> tuple[Any, int, float]:
     return made, process.memory_info().rss - before, time.perf_counter() - started
 
 
-def _latency(store: Any, raw: Any, queries: Any, truth: Any, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+def _latency(
+    store: Any, raw: Any, queries: Any, truth: Any, quick: bool
+) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds per single-query search, and recall@10, of both."""
     import faiss
 
@@ -252,16 +283,26 @@ def _latency(store: Any, raw: Any, queries: Any, truth: Any, quick: bool) -> tup
         rounds = 1 if quick else max(1, min(20, round(_SECONDS_PER_SIDE / each / len(single))))
         asked = single * rounds
         same = store.faiss_index(_NAMESPACE)
-        ids_ms, raw_ms = _alternate(lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked)
-        rows_ms, raw_again_ms = _alternate(lambda q: store.search(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked)
-        _, copy_ms = _alternate(lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: raw.search(q, _K), asked)
+        ids_ms, raw_ms = _alternate(
+            lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked
+        )
+        rows_ms, raw_again_ms = _alternate(
+            lambda q: store.search(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked
+        )
+        _, copy_ms = _alternate(
+            lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: raw.search(q, _K), asked
+        )
         ours = [store.search_ids(_NAMESPACE, query, _K)[1][0] for query in single]
         theirs = [raw.search(query, _K)[1][0] for query in single]
     finally:
         faiss.omp_set_num_threads(threads)
 
     def recall(found: list[Any]) -> float:
-        return round(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, truth, strict=True)) / truth.size, 4)
+        return round(
+            sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, truth, strict=True))
+            / truth.size,
+            4,
+        )
 
     p50, p99 = report.percentile(ids_ms, 50), report.percentile(ids_ms, 99)
     raw_p50, raw_p99 = report.percentile(raw_ms, 50), report.percentile(raw_ms, 99)
@@ -279,7 +320,9 @@ def _latency(store: Any, raw: Any, queries: Any, truth: Any, quick: bool) -> tup
     return latency, {"recall@10": recall(ours), "raw recall@10": recall(theirs)}
 
 
-def _alternate(ours: Callable[[Any], Any], rival: Callable[[Any], Any], queries: Sequence[Any]) -> tuple[list[float], list[float]]:
+def _alternate(
+    ours: Callable[[Any], Any], rival: Callable[[Any], Any], queries: Sequence[Any]
+) -> tuple[list[float], list[float]]:
     """Milliseconds of each call; who goes first changes with every query."""
     times: tuple[list[float], list[float]] = ([], [])
     for number, query in enumerate(queries):

@@ -1,10 +1,12 @@
-"""Vectors for the index benchmark: embeddings of real text, multiplied by perturbation along their own covariance.
+"""Vectors for the index benchmark: embeddings of real text, multiplied by perturbation along their own
+covariance.
 
-Embedding half a million sentences would take hours on two cores, and random vectors are no stand-in: they have no neighbours, which makes
-every approximate index look bad in a way that text never does. So a few thousand real sentences are embedded; each further vector is one
-of them, x, moved by 0.6 L z and normalised again, where L L^T is the covariance of the real embeddings and z is standard normal. That keeps
-the directions in which text varies, and gives each sentence neighbours at a cosine of about 0.8. Queries are real sentences held out.
-"""
+Embedding half a million sentences would take hours on two cores, and random vectors are no stand-in: they
+have no neighbours, which makes every approximate index look bad in a way that text never does. So a few
+thousand real sentences are embedded; each further vector is one of them, x, moved by 0.6 L z and normalised
+again, where L L^T is the covariance of the real embeddings and z is standard normal. That keeps the
+directions in which text varies, and gives each sentence neighbours at a cosine of about 0.8. Queries are real
+sentences held out."""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _SLAB = 50_000
 
 
 def sentences(texts: Path | None, limit: int) -> list[str]:
-    """Distinct sentences and lines of 25 to 400 characters, from the example corpus or from a .jsonl[.xz] of {text}, in a fixed order."""
+    """Distinct sentences and lines of 25 to 400 characters, from the example corpus or from a .jsonl[.xz] of
+    {text}, in a fixed order.
+    """
     found: dict[str, None] = {}
     for text in _articles(texts) if texts else _corpus():
         for piece in re.split(r"(?<=[.!?;])\s+|\n+", text):
@@ -42,11 +46,17 @@ def _corpus() -> Iterator[str]:
         if path.suffix in {".md", ".txt"}:
             yield path.read_text(encoding="utf-8")
         elif path.suffix == ".html":
-            yield re.sub(r"<(script|style).*?</\1>|<[^>]+>", "\n", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+            yield re.sub(
+                r"<(script|style).*?</\1>|<[^>]+>", "\n", path.read_text(encoding="utf-8"), flags=re.DOTALL
+            )
 
 
 def _articles(path: Path) -> Iterator[str]:
-    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else open(path, encoding="utf-8") as file:
+    with (
+        lzma.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".xz"
+        else open(path, encoding="utf-8") as file
+    ):
         for line in file:
             yield json.loads(line)["text"]
 
@@ -58,11 +68,15 @@ def multiply(real: Any, n: int, *, seed: int = 0) -> tuple[Any, Any]:
     rng = np.random.default_rng(seed)
     centred = real - real.mean(axis=0)
     values, directions = np.linalg.eigh(centred.T @ centred / len(real))
-    spread = (directions * np.sqrt(np.maximum(values, 0))).astype(np.float32).T  # z @ spread has the covariance of `real`
+    spread = (
+        (directions * np.sqrt(np.maximum(values, 0))).astype(np.float32).T
+    )  # z @ spread has the covariance of `real`
     out = np.empty((n, real.shape[1]), dtype=np.float32)
     origin = rng.integers(len(real), size=n)
     for start in range(0, n, _SLAB):
         part = slice(start, min(n, start + _SLAB))
-        moved = real[origin[part]] + SPREAD * (rng.standard_normal(out[part].shape, dtype=np.float32) @ spread)
+        moved = real[origin[part]] + SPREAD * (
+            rng.standard_normal(out[part].shape, dtype=np.float32) @ spread
+        )
         out[part] = moved / np.linalg.norm(moved, axis=1, keepdims=True)
     return out, origin

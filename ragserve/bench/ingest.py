@@ -1,8 +1,8 @@
 """Ingestion end to end beside embedding alone: what parsing, chunking, indexing and bookkeeping cost on top.
 
-Both sides embed the same chunks with the same embedder in the same process, alternately; end to end starts with files on disk and ends
-with a committed index. The figure that counts is the share: end to end / embedding alone, in chunks a second.
-"""
+Both sides embed the same chunks with the same embedder in the same process, alternately; end to end starts
+with files on disk and ends with a committed index. The figure that counts is the share: end to end /
+embedding alone, in chunks a second."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ __all__ = ["run"]
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 
 
-def run(out_dir: Path | None, *, quick: bool = False, texts: Path | None = None, copies: int = 3, rounds: int = 3) -> dict[str, Any]:
-    """Ingest ``copies`` of the example corpus under distinct names, or the articles of ``texts`` ({title, text} .jsonl or .jsonl.xz).
+def run(
+    out_dir: Path | None, *, quick: bool = False, texts: Path | None = None, copies: int = 3, rounds: int = 3
+) -> dict[str, Any]:
+    """Ingest ``copies`` of the example corpus under distinct names, or the articles of ``texts`` ({title,
+    text} .jsonl or .jsonl.xz).
 
-    ``rounds`` alternate the two sides; medians are reported. ``quick``: 8 files, one round. Raises ``InvalidRequest`` without documents.
-    """
+    ``rounds`` alternate the two sides; medians are reported. ``quick``: 8 files, one round. Raises
+    ``InvalidRequest`` without documents."""
     from ragserve.retrieval.embedder import Embedder
 
     settings = load()
@@ -38,7 +41,11 @@ def run(out_dir: Path | None, *, quick: bool = False, texts: Path | None = None,
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
         source = Path(folder) / "documents"
         source.mkdir()
-        n_files = _write_articles(texts, source, 20 if quick else 400) if texts else _copy_corpus(source, copies, quick)
+        n_files = (
+            _write_articles(texts, source, 20 if quick else 400)
+            if texts
+            else _copy_corpus(source, copies, quick)
+        )
         if not n_files:
             raise InvalidRequest(f"No documents in {texts or _CORPUS}.")
         whole, alone = [], []
@@ -105,7 +112,13 @@ def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path)
         store.close()
         shutil.rmtree(data_dir)
     progress = result.progress
-    return {"seconds": seconds, "embed_s": progress.embed_s, "index_s": progress.index_s, "tokens": progress.tokens, "texts": texts}
+    return {
+        "seconds": seconds,
+        "embed_s": progress.embed_s,
+        "index_s": progress.index_s,
+        "tokens": progress.tokens,
+        "texts": texts,
+    }
 
 
 def _copy_corpus(target: Path, copies: int, quick: bool) -> int:
@@ -126,6 +139,10 @@ def _write_articles(texts: Path, target: Path, limit: int) -> int:
 
 
 def _articles(path: Path) -> Iterator[dict[str, str]]:
-    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else open(path, encoding="utf-8") as file:
+    with (
+        lzma.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".xz"
+        else open(path, encoding="utf-8") as file
+    ):
         for line in file:
             yield json.loads(line)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 
 def ndcg(ranking: Sequence[str], judged: Mapping[str, int], k: int) -> float:
-    """nDCG@k in [0, 1] with linear gain: DCG = sum of rel_i / log2(i + 1) over ranks i = 1..k, divided by that of the best order.
+    """nDCG@k in [0, 1] with linear gain: DCG = sum of rel_i / log2(i + 1) over ranks i = 1..k, divided by
+    that of the best order.
 
     A document without judgement has gain 0. 0.0 where nothing relevant was judged.
     """
@@ -16,7 +17,9 @@ def ndcg(ranking: Sequence[str], judged: Mapping[str, int], k: int) -> float:
 
 
 def recall(ranking: Sequence[str], judged: Mapping[str, int], k: int) -> float:
-    """Share of the relevant documents (gain above 0) among the first k; 0.0 where nothing relevant was judged."""
+    """Share of the relevant documents (gain above 0) among the first k; 0.0 where nothing relevant was
+    judged.
+    """
     relevant = {doc for doc, gain in judged.items() if gain > 0}
     return len(relevant & set(ranking[:k])) / len(relevant) if relevant else 0.0
 

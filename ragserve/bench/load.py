@@ -1,10 +1,11 @@
-"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, the highest rate with p99 TTFT within a limit.
+"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, the highest rate with p99
+TTFT within a limit.
 
-One engine, documents computed and analysed beforehand and then held in host memory only, so that composed contexts are filled from there.
-For each strategy a short closed loop finds about what the engine can do; then rates are tried, each with the same arrivals (only faster or
-slower) and the same queries in the same order. Strategies other than ``full`` are tried at ``full``'s highest rate first: there the KV
-slots of all are compared.
-"""
+One engine, documents computed and analysed beforehand and then held in host memory only, so that composed
+contexts are filled from there. For each strategy a short closed loop finds about what the engine can do; then
+rates are tried, each with the same arrivals (only faster or slower) and the same queries in the same order.
+Strategies other than ``full`` are tried at ``full``'s highest rate first: there the KV slots of all are
+compared."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench import model_shapes as in_process
-from ragserve.bench.open_loop import SEED, Outcome, capacity, offer
+from ragserve.bench.open_loop import SEED, LoadOutcome, capacity, offer
 from ragserve.bench.retrieval_trace import Trace, cache, everything_of, read_trace
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
@@ -38,11 +39,11 @@ _CACHED = "load"  # the namespace whose documents are cached
 
 @dataclass(frozen=True)
 class Effort:
-    """``arrivals_s``: of one rate; ``rates``: tried for each strategy; ``probe_s``: of the closed loop, after half as long to warm up;
-    ``limit_s``: for p99 of TTFT.
+    """``arrivals_s``: of one rate; ``rates``: tried for each strategy; ``probe_s``: of the closed loop, after
+    half as long to warm up; ``limit_s``: for p99 of TTFT.
 
-    ``seconds``: from the start of the measurement on; when the next rate would not end within it, it is not begun.
-    """
+    ``seconds``: from the start of the measurement on; when the next rate would not end within it, it is not
+    begun."""
 
     arrivals_s: float = 15.0
     rates: int = 4
@@ -63,21 +64,36 @@ def run(
     effort: Effort | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A row per trace, number of passages and strategy; the JSON is written anew after each. Raises InvalidRequest without a trace.
+    """A row per trace, number of passages and strategy; the JSON is written anew after each. Raises
+    InvalidRequest without a trace.
 
-    ``passages``: of one query; 0 as many as the trace has, more: see `traces.read_trace`. ``shape``: `embedded` (the small model) or one
-    of `in_process.SHAPES`, with random weights. ``settings`` are the server's.
-    """
+    ``passages``: of one query; 0 as many as the trace has, more: see `traces.read_trace`. ``shape``:
+    `embedded` (the small model) or one of `in_process.SHAPES`, with random weights. ``settings`` are the
+    server's."""
     if not traces:
-        raise InvalidRequest("load needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it.")
+        raise InvalidRequest(
+            "load needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it."
+        )
     effort = effort or (Effort(3.0, 2, 1.0) if quick else Effort())
     specs = parse(strategies)
-    parts = [read_trace(path, min(n_queries, 8) if quick else n_queries, DEFAULT_MODEL, passages=n) for path in traces for n in passages]
+    parts = [
+        read_trace(path, min(n_queries, 8) if quick else n_queries, DEFAULT_MODEL, passages=n)
+        for path in traces
+        for n in passages
+    ]
     with tempfile.TemporaryDirectory(prefix="ragserve-load-") as folder:
-        flags: dict[str, Any] = {"data_dir": Path(folder) / "data", "port": 30998, "kv_disk_bytes": 0, "kv_analysis_bytes": 4 * 2**30}
+        flags: dict[str, Any] = {
+            "data_dir": Path(folder) / "data",
+            "port": 30998,
+            "kv_disk_bytes": 0,
+            "kv_analysis_bytes": 4 * 2**30,
+        }
         if shape != "embedded":
             flags |= {"model": in_process.dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
-            settings = {**settings, "engine_args": {"load_format": "dummy", **settings.get("engine_args", {})}}
+            settings = {
+                **settings,
+                "engine_args": {"load_format": "dummy", **settings.get("engine_args", {})},
+            }
         flags["kv_host_bytes"] = _host_bytes(parts, shape)
         flags |= settings
         found = _Report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
@@ -95,7 +111,11 @@ def run(
 
 def _host_bytes(parts: Sequence[Trace], shape: str) -> int:
     """Room for all documents of all traces, each with a page that is not full."""
-    token = in_process.kv_bytes_per_token(shape) if shape != "embedded" else in_process.embedded_kv_bytes_per_token()
+    token = (
+        in_process.kv_bytes_per_token(shape)
+        if shape != "embedded"
+        else in_process.embedded_kv_bytes_per_token()
+    )
     return sum(trace.tokens + 32 * (len(trace.unique) + 1) for trace in parts) * token + 2**28
 
 
@@ -109,7 +129,16 @@ _NOTE = (
 )
 
 
-_SHOWN = ("passages", "strategy", "requests/s", "too many/s", "ttft ms p50", "ttft ms p99", "of full's %", "most KV slots at full's rate")
+_SHOWN = (
+    "passages",
+    "strategy",
+    "requests/s",
+    "too many/s",
+    "ttft ms p50",
+    "ttft ms p99",
+    "of full's %",
+    "most KV slots at full's rate",
+)
 
 
 class _Report:
@@ -127,7 +156,11 @@ class _Report:
         }
 
     def describe(self, info: Any) -> None:
-        self._workload |= {"device": info.device, "attention": info.attention_backend, "KV slots": info.max_total_tokens}
+        self._workload |= {
+            "device": info.device,
+            "attention": info.attention_backend,
+            "KV slots": info.max_total_tokens,
+        }
 
     def trace(self, trace: Trace) -> None:
         tokens = [query.spans[-1][1] - query.spans[0][1] for query in trace.queries]
@@ -163,26 +196,42 @@ class _Load:
     async def run(self, specs: Sequence[StrategySpec]) -> None:
         self._found.trace(self._trace)
         started = self._clock()
-        print(f"{self._trace.name}: {len(self._trace.unique)} documents, {self._trace.tokens:,} tokens to cache", flush=True)
+        print(
+            f"{self._trace.name}: {len(self._trace.unique)} documents, {self._trace.tokens:,} tokens to cache",
+            flush=True,
+        )
         await cache(self._engine, _CACHED, self._trace)
         await self._engine.control("evict", tiers=["device"])
         where = set((await self._engine.where(_CACHED, everything_of(self._trace))).fastest())
         if where != {"host"}:
-            raise RagserveError(f"after warming, documents are on {', '.join(sorted(where))}, not all on host")
+            raise RagserveError(
+                f"after warming, documents are on {', '.join(sorted(where))}, not all on host"
+            )
         print(f"cached in {self._clock() - started:.0f} s", flush=True)
         for spec in specs:
             self._found.add(await self._row(spec))
 
     async def _row(self, spec: StrategySpec) -> dict[str, Any]:
-        row: dict[str, Any] = {"trace": self._trace.name, "passages": len(self._trace.queries[0].documents), "strategy": spec.label}
+        row: dict[str, Any] = {
+            "trace": self._trace.name,
+            "passages": len(self._trace.queries[0].documents),
+            "strategy": spec.label,
+        }
         try:
             await self._check(spec)
             tried, most = await self._rates(spec)
         except RagserveError as error:  # the others go on
             return row | {"error": str(error)}
-        good = max((each for each in tried if each.within(self._effort.limit_s)), key=lambda each: each.rate, default=None)
+        good = max(
+            (each for each in tried if each.within(self._effort.limit_s)),
+            key=lambda each: each.rate,
+            default=None,
+        )
         bad = [each.rate for each in tried if not each.within(self._effort.limit_s)]
-        row |= {"requests/s": _rounded(good.rate) if good else None, "too many/s": _rounded(min(bad)) if bad else None}
+        row |= {
+            "requests/s": _rounded(good.rate) if good else None,
+            "too many/s": _rounded(min(bad)) if bad else None,
+        }
         if spec.name == "full" and good is not None:
             self._full_rate = good.rate
         if good is None:
@@ -190,9 +239,19 @@ class _Load:
         slots = statistics.mean(_slots(chunk) for chunk in good.last)
         if spec.name == "full":
             self._full_slots = slots
-        kept = [chunk.context.kept / chunk.context.document_tokens for chunk in good.last if chunk.context is not None]
-        recomputed = [chunk.context.recomputed / chunk.context.document_tokens for chunk in good.last if chunk.context is not None]
-        common = [most[i] for i, each in enumerate(tried) if each.rate == self._full_rate and each is not None]
+        kept = [
+            chunk.context.kept / chunk.context.document_tokens
+            for chunk in good.last
+            if chunk.context is not None
+        ]
+        recomputed = [
+            chunk.context.recomputed / chunk.context.document_tokens
+            for chunk in good.last
+            if chunk.context is not None
+        ]
+        common = [
+            most[i] for i, each in enumerate(tried) if each.rate == self._full_rate and each is not None
+        ]
         row |= {
             "requests": good.arrivals,
             "ttft ms p50": round(1e3 * report.percentile(good.ttft_s, 50), 1),
@@ -200,24 +259,33 @@ class _Load:
             "answer tokens/s": round(sum(chunk.usage.completion for chunk in good.last) / good.seconds, 1),
             "kept %": round(100 * statistics.mean(kept), 1) if kept else None,
             "recomputed %": round(100 * statistics.mean(recomputed), 1) if recomputed else None,
-            "prefix %": round(100 * statistics.mean(chunk.usage.cached / chunk.usage.prompt for chunk in good.last), 1),
+            "prefix %": round(
+                100 * statistics.mean(chunk.usage.cached / chunk.usage.prompt for chunk in good.last), 1
+            ),
             "KV slots a request": round(slots),
             "of full's %": round(100 * slots / self._full_slots, 1) if self._full_slots else None,
             "most KV slots at full's rate": common[0] if common else None,
             "most KV slots": most[tried.index(good)],
         }
-        return row | {"answered otherwise": sum(c.fallback is not None for c in good.last), "tried": _tried(tried, self._effort.limit_s)}
+        return row | {
+            "answered otherwise": sum(c.fallback is not None for c in good.last),
+            "tried": _tried(tried, self._effort.limit_s),
+        }
 
-    async def _rates(self, spec: StrategySpec) -> tuple[list[Outcome], list[int]]:
+    async def _rates(self, spec: StrategySpec) -> tuple[list[LoadOutcome], list[int]]:
         """What was tried, and the most KV slots held in each."""
-        tried: list[Outcome] = []
+        tried: list[LoadOutcome] = []
         most: list[int] = []
         limit = self._effort.limit_s
         make = self._maker(spec)
-        await capacity(self._engine, make, AT_ONCE, self._effort.probe_s / 2)  # kernels are compiled when they are first needed
+        await capacity(
+            self._engine, make, AT_ONCE, self._effort.probe_s / 2
+        )  # kernels are compiled when they are first needed
         guess = await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s)
         await self._idle()
-        print(f"{spec.label}: {guess:.2f} first tokens a second with {AT_ONCE} requests in flight", flush=True)
+        print(
+            f"{spec.label}: {guess:.2f} first tokens a second with {AT_ONCE} requests in flight", flush=True
+        )
         low, high = 0.0, math.inf
         first = self._full_rate if self._full_rate is not None and spec.name != "full" else None
         while len(tried) < self._effort.rates:
@@ -230,7 +298,10 @@ class _Load:
             most.append((await self._engine.control("slots"))["most"])
             await self._idle()
             tried.append(outcome)
-            print(f"  {_tried([outcome], limit)}, {outcome.arrivals} requests, {outcome.errors[:1] or ''}", flush=True)
+            print(
+                f"  {_tried([outcome], limit)}, {outcome.arrivals} requests, {outcome.errors[:1] or ''}",
+                flush=True,
+            )
             if outcome.within(limit):
                 low = max(low, rate)
             else:
@@ -243,7 +314,8 @@ class _Load:
         """Requests of one run, by number: the same queries in the same order for all."""
         self._runs += 1
         run = self._runs
-        # Documents' cache is what composed contexts read; the prefix cache is to begin empty, and its keys are namespaces'.
+        # Documents' cache is what composed contexts read; the prefix cache is to begin empty, and its keys
+        # are namespaces'.
         namespace = f"run-{run}" if spec.name in EXACT_STRATEGIES else _CACHED
         queries = [self._trace.queries[i] for i in self._order]
         requests = [
@@ -261,7 +333,9 @@ class _Load:
         return lambda number: replace(requests[number % len(requests)], rid=f"load-{run}-{number}")
 
     async def _check(self, spec: StrategySpec) -> None:
-        """One request alone. Raises RagserveError where something else than the strategy, or another tier than host, answers it."""
+        """One request alone. Raises RagserveError where something else than the strategy, or another tier
+        than host, answers it.
+        """
         last = None
         async for chunk in self._engine.generate(self._maker(spec)(0)):
             last = chunk
@@ -274,7 +348,9 @@ class _Load:
             raise RagserveError(f"a request alone is not composed from host: {last.fallback or last.context}")
 
     async def _idle(self) -> None:
-        """Nothing runs and every slot is free or can be evicted. Raises RagserveError where that does not come."""
+        """Nothing runs and every slot is free or can be evicted. Raises RagserveError where that does not
+        come.
+        """
         until = self._clock() + IDLE_S
         while (held := (await self._engine.control("slots"))["now"]) > 0:
             if self._clock() > until:
@@ -301,7 +377,7 @@ def _rounded(rate: float) -> float:
     return round(rate, 2)
 
 
-def _tried(outcomes: Sequence[Outcome], limit_s: float) -> str:
+def _tried(outcomes: Sequence[LoadOutcome], limit_s: float) -> str:
     return ", ".join(
         f"{_rounded(each.rate)}/s {'within' if each.within(limit_s) else 'not within'} "
         f"(p99 {'given up' if each.broken else f'{1e3 * each.p99_s:.0f} ms'})"

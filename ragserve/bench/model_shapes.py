@@ -30,7 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    # next to nothing to compute: what is left is the scheduler, the messages between processes and the composition's own bookkeeping
+    # next to nothing to compute: what is left is the scheduler, the messages between processes and the
+    # composition's own bookkeeping
     "hollow": _LLAMA
     | {
         "hidden_size": 64,
@@ -57,7 +58,9 @@ def embedded_kv_bytes_per_token() -> int:
 
 
 def dummy_model(shape: str, folder: Path) -> str:
-    """A folder with the shape's configuration and the small model's tokenizer; with ``load_format=dummy`` SGLang makes up the weights."""
+    """A folder with the shape's configuration and the small model's tokenizer; with ``load_format=dummy``
+    SGLang makes up the weights.
+    """
     model = folder / shape
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(SHAPES[shape]))

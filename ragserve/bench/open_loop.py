@@ -1,4 +1,6 @@
-"""Requests that come when they come: Poisson arrivals sent to an engine whether or not it keeps up, and what became of them."""
+"""Requests that come when they come: Poisson arrivals sent to an engine whether or not it keeps up, and what
+became of them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ _WATCH_S = 0.1
 
 
 @dataclass
-class Outcome:
-    """Of one rate. ``ttft_s``: seconds from a request's arrival, which is when it should have been sent, to its first token.
+class LoadOutcome:
+    """Of one rate. ``ttft_s``: seconds from a request's arrival, which is when it should have been sent, to
+    its first token.
 
-    ``broken``: given up as soon as p99 could not be within the limit any more; figures are then of what there was until then.
-    """
+    ``broken``: given up as soon as p99 could not be within the limit any more; figures are then of what there
+    was until then."""
 
     rate: float
     arrivals: int
@@ -39,11 +42,18 @@ class Outcome:
 
     def within(self, limit_s: float) -> bool:
         """Every request was answered, and p99 of TTFT is within the limit."""
-        return not self.broken and not self.errors and len(self.ttft_s) == self.arrivals and self.p99_s <= limit_s
+        return (
+            not self.broken
+            and not self.errors
+            and len(self.ttft_s) == self.arrivals
+            and self.p99_s <= limit_s
+        )
 
 
 def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[float]:
-    """Seconds from the start, at least one arrival. The same seed gives the same pattern at every rate, only faster or slower."""
+    """Seconds from the start, at least one arrival. The same seed gives the same pattern at every rate, only
+    faster or slower.
+    """
     draw = random.Random(seed)
     times = [draw.expovariate(1.0) / rate]
     while (at := times[-1] + draw.expovariate(1.0) / rate) < seconds:
@@ -51,10 +61,14 @@ def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[floa
     return times
 
 
-async def offer(engine: Any, make: Callable[[int], GenerateRequest], rate: float, seconds: float, limit_s: float) -> Outcome:
-    """``make(i)`` is sent at the i-th arrival. Returns when all are answered, or aborted because the rate is too high."""
+async def offer(
+    engine: Any, make: Callable[[int], GenerateRequest], rate: float, seconds: float, limit_s: float
+) -> LoadOutcome:
+    """``make(i)`` is sent at the i-th arrival. Returns when all are answered, or aborted because the rate is
+    too high.
+    """
     times = arrival_times(rate, seconds)
-    outcome = Outcome(rate, len(times))
+    outcome = LoadOutcome(rate, len(times))
     waiting: dict[int, float] = {}  # when they came
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -81,7 +95,9 @@ async def offer(engine: Any, make: Callable[[int], GenerateRequest], rate: float
     while pending := [task for task in tasks if not task.done()]:
         await asyncio.wait(pending, timeout=_WATCH_S)
         now = clock()
-        late = sum(now - came > limit_s for came in waiting.values()) + sum(ttft > limit_s for ttft in outcome.ttft_s)
+        late = sum(now - came > limit_s for came in waiting.values()) + sum(
+            ttft > limit_s for ttft in outcome.ttft_s
+        )
         if late > allowed or now - started > times[-1] + limit_s + DRAIN_S:
             outcome.broken = True
             for task in pending:
@@ -91,8 +107,12 @@ async def offer(engine: Any, make: Callable[[int], GenerateRequest], rate: float
     return outcome
 
 
-async def capacity(engine: Any, make: Callable[[int], GenerateRequest], at_once: int, seconds: float) -> float:
-    """First tokens a second while ``at_once`` requests are always in flight: about where the highest rate will be."""
+async def capacity(
+    engine: Any, make: Callable[[int], GenerateRequest], at_once: int, seconds: float
+) -> float:
+    """First tokens a second while ``at_once`` requests are always in flight: about where the highest rate
+    will be.
+    """
     numbers = itertools.count()
     clock = asyncio.get_running_loop().time
     started, first = clock(), 0
@@ -109,7 +129,9 @@ async def capacity(engine: Any, make: Callable[[int], GenerateRequest], at_once:
                         return
 
     clients = [asyncio.create_task(client()) for _ in range(at_once)]
-    done, pending = await asyncio.wait(clients, timeout=seconds + DRAIN_S, return_when=asyncio.FIRST_EXCEPTION)
+    done, pending = await asyncio.wait(
+        clients, timeout=seconds + DRAIN_S, return_when=asyncio.FIRST_EXCEPTION
+    )
     elapsed = clock() - started
     for task in pending:
         task.cancel()

@@ -23,7 +23,9 @@ _ALLOCATES = ("cudaMalloc", "cudaHostAlloc", "cudaFree", "cudaFreeHost", "cudaMa
 
 
 async def profiled(engine: LocalEngine, work: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-    """Profile the scheduler while ``work`` runs; :func:`summary` of what was seen. Raises EngineError where no trace comes."""
+    """Profile the scheduler while ``work`` runs; :func:`summary` of what was seen. Raises EngineError where
+    no trace comes.
+    """
     with tempfile.TemporaryDirectory(prefix="ragserve-trace-") as folder:
         async with engine.profiled(Path(folder)):
             await work()
@@ -54,10 +56,10 @@ def _read(folder: Path) -> list[Mapping[str, Any]] | None:
 def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts and milliseconds of a trace in Chrome's format.
 
-    ``device span``: from the first piece of work on the device to the end of the last; ``device busy``: of that, when any ran.
-    ``launches``: calls that put kernels or graphs on a stream. ``waits``: calls in which the host waits for the device; ``allocations``:
-    calls that make or free device or pinned memory, which wait, too.
-    """
+    ``device span``: from the first piece of work on the device to the end of the last; ``device busy``: of
+    that, when any ran. ``launches``: calls that put kernels or graphs on a stream. ``waits``: calls in which
+    the host waits for the device; ``allocations``: calls that make or free device or pinned memory, which
+    wait, too."""
     whole = [event for event in events if event.get("ph") == "X"]
     device = sorted((event for event in whole if event.get("cat") in _DEVICE), key=lambda event: event["ts"])
     calls = [event for event in whole if event.get("cat") in ("cuda_runtime", "cuda_driver")]
@@ -81,7 +83,9 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "graphs": sum("GraphLaunch" in event["name"] for event in calls),
         "waits": _by_name([event for event in calls if event["name"] in _WAITS]),
         "allocations": _by_name([event for event in calls if event["name"] in _ALLOCATES]),
-        "copies, MiB, ms": {name: [int(n), round(size, 3), round(ms, 3)] for name, (n, size, ms) in copies.items()},
+        "copies, MiB, ms": {
+            name: [int(n), round(size, 3), round(ms, 3)] for name, (n, size, ms) in copies.items()
+        },
         "kernels by time": _by_name(kernels),
         "host by time": _by_name([event for event in whole if event.get("cat") == "cpu_op"]),
     }

@@ -1,8 +1,8 @@
 """The tables of README files, made from what they are about: the settings, and the benchmarks' JSON.
 
-A section stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. ``settings`` is made from `ragserve.config.Settings`; any other
-name is a file ``NAME.json`` of examples/results, as `ragserve.measuring.report.write` leaves it, optionally followed by the columns to
-show."""
+A section stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. ``settings`` is made from
+`ragserve.config.Settings`; any other name is a file ``NAME.json`` of examples/results, as
+`ragserve.measuring.report.write` leaves it, optionally followed by the columns to show."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from ragserve.bench import curves
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 
-_SECTION = re.compile(r"(<!-- table: (?P<name>[\w-]+)(?: (?P<columns>[^>]*?))? -->\n).*?(<!-- /table -->)", re.DOTALL)
+_SECTION = re.compile(
+    r"(<!-- table: (?P<name>[\w-]+)(?: (?P<columns>[^>]*?))? -->\n).*?(<!-- /table -->)", re.DOTALL
+)
 _REPO = Path(__file__).resolve().parent.parent.parent
 
 
 def rewritten(text: str, results: Path) -> str:
-    """``text`` with every marked section made anew. Raises ``InvalidRequest`` for a file that is no report, or an unknown column."""
+    """``text`` with every marked section made anew. Raises ``InvalidRequest`` for a file that is no report,
+    or an unknown column.
+    """
 
     def section(found: re.Match[str]) -> str:
         if found["name"] == "settings":
@@ -46,7 +50,9 @@ def settings_table() -> str:
 
 
 def result_table(path: Path, columns: Sequence[str] = ()) -> str:
-    """The rows of one benchmark, and below them the machine and the note; a line that says so where it was not run yet."""
+    """The rows of one benchmark, and below them the machine and the note; a line that says so where it was
+    not run yet.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         rows, environment = report["rows"], report["environment"]
@@ -56,7 +62,9 @@ def result_table(path: Path, columns: Sequence[str] = ()) -> str:
         raise InvalidRequest(f"{path} is not a benchmark's report: {error!r}.") from error
     known = list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in columns if column not in known]:
-        raise InvalidRequest(f"{path.name} has no column {missing[0]!r}.", hint=f"It has: {', '.join(known)}.")
+        raise InvalidRequest(
+            f"{path.name} has no column {missing[0]!r}.", hint=f"It has: {', '.join(known)}."
+        )
     chosen = list(columns) or known
     table = _table(chosen, [[_cell(row.get(column)) for column in chosen] for row in rows])
     workload = ", ".join(f"{key}: {value}" for key, value in report["workload"].items())
@@ -73,7 +81,9 @@ def _default(name: str, default: Any) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -88,13 +98,19 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``README ... [--check]``: their tables, and the picture of the evaluation; 1 where ``--check`` finds one out of date."""
+    """``README ... [--check]``: their tables, and the picture of the evaluation; 1 where ``--check`` finds
+    one out of date.
+    """
     results = _REPO / "examples" / "results"
     paths = [Path(argument) for argument in arguments if argument != "--check"]
     wanted = {path: rewritten(path.read_text(encoding="utf-8"), results) for path in paths}
     if (svg := curves.picture(results)) is not None:
         wanted[results / curves.PICTURE] = svg
-    stale = [place for place, text in wanted.items() if not place.exists() or place.read_text(encoding="utf-8") != text]
+    stale = [
+        place
+        for place, text in wanted.items()
+        if not place.exists() or place.read_text(encoding="utf-8") != text
+    ]
     if stale and "--check" in arguments:
         print(f"{', '.join(map(str, stale))} out of date: run scripts/readme-tables", file=sys.stderr)
         return 1

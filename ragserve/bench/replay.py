@@ -1,9 +1,10 @@
-"""Replaying a retrieval trace: what each tier of the document cache catches, and the time to the first token, beside the prefix cache.
+"""Replaying a retrieval trace: what each tier of the document cache catches, and the time to the first token,
+beside the prefix cache.
 
-Queries come one after another, as they did, to a real engine whose KV pool holds a share of all documents' tokens. Each share is an engine
-of its own, in a process of its own, on one folder: the documents warmed by the first are found by the others. Strategies answer the same
-prompts; ``prefix`` is SGLang's exact prefix cache. After every query each tier must be within its budget.
-"""
+Queries come one after another, as they did, to a real engine whose KV pool holds a share of all documents'
+tokens. Each share is an engine of its own, in a process of its own, on one folder: the documents warmed by
+the first are found by the others. Strategies answer the same prompts; ``prefix`` is SGLang's exact prefix
+cache. After every query each tier must be within its budget."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench import model_shapes as in_process
-from ragserve.bench.retrieval_trace import SEED, Query, Trace, cache, everything_of, read_trace
+from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache, everything_of, read_trace
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring import report
 
@@ -37,8 +38,10 @@ TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
-class Case:
-    """``warmed``: the documents are on disk when the replay begins, device and host empty; else everything is."""
+class ReplayCase:
+    """``warmed``: the documents are on disk when the replay begins, device and host empty; else everything
+    is.
+    """
 
     name: str
     strategy: str
@@ -48,25 +51,33 @@ class Case:
 
 
 CASES = (
-    Case("prefix", "prefix", {}, warmed=False),
-    Case("concat", "concat", {}, warmed=False),
-    Case("concat, warmed", "concat", {}, warmed=True),
-    Case("epic 16, warmed", "epic", {"first": 16}, warmed=True),
-    Case(f"concat, warmed, {AT_ONCE} at once", "concat", {}, warmed=True, at_once=AT_ONCE),
+    ReplayCase("prefix", "prefix", {}, warmed=False),
+    ReplayCase("concat", "concat", {}, warmed=False),
+    ReplayCase("concat, warmed", "concat", {}, warmed=True),
+    ReplayCase("epic 16, warmed", "epic", {"first": 16}, warmed=True),
+    ReplayCase(f"concat, warmed, {AT_ONCE} at once", "concat", {}, warmed=True, at_once=AT_ONCE),
 )
 
 
 def run(
-    out_dir: Path | None, *, quick: bool = False, traces: Sequence[Path] = (), n_queries: int = 120, shares: Sequence[float] = SHARES
+    out_dir: Path | None,
+    *,
+    quick: bool = False,
+    traces: Sequence[Path] = (),
+    n_queries: int = 120,
+    shares: Sequence[float] = SHARES,
 ) -> dict[str, Any]:
-    """A row per trace, share and case, beside those of other shares on the same workload in the file. Raises InvalidRequest for no trace.
+    """A row per trace, share and case, beside those of other shares on the same workload in the file. Raises
+    InvalidRequest for no trace.
 
     ``shares``: of the documents' tokens, KV slots.
     """
     from ragserve.config import DEFAULT_MODEL
 
     if not traces:
-        raise InvalidRequest("replay needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it.")
+        raise InvalidRequest(
+            "replay needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it."
+        )
     n_queries, shares = (min(n_queries, 24), shares[:1]) if quick else (n_queries, shares)
     rows: list[dict[str, Any]] = []
     workload: dict[str, Any] = {"model": "ragserve-tiny", "queries": n_queries, "drawn with seed": SEED}
@@ -75,12 +86,19 @@ def run(
         trace = read_trace(path, n_queries, DEFAULT_MODEL)
         asked = sum(len(query.documents) for query in trace.queries)
         figures = f"{asked} asked for, {len(trace.unique)} different, {trace.tokens:,} tokens"
-        workload |= {f"documents of {trace.name}": figures, "host": f"{HOST_SHARE:.0%} of their KV", "disk": f"{DISK_SHARE:.0%}"}
+        workload |= {
+            f"documents of {trace.name}": figures,
+            "host": f"{HOST_SHARE:.0%} of their KV",
+            "disk": f"{DISK_SHARE:.0%}",
+        }
         with tempfile.TemporaryDirectory(prefix="ragserve-replay-") as folder:
             for share in shares:
                 rows += _engine(trace, share, Path(folder))
                 if out is not None:  # what is measured is kept, whatever becomes of the rest
-                    report.save(report.assemble("replay", workload, _with_earlier(out, workload, rows), note=_NOTE), out)
+                    report.save(
+                        report.assemble("replay", workload, _with_earlier(out, workload, rows), note=_NOTE),
+                        out,
+                    )
     return report.write("replay", workload, _with_earlier(out, workload, rows), out=out, note=_NOTE)
 
 
@@ -92,8 +110,12 @@ _NOTE = (
 )
 
 
-def _with_earlier(out: Path | None, workload: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These rows, and those that the file has of other shares, if it is about the same workload; by trace and share."""
+def _with_earlier(
+    out: Path | None, workload: Mapping[str, Any], rows: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """These rows, and those that the file has of other shares, if it is about the same workload; by trace and
+    share.
+    """
     earlier: list[dict[str, Any]] = []
     if out is not None and out.exists():
         try:
@@ -102,7 +124,9 @@ def _with_earlier(out: Path | None, workload: Mapping[str, Any], rows: Sequence[
             fresh = {(row["trace"], row["KV slots"]) for row in rows}
             earlier = [row for row in earlier if (row["trace"], row["KV slots"]) not in fresh]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(f"{out} is not a report of this benchmark: {error!r}.", hint="Move it away, or give --out.") from error
+            raise InvalidRequest(
+                f"{out} is not a report of this benchmark: {error!r}.", hint="Move it away, or give --out."
+            ) from error
     return sorted([*earlier, *rows], key=lambda row: (row["trace"], float(row["KV slots"].rstrip("%"))))
 
 
@@ -110,11 +134,27 @@ def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     """All cases on an engine of its own, in a process of its own: SGLang starts once in one."""
     job, result = folder / "job.json", folder / "result.json"
     queries = [[query.ids, query.spans, query.documents] for query in trace.queries]
-    job.write_text(json.dumps({"name": trace.name, "share": share, "folder": str(folder), "queries": queries, "unique": trace.unique}))
+    job.write_text(
+        json.dumps(
+            {
+                "name": trace.name,
+                "share": share,
+                "folder": str(folder),
+                "queries": queries,
+                "unique": trace.unique,
+            }
+        )
+    )
     result.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, "-m", "ragserve.bench.replay", str(job), str(result)], stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "ragserve.bench.replay", str(job), str(result)],
+        stderr=subprocess.PIPE,
+        check=False,
+    )
     if done.returncode or not result.exists():
-        raise RagserveError(f"The engine for {share:.0%} ended with {done.returncode}:\n{done.stderr[-3000:].decode(errors='replace')}")
+        raise RagserveError(
+            f"The engine for {share:.0%} ended with {done.returncode}:\n{done.stderr[-3000:].decode(errors='replace')}"
+        )
     return list(json.loads(result.read_text()))
 
 
@@ -126,14 +166,18 @@ def main(job_path: str, result_path: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     job = json.loads(Path(job_path).read_text())
-    queries = [Query(ids, [(a, b) for a, b in spans], documents) for ids, spans, documents in job["queries"]]
+    queries = [
+        TraceQuery(ids, [(a, b) for a, b in spans], documents) for ids, spans, documents in job["queries"]
+    ]
     trace = Trace(job["name"], queries, job["unique"])
     kv_bytes = trace.tokens * in_process.embedded_kv_bytes_per_token()
     settings = load(
         data_dir=Path(job["folder"]) / "data",
         port=_port(),
         log_level="warning",
-        max_total_tokens=max(int(trace.tokens * job["share"]), 2 * max(len(query.ids) for query in queries) + NEW_TOKENS),
+        max_total_tokens=max(
+            int(trace.tokens * job["share"]), 2 * max(len(query.ids) for query in queries) + NEW_TOKENS
+        ),
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
     )
@@ -166,7 +210,10 @@ class _Replay:
             if case.warmed:
                 await self._warm(namespace)
             rows.append(await self._case(case, namespace))
-            print(f"replay {self._trace.name} {self._share:.0%} {rows[-1]['strategy']}: {rows[-1]['ttft ms mean']} ms", flush=True)
+            print(
+                f"replay {self._trace.name} {self._share:.0%} {rows[-1]['strategy']}: {rows[-1]['ttft ms mean']} ms",
+                flush=True,
+            )
             if not case.warmed:
                 await self._engine.control("remove_namespace", namespace=namespace)
         return rows
@@ -177,9 +224,11 @@ class _Replay:
         await self._engine.control("evict", tiers=list(TIERS[:2]))
         where = await self._engine.where(namespace, everything_of(self._trace))
         if set(where.fastest()) != {"disk"}:
-            raise RagserveError(f"after warming, documents are on {Counter(where.fastest())}, not all on disk")
+            raise RagserveError(
+                f"after warming, documents are on {Counter(where.fastest())}, not all on disk"
+            )
 
-    async def _case(self, case: Case, namespace: str) -> dict[str, Any]:
+    async def _case(self, case: ReplayCase, namespace: str) -> dict[str, Any]:
         self._most.clear()
         evicted = (await self._within_budget())["evictions"]
         found: Counter[str] = Counter()
@@ -187,7 +236,7 @@ class _Replay:
         cached: list[float] = []
         waiting = asyncio.Semaphore(case.at_once)
 
-        async def one(number: int, query: Query) -> None:
+        async def one(number: int, query: TraceQuery) -> None:
             async with waiting:
                 if case.strategy != "prefix":
                     documents = [self._trace.unique[name] for name in query.documents]
@@ -201,7 +250,11 @@ class _Replay:
         await asyncio.gather(*(one(number, query) for number, query in enumerate(self._trace.queries)))
         seconds = time.perf_counter() - started
         stat = await self._within_budget()
-        row: dict[str, Any] = {"trace": self._trace.name, "KV slots": f"{self._share:.0%}", "strategy": case.name}
+        row: dict[str, Any] = {
+            "trace": self._trace.name,
+            "KV slots": f"{self._share:.0%}",
+            "strategy": case.name,
+        }
         if case.strategy == "prefix":
             row["prefix %"] = round(100 * statistics.mean(cached), 1)
         else:
@@ -218,21 +271,33 @@ class _Replay:
             row[f"{tier} metadata %"] = round(100 * held["metadata_share"], 2)
         return row
 
-    async def _ask(self, case: Case, namespace: str, query: Query, number: int) -> tuple[float, float]:
-        """Seconds to the first token, and the share of the prompt found in the prefix cache. Raises where another strategy answered."""
+    async def _ask(
+        self, case: ReplayCase, namespace: str, query: TraceQuery, number: int
+    ) -> tuple[float, float]:
+        """Seconds to the first token, and the share of the prompt found in the prefix cache. Raises where
+        another strategy answered.
+        """
         from ragserve.engine.base import GenerateRequest, Sampling
         from sglang_ext.protocol import Span
 
         spans = tuple(Span(a, b) for a, b in query.spans)
         request = GenerateRequest(
-            f"replay-{number}", query.ids, namespace, case.strategy, Sampling(max_new_tokens=NEW_TOKENS), spans, case.options
+            f"replay-{number}",
+            query.ids,
+            namespace,
+            case.strategy,
+            Sampling(max_new_tokens=NEW_TOKENS),
+            spans,
+            case.options,
         )
         started, first, last = time.perf_counter(), 0.0, None
         async for chunk in self._engine.generate(request):
             first = first or time.perf_counter() - started
             last = chunk
         if last is None or last.fallback or (case.strategy != "prefix" and last.context is None):
-            raise RagserveError(f"query {number} was not answered by {case.strategy}: {last and last.fallback}")
+            raise RagserveError(
+                f"query {number} was not answered by {case.strategy}: {last and last.fallback}"
+            )
         return first, last.usage.cached / last.usage.prompt
 
     async def _within_budget(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Retrieval quality of our index and embedder beside BM25, on collections in BEIR's layout.
 
-Every passage is one chunk (they are short); the document's score is that of its best chunk. The rival is bm25s with Lucene's BM25,
-k1 = 1.5, b = 0.75, no stemming and no stop words, over the same passages and queries in the same run.
-"""
+Every passage is one chunk (they are short); the document's score is that of its best chunk. The rival is
+bm25s with Lucene's BM25, k1 = 1.5, b = 0.75, no stemming and no stop words, over the same passages and
+queries in the same run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ def run(
     embedder: str = "all-MiniLM-L6-v2",
     device: str = "auto",
 ) -> dict[str, Any]:
-    """nDCG@10 and recall@10 per collection. ``quick`` takes the first 50 queries. Raises ``InvalidRequest`` without ``data``."""
+    """nDCG@10 and recall@10 per collection. ``quick`` takes the first 50 queries. Raises ``InvalidRequest``
+    without ``data``.
+    """
     from ragserve.retrieval.embedder import Embedder
 
     if not data:
         raise InvalidRequest(
-            "bench retrieval needs collections to search.", hint="Give --data DIR, a folder in BEIR's layout; more than once for several."
+            "bench retrieval needs collections to search.",
+            hint="Give --data DIR, a folder in BEIR's layout; more than once for several.",
         )
     model = Embedder(embedder, device=device)
     rows: list[dict[str, Any]] = []
@@ -53,16 +56,28 @@ def run(
             rows.append(_row(collection, f"ragserve {index_type}", rankings, embed_s + build_s, query_ms))
     return report.write(
         "retrieval",
-        {"depth": _DEPTH, "embedder": embedder, "queries": "first 50" if quick else "all with a relevant document"},
+        {
+            "depth": _DEPTH,
+            "embedder": embedder,
+            "queries": "first 50" if quick else "all with a relevant document",
+        },
         rows,
         out=out_dir / "retrieval.json" if out_dir else None,
         note="bm25s: Lucene's BM25, k1 1.5, b 0.75. query_ms: one at a time, embedding included; build_s: likewise. nDCG: linear gain.",
     )
 
 
-def _row(collection: beir.Collection, system: str, rankings: dict[str, list[str]], build_s: float, query_ms: list[float]) -> dict[str, Any]:
+def _row(
+    collection: beir.Collection,
+    system: str,
+    rankings: dict[str, list[str]],
+    build_s: float,
+    query_ms: list[float],
+) -> dict[str, Any]:
     def mean(measure: Callable[[Sequence[str], dict[str, int], int], float]) -> float:
-        return sum(measure(rankings[q], collection.judged[q], _DEPTH) for q in collection.queries) / len(collection.queries)
+        return sum(measure(rankings[q], collection.judged[q], _DEPTH) for q in collection.queries) / len(
+            collection.queries
+        )
 
     return {
         "collection": collection.name,
@@ -76,7 +91,9 @@ def _row(collection: beir.Collection, system: str, rankings: dict[str, list[str]
     }
 
 
-def _bm25(collection: beir.Collection, passages: list[str]) -> tuple[dict[str, list[str]], float, list[float]]:
+def _bm25(
+    collection: beir.Collection, passages: list[str]
+) -> tuple[dict[str, list[str]], float, list[float]]:
     import bm25s
 
     ids = list(collection.documents)
@@ -107,11 +124,14 @@ def _ours(
             documents = [_document(*item) for item in zip(collection.documents, passages, strict=True)]
             for start in range(0, len(documents), _BATCH):
                 batch = documents[start : start + _BATCH]
-                store.replace_documents("bench", [(*item, vectors[start + i : start + i + 1]) for i, item in enumerate(batch)])
+                store.replace_documents(
+                    "bench", [(*item, vectors[start + i : start + i + 1]) for i, item in enumerate(batch)]
+                )
             build_s = time.perf_counter() - started
 
             def search(text: str) -> list[str]:
-                # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were there several.
+                # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were
+                # there several.
                 hits = store.search("bench", model.encode([text]), _DEPTH).hits[0]
                 return list(dict.fromkeys(hit.chunk.source for hit in hits))
 
@@ -125,12 +145,21 @@ def _document(doc_id: str, text: str) -> tuple[Any, list[Any]]:
     from ragserve_index.types import NewChunk, NewDocument
 
     data = text.encode()
-    document = NewDocument(source=doc_id, title="", content_hash=hashlib.sha256(data).hexdigest(), mime="text/plain", size_bytes=len(data))
-    # n_tokens is bookkeeping that search does not read; words keep a tokenizer out of a benchmark that does not need one.
+    document = NewDocument(
+        source=doc_id,
+        title="",
+        content_hash=hashlib.sha256(data).hexdigest(),
+        mime="text/plain",
+        size_bytes=len(data),
+    )
+    # n_tokens is bookkeeping that search does not read; words keep a tokenizer out of a benchmark that does
+    # not need one.
     return document, [NewChunk(text=text, start=0, end=len(text), n_tokens=len(text.split()))]
 
 
-def _timed(collection: beir.Collection, search: Callable[[str], list[str]]) -> tuple[dict[str, list[str]], list[float]]:
+def _timed(
+    collection: beir.Collection, search: Callable[[str], list[str]]
+) -> tuple[dict[str, list[str]], list[float]]:
     rankings, query_ms = {}, []
     search(next(iter(collection.queries.values())))  # warm caches and lazy imports, for both systems
     for query, text in collection.queries.items():

@@ -1,8 +1,9 @@
-"""Retrieval traces: what a retriever really returned for real questions, as prompts of a model; and their documents made ready in a cache.
+"""Retrieval traces: what a retriever really returned for real questions, as prompts of a model; and their
+documents made ready in a cache.
 
-A trace is two files: ``NAME.trace.jsonl``, a query a line, ``{"doc_ids": [...]}`` in rank order (``"question"`` if it is known), and
-``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text": ..., "title": ...}`` (the title may be left out).
-"""
+A trace is two files: ``NAME.trace.jsonl``, a query a line, ``{"doc_ids": [...]}`` in rank order
+(``"question"`` if it is known), and ``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text":
+..., "title": ...}`` (the title may be left out)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ _GROUP = 16  # documents computed at a time
 
 
 @dataclass(frozen=True)
-class Query:
-    """One prompt: ids of the whole, spans of system text and documents; the documents' ids and whose they are."""
+class TraceQuery:
+    """One prompt: ids of the whole, spans of system text and documents; the documents' ids and whose they
+    are.
+    """
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -37,7 +40,7 @@ class Trace:
     """A part of a trace as prompts; ``unique`` are the documents' token ids by name."""
 
     name: str
-    queries: list[Query]
+    queries: list[TraceQuery]
     unique: dict[str, list[int]]
 
     @property
@@ -46,36 +49,44 @@ class Trace:
 
 
 def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, seed: int = SEED) -> Trace:
-    """``n_queries`` of the trace, drawn with this seed and in its order, as prompts of the model. Raises InvalidRequest for a bad file.
+    """``n_queries`` of the trace, drawn with this seed and in its order, as prompts of the model. Raises
+    InvalidRequest for a bad file.
 
-    With ``passages`` a query has so many different documents: its own, then those of the queries drawn after it, behind the last one
-    those of the first (fewer where all together have fewer).
-    """
+    With ``passages`` a query has so many different documents: its own, then those of the queries drawn after
+    it, behind the last one those of the first (fewer where all together have fewer)."""
     from ragserve.answering.prompt import PromptBuilder, PromptDocument
 
     name = path.name.removesuffix(".trace.jsonl")
     texts = _documents(path, name)
     rows = _lines(path)
     try:
-        chosen = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))]
+        chosen = [
+            rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))
+        ]
         lists = [[str(i) for i in row["doc_ids"]] for row in chosen]
         missing = {i for some in lists for i in some} - texts.keys()
     except (KeyError, TypeError) as error:
         raise InvalidRequest(f"{path}: a line without doc_ids ({error!r}).") from None
     if missing or not chosen:
-        raise InvalidRequest(f"{path}: {len(chosen)} queries, {len(missing)} of their documents are not beside it.")
+        raise InvalidRequest(
+            f"{path}: {len(chosen)} queries, {len(missing)} of their documents are not beside it."
+        )
     builder = PromptBuilder.load(model)
     queries, unique = [], {}
     for at, (row, names) in enumerate(zip(chosen, lists, strict=True)):
         wanted = dict.fromkeys(names)
         if passages:
-            wanted = dict.fromkeys(islice(dict.fromkeys(i for some in (*lists[at:], *lists[:at]) for i in some), passages))
+            wanted = dict.fromkeys(
+                islice(dict.fromkeys(i for some in (*lists[at:], *lists[:at]) for i in some), passages)
+            )
         documents = [PromptDocument(i, *texts[i]) for i in wanted]
         question = str(row.get("question") or f"What is said about {texts[names[0]][1][:40]}?")
         prompt = builder.build(question, documents, max_prompt_tokens=2**20)
         spans = [(s.start, s.end) for s in prompt.segments if s.kind != "question"]
-        queries.append(Query(prompt.input_ids, spans, [document.key for document in documents]))
-        unique.update({s.key: prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind == "document"})
+        queries.append(TraceQuery(prompt.input_ids, spans, [document.key for document in documents]))
+        unique.update(
+            {s.key: prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind == "document"}
+        )
     return Trace(name, queries, unique)
 
 
@@ -83,22 +94,35 @@ def _documents(path: Path, name: str) -> dict[str, tuple[str, str]]:
     for candidate in (path.with_name(f"{name}.docs.jsonl"), path.with_name(f"{name}.docs.jsonl.gz")):
         if candidate.exists():
             try:
-                return {str(row["id"]): (str(row.get("title", "")), str(row["text"])) for row in _lines(candidate)}
+                return {
+                    str(row["id"]): (str(row.get("title", "")), str(row["text"])) for row in _lines(candidate)
+                }
             except KeyError as error:
                 raise InvalidRequest(f"{candidate}: a document without {error}.") from None
-    raise InvalidRequest(f"There are no documents beside {path}.", hint=f"Expected {name}.docs.jsonl or {name}.docs.jsonl.gz.")
+    raise InvalidRequest(
+        f"There are no documents beside {path}.", hint=f"Expected {name}.docs.jsonl or {name}.docs.jsonl.gz."
+    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else open(path, encoding="utf-8") as file
+        ):
             return [json.loads(line) for line in file if line.strip()]
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{path} cannot be read as JSON lines: {error}", hint="See `ragserve bench --help` for the format.") from None
+        raise InvalidRequest(
+            f"{path} cannot be read as JSON lines: {error}",
+            hint="See `ragserve bench --help` for the format.",
+        ) from None
 
 
 async def cache(engine: LocalEngine, namespace: str, trace: Trace) -> None:
-    """Have all documents of a trace, and the system text, computed and analysed, and nothing on its way to disk any more."""
+    """Have all documents of a trace, and the system text, computed and analysed, and nothing on its way to
+    disk any more.
+    """
     from ragserve.engine.base import GenerateRequest
     from sglang_ext.protocol import Span
 

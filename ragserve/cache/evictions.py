@@ -1,10 +1,10 @@
 """Delete means delete: the KV of texts that are no longer indexed leaves every tier of the document cache.
 
-Each removal is noted in the registry by the transaction that removes (`ragserve_index.evictions`), whoever does it. A server reads that
-log: at once after its own removals and jobs, and within `POLL_S` after those of other processes. Where no server runs, the command that
-removed cleans the files on disk. Nothing is lost by a crash, for rows stay until they have been acted on, and acting twice is harmless:
-KV that is evicted too often is computed again. Until then nobody is served from it, because nobody retrieves the text.
-"""
+Each removal is noted in the registry by the transaction that removes (`ragserve_index.evictions`), whoever
+does it. A server reads that log: at once after its own removals and jobs, and within `POLL_S` after those of
+other processes. Where no server runs, the command that removed cleans the files on disk. Nothing is lost by a
+crash, for rows stay until they have been acted on, and acting twice is harmless: KV that is evicted too often
+is computed again. Until then nobody is served from it, because nobody retrieves the text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ __all__ = ["Evictor", "clean_files", "note_engine"]
 log = logging.getLogger(__name__)
 POLL_S = 0.25
 GRACE_S = 60.0
-"""A query that had retrieved a text before it was removed may still cache its KV; so each row is acted on once more after this time."""
+"""A query that had retrieved a text before it was removed may still cache its KV; so each row is acted on
+once more after this time.
+"""
 _BATCH = 256
 _NOTE = "engine.json"
 
@@ -80,7 +82,9 @@ class Evictor:
                 await self._settle()
 
     async def _settle(self) -> None:
-        """Rows past their grace are acted on again; those twice as old go: other servers on the folder have read them by then."""
+        """Rows past their grace are acted on again; those twice as old go: other servers on the folder have
+        read them by then.
+        """
         now = time.time()
         try:
             async with self._lock:
@@ -94,10 +98,14 @@ class Evictor:
         """Evict what rows behind ``last_id`` stand for; the last of their ids."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
             for namespace, gone in rows_of(rows).items():
-                if any(row.text is None for row in gone) and (before is None or not await asyncio.to_thread(self._exists, namespace)):
+                if any(row.text is None for row in gone) and (
+                    before is None or not await asyncio.to_thread(self._exists, namespace)
+                ):
                     await self._engine.forget(namespace, None)
                 if texts := [row for row in gone if row.text is not None]:
-                    await self._engine.forget(namespace, await asyncio.to_thread(_token_ids, self._prompts, texts))
+                    await self._engine.forget(
+                        namespace, await asyncio.to_thread(_token_ids, self._prompts, texts)
+                    )
             last_id = rows[-1].id
         return last_id
 
@@ -110,26 +118,35 @@ class Evictor:
 
 
 def note_engine(settings: Settings, tokenizer: str) -> None:
-    """Remember in the cache's folder what `clean_files` needs to know when no server runs: its backend, and whose token ids it holds."""
+    """Remember in the cache's folder what `clean_files` needs to know when no server runs: its backend, and
+    whose token ids it holds.
+    """
     if not settings.kv_disk_bytes:
         return
     path = _folder(settings) / _NOTE
     tokenizers = list(dict.fromkeys([*_noted(path).get("tokenizers", []), tokenizer]))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"storage": settings.kv_storage, "tokenizers": tokenizers}), encoding="utf-8")
+    temporary.write_text(
+        json.dumps({"storage": settings.kv_storage, "tokenizers": tokenizers}), encoding="utf-8"
+    )
     temporary.replace(path)
 
 
 def clean_files(settings: Settings, store: IndexStore) -> bool:
-    """Without a server: remove the files of what the log says. False, and the log stays, where that is left to a server."""
+    """Without a server: remove the files of what the log says. False, and the log stays, where that is left
+    to a server.
+    """
     entries = EvictionLog(store.database)
     if not len(entries):
         return True
     try:
         with serving.alone(settings.data_dir) as nobody_else:
             return nobody_else and _clean(settings, entries)
-    except (RagserveError, OSError) as error:  # the removal itself is done and durable: it must not fail for this
+    except (
+        RagserveError,
+        OSError,
+    ) as error:  # the removal itself is done and durable: it must not fail for this
         log.warning("KV of removed documents is still on disk, the next server removes it: %s", error)
         return False
 
@@ -152,7 +169,9 @@ def _clean(settings: Settings, entries: EvictionLog) -> bool:
                 if any(row.text is None for row in gone):
                     offline.clear(root, namespace=namespace)
                 if texts := [row for row in gone if row.text is not None]:
-                    builders = _builders(settings, note.get("tokenizers", [])) if builders is None else builders
+                    builders = (
+                        _builders(settings, note.get("tokenizers", [])) if builders is None else builders
+                    )
                     ids = [ids for builder in builders for ids in _token_ids(builder, texts)]
                     offline.remove_texts(root, ids, namespace=namespace)
             last_id = rows[-1].id
@@ -163,7 +182,9 @@ def _clean(settings: Settings, entries: EvictionLog) -> bool:
 
 
 def _builders(settings: Settings, tokenizers: Sequence[str]) -> list[PromptBuilder]:
-    """One for each tokenizer that a server has used on this folder. Raises Unavailable where none is there any more."""
+    """One for each tokenizer that a server has used on this folder. Raises Unavailable where none is there
+    any more.
+    """
     found, missing = [], []
     for name in tokenizers or [settings.tokenizer or settings.model]:
         try:
@@ -173,7 +194,9 @@ def _builders(settings: Settings, tokenizers: Sequence[str]) -> list[PromptBuild
     if not found:
         raise Unavailable("; ".join(missing))
     for reason in missing:
-        log.warning("KV made with a tokenizer that is gone stays on disk until it is evicted or cleared: %s", reason)
+        log.warning(
+            "KV made with a tokenizer that is gone stays on disk until it is evicted or cleared: %s", reason
+        )
     return found
 
 
@@ -188,5 +211,8 @@ def _folder(settings: Settings) -> Path:
 def _noted(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):  # never written, or by something else: as in a folder of an earlier version
+    except (
+        FileNotFoundError,
+        ValueError,
+    ):  # never written, or by something else: as in a folder of an earlier version
         return {}

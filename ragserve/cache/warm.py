@@ -1,9 +1,8 @@
 """Warm-up: the KV of indexed documents, computed before anybody asks, into every tier of the document cache.
 
-A job like an ingestion: resumable, cancellable, one item a document. What is cached already is skipped. A document counts as warmed when
-all of it has reached the lowest tier, which a restart survives where that is the disk; the next group is computed meanwhile, and the
-disk sets the pace.
-"""
+A job like an ingestion: resumable, cancellable, one item a document. What is cached already is skipped. A
+document counts as warmed when all of it has reached the lowest tier, which a restart survives where that is
+the disk; the next group is computed meanwhile, and the disk sets the pace."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest
 from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
+from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress
 from ragserve.ingest.jobs.lease import run_leased
-from ragserve.ingest.jobs.report import Interrupted, JobReport, Progress
 from ragserve.ingest.prune import every_document
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem
@@ -28,7 +27,8 @@ from sglang_ext.protocol import EXACT_STRATEGIES, Span
 __all__ = ["KIND", "Warmer", "submit_warm"]
 
 KIND = "warm"
-_GROUP_TOKENS = 4096  # computed at a time: enough to fill a prefill batch, little enough that queries in between do not wait long
+# computed at a time: enough to fill a prefill batch, little enough that queries in between do not wait long
+_GROUP_TOKENS = 4096
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
 _RESERVED_TOKENS = 8  # of the engine's context, which SGLang keeps to itself
@@ -74,7 +74,13 @@ class _Group:
 class Warmer:
     """Runs warm-up jobs: ``run`` in a thread of the caller's, the engine on ``loop``."""
 
-    def __init__(self, store: IndexStore, engine: CachingEngine, prompts: PromptBuilder, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        store: IndexStore,
+        engine: CachingEngine,
+        prompts: PromptBuilder,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self._store = store
         self._engine = engine
         self._prompts = prompts
@@ -89,7 +95,9 @@ class Warmer:
         stop: threading.Event | None = None,
         wait: bool = False,
     ) -> JobReport:
-        """Run a job to its end, as `Ingestor.run` does. Raises ``StorageFull`` when the disk is full, and what keeps the engine from it."""
+        """Run a job to its end, as `Ingestor.run` does. Raises ``StorageFull`` when the disk is full, and
+        what keeps the engine from it.
+        """
         started = time.monotonic()
         progress = Progress()
         notify = on_progress or (lambda _: None)
@@ -98,13 +106,17 @@ class Warmer:
             progress.total = job.n_items
             for outcome in ("warmed", "unchanged", "failed", "skipped"):
                 setattr(progress, outcome, job.counts.get(outcome, 0))
-            _Run(self, job, progress, should_stop, notify).run()
+            _WarmRun(self, job, progress, should_stop, notify).run()
 
         def finish(job: Job, state: str, error: str | None) -> None:
             self.jobs.finish(job.job_id, state, error)
 
         job, state = run_leased(self.jobs, job_id, work, finish, stop=stop or threading.Event(), wait=wait)
-        failures = tuple((item.source, item.reason or "") for item in self.jobs.items(job_id) if item.state in ("failed", "skipped"))
+        failures = tuple(
+            (item.source, item.reason or "")
+            for item in self.jobs.items(job_id)
+            if item.state in ("failed", "skipped")
+        )
         return JobReport(job_id, job.namespace, state, time.monotonic() - started, progress, failures)
 
     def tidy(self) -> int:
@@ -144,11 +156,16 @@ class Warmer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-class _Run:
+class _WarmRun:
     """One run of one job."""
 
     def __init__(
-        self, warmer: Warmer, job: Job, progress: Progress, should_stop: Callable[[], bool], notify: Callable[[Progress], None]
+        self,
+        warmer: Warmer,
+        job: Job,
+        progress: Progress,
+        should_stop: Callable[[], bool],
+        notify: Callable[[Progress], None],
     ) -> None:
         self._warmer = warmer
         self._job = job
@@ -187,14 +204,18 @@ class _Run:
             yield group
 
     def _documents(self) -> Iterator[tuple[_Item, list[list[int]]]]:
-        """Each document with the token ids of its chunks, as every query will have them; before them the system text."""
+        """Each document with the token ids of its chunks, as every query will have them; before them the
+        system text.
+        """
         warmer, namespace = self._warmer, self._job.namespace
         yield _Item(""), [warmer.prompts.system_ids()]
         for pending in warmer.jobs.items(self._job.job_id, "pending"):
             item = _Item(pending.source)
             try:
                 document = warmer.store.find_source(namespace, pending.source)
-                chunks = warmer.store.document_chunks(namespace, document.doc_id) if document is not None else []
+                chunks = (
+                    warmer.store.document_chunks(namespace, document.doc_id) if document is not None else []
+                )
             except NotFound:
                 document, chunks = None, []
             if document is None:
@@ -219,7 +240,10 @@ class _Run:
         budget = self._start.budget_bytes
         if budget is not None and self._size + sum(self._start.bytes_of(len(ids)) for ids in pieces) > budget:
             setting = f"kv_{self._start.lasting}_bytes"
-            return "skipped", f"no room: documents of this job fill the {self._start.lasting} tier's {budget:,} bytes ({setting})"
+            return (
+                "skipped",
+                f"no room: documents of this job fill the {self._start.lasting} tier's {budget:,} bytes ({setting})",
+            )
         return None
 
     def _compute(self, group: _Group) -> None:
@@ -235,8 +259,15 @@ class _Run:
                 prompt += piece
         if not prompt:
             return
-        self._wait_for_room(found, sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new))
-        request = GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(s for some in spans.values() for s in some))
+        self._wait_for_room(
+            found, sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new)
+        )
+        request = GenerateRequest(
+            self._job.job_id,
+            prompt,
+            self._job.namespace,
+            spans=tuple(s for some in spans.values() for s in some),
+        )
         try:
             self._warmer.compute(request)
         except Unavailable:
@@ -248,7 +279,9 @@ class _Run:
         """One of a group failed: find out which."""
         for item, own in spans.items():
             try:
-                self._warmer.compute(GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(own)))
+                self._warmer.compute(
+                    GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(own))
+                )
             except Unavailable:
                 raise
             except RagserveError as error:
@@ -271,8 +304,12 @@ class _Run:
             if not item.left and item.source:
                 self._end(item)
 
-    def _wait(self, found: Whereabouts, done: Callable[[Whereabouts], bool], ids: Sequence[Sequence[int]]) -> Whereabouts:
-        """Ask again until ``done``. Raises ``Interrupted`` and, where nothing is written for long, ``Unavailable``."""
+    def _wait(
+        self, found: Whereabouts, done: Callable[[Whereabouts], bool], ids: Sequence[Sequence[int]]
+    ) -> Whereabouts:
+        """Ask again until ``done``. Raises ``Interrupted`` and, where nothing is written for long,
+        ``Unavailable``.
+        """
         queued, since = found.queued_bytes, time.monotonic()
         while not done(found):
             if self._should_stop():
@@ -280,7 +317,11 @@ class _Run:
             if found.queued_bytes != queued:
                 queued, since = found.queued_bytes, time.monotonic()
             if time.monotonic() - since > _STALLED_S:
-                raise Unavailable(f"Nothing was written to disk for {_STALLED_S:g} s.", hint="See the server's log.", code="disk_stalled")
+                raise Unavailable(
+                    f"Nothing was written to disk for {_STALLED_S:g} s.",
+                    hint="See the server's log.",
+                    code="disk_stalled",
+                )
             time.sleep(_POLL_S)
             found = self._warmer.where(self._job.namespace, ids)
         return found
@@ -289,7 +330,10 @@ class _Run:
         """Why a computed document did not reach its tier. Raises ``StorageFull`` where no other will either."""
         new = {name: n - self._start.faults.get(name, 0) for name, n in found.faults.items()}
         if new.get("disk_full"):
-            raise StorageFull("The disk of the document cache is full.", hint="Free some space, or give the cache less: kv_disk_bytes.")
+            raise StorageFull(
+                "The disk of the document cache is full.",
+                hint="Free some space, or give the cache less: kv_disk_bytes.",
+            )
         faults = ", ".join(name for name, n in new.items() if n > 0)
         return f"not kept on {found.lasting}" + (f" ({faults})" if faults else ": evicted, or no room")
 

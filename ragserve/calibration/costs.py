@@ -1,7 +1,8 @@
-"""Measure on this machine what contexts cost until their first token, for the model of `ragserve.profiles.costs`.
+"""Measure on this machine what contexts cost until their first token, for the model of
+`ragserve.profiles.costs`.
 
-Prompts are random tokens of exact lengths, documents of equal size, one request at a time: costs depend on counts and tiers, not on
-words. Runs in an engine without the product around it (`ragserve.engine.offline`).
+Prompts are random tokens of exact lengths, documents of equal size, one request at a time: costs depend on
+counts and tiers, not on words. Runs in an engine without the product around it (`ragserve.engine.offline`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.costs import TIERS, Sample
+from ragserve.profiles.costs import TIERS, CostSample
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import ContextReport, Span
 
@@ -26,11 +27,11 @@ _MIN_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class CostSchedule:
     """What to measure.
 
-    Contexts (system text and documents) of ``_MIN_TOKENS`` tokens, doubled up to ``max_tokens`` (None: what the engine takes).
-    """
+    Contexts (system text and documents) of ``_MIN_TOKENS`` tokens, doubled up to ``max_tokens`` (None: what
+    the engine takes)."""
 
     max_tokens: int | None = None
     document_tokens: int = 256
@@ -50,19 +51,26 @@ class Schedule:
         if len(lengths) < 3 or most < lengths[-2] * 1.2:
             lengths = [most // 4, most // 2, most] if most >= 64 else []
         if not lengths:
-            raise InvalidRequest(f"Prompts of {most} tokens are too short to calibrate by.", hint="Raise --max-tokens or the context.")
+            raise InvalidRequest(
+                f"Prompts of {most} tokens are too short to calibrate by.",
+                hint="Raise --max-tokens or the context.",
+            )
         return lengths
 
 
 async def measure(
-    engine: LocalEngine, strategies: Sequence[StrategySpec], schedule: Schedule, report: Callable[[str], None]
-) -> list[Sample]:
-    """Samples of exact prefill and of each strategy with its documents in each tier; ``report`` gets a line for each.
+    engine: LocalEngine,
+    strategies: Sequence[StrategySpec],
+    schedule: CostSchedule,
+    report: Callable[[str], None],
+) -> list[CostSample]:
+    """Samples of exact prefill and of each strategy with its documents in each tier; ``report`` gets a line
+    for each.
 
     A tier that cannot hold a prompt's documents is left out where it cannot, which is reported, too.
     """
     probe = _Probe(engine, schedule)
-    samples: list[Sample] = []
+    samples: list[CostSample] = []
     for length in schedule.lengths(engine):
         async for sample in probe.exact(length):
             report(f"exact, {sample.tokens} tokens, {sample.cached} cached: {sample.ms:.1f} ms")
@@ -80,37 +88,46 @@ async def measure(
 class _Probe:
     """Times requests. Every repetition has new tokens where nothing may be cached."""
 
-    def __init__(self, engine: LocalEngine, schedule: Schedule) -> None:
+    def __init__(self, engine: LocalEngine, schedule: CostSchedule) -> None:
         self._engine = engine
         self._schedule = schedule
         self._draw = random.Random(0)
         self._documents: dict[int, list[int]] = {}
 
-    async def exact(self, length: int) -> AsyncIterator[Sample]:
+    async def exact(self, length: int) -> AsyncIterator[CostSample]:
         """Nothing cached, then the first half."""
-        yield Sample(length, await self._median(lambda: self._request("full", self._ids(length))))
+        yield CostSample(length, await self._median(lambda: self._request("full", self._ids(length))))
         half = self._ids(length // 2)
         await self._first_token(self._request("prefix", [*half, *self._ids(QUESTION_TOKENS)]))
-        yield Sample(length, await self._median(lambda: self._request("prefix", half + self._ids(length - len(half)))), cached=len(half))
+        yield CostSample(
+            length,
+            await self._median(lambda: self._request("prefix", half + self._ids(length - len(half)))),
+            cached=len(half),
+        )
 
-    async def composed(self, spec: StrategySpec, tier: str, length: int) -> Sample | None:
+    async def composed(self, spec: StrategySpec, tier: str, length: int) -> CostSample | None:
         """All documents in ``tier``; None where they were not."""
         documents = self._documents.setdefault(length, self._ids(length))
         size = self._schedule.document_tokens
-        spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, length)) for a in range(SYSTEM_TOKENS, length, size)))
+        spans = (
+            Span(0, SYSTEM_TOKENS),
+            *(Span(a, min(a + size, length)) for a in range(SYSTEM_TOKENS, length, size)),
+        )
         request = self._request(spec.name, documents, spans, spec)
         await self._engine.warm(request)
         taken = []
         for _ in range(self._schedule.repeats + 1):
             if tier != "device":
                 await self._engine.control("flush")
-                await self._engine.control("evict", tiers=["device", "host"] if tier == "disk" else ["device"])
+                await self._engine.control(
+                    "evict", tiers=["device", "host"] if tier == "disk" else ["device"]
+                )
             question = self._request(spec.name, documents + self._ids(QUESTION_TOKENS), spans, spec)
             ms, done = await self._first_token(question)
             if done is None or set(done.by_tier) != {tier}:
                 return None
             taken.append(ms)
-        return Sample(length, statistics.median(taken[1:]), strategy=spec.label, tier=tier)
+        return CostSample(length, statistics.median(taken[1:]), strategy=spec.label, tier=tier)
 
     async def _median(self, request: Callable[[], GenerateRequest]) -> float:
         taken = [(await self._first_token(request()))[0] for _ in range(self._schedule.repeats + 1)]
@@ -125,8 +142,18 @@ class _Probe:
             done = chunk.context or done
         return first, done
 
-    def _request(self, strategy: str, ids: list[int], spans: tuple[Span, ...] = (), spec: StrategySpec | None = None) -> GenerateRequest:
-        return GenerateRequest("calibrate", ids, NAMESPACE, strategy, Sampling(max_new_tokens=1), spans, spec.options if spec else {})
+    def _request(
+        self, strategy: str, ids: list[int], spans: tuple[Span, ...] = (), spec: StrategySpec | None = None
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            "calibrate",
+            ids,
+            NAMESPACE,
+            strategy,
+            Sampling(max_new_tokens=1),
+            spans,
+            spec.options if spec else {},
+        )
 
     def _ids(self, count: int) -> list[int]:
         return [self._draw.randrange(10, self._schedule.vocabulary) for _ in range(count)]

@@ -1,8 +1,9 @@
-"""Probes: documents of made-up lives and questions about them, in whose prompts it is known where the answer stands.
+"""Probes: documents of made-up lives and questions about them, in whose prompts it is known where the answer
+stands.
 
-Four kinds of questions, from what words can find to what only attention can: the fact names the person and has the question's words
-(`named`), has other words (`reworded`), speaks of "she" (`pronoun`), or lies behind a fact in another document (`linked`).
-"""
+Four kinds of questions, from what words can find to what only attention can: the fact names the person and
+has the question's words (`named`), has other words (`reworded`), speaks of "she" (`pronoun`), or lies behind
+a fact in another document (`linked`)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ _PLACES = _words(
     "Aberdeen Basel Cadiz Dresden Exeter Florence Ghent Haifa Izmir Jena Krakow Lisbon Malmo Nantes Odessa Porto Quebec Riga Seville Turin"
 )
 _FACTS: dict[str, tuple[str, str, str, Sequence[str]]] = {
-    "birth": ("{who} was born in {x}.", "The cradle of {whom} stood in {x}.", "Where was {person} born?", _PLACES),
+    "birth": (
+        "{who} was born in {x}.",
+        "The cradle of {whom} stood in {x}.",
+        "Where was {person} born?",
+        _PLACES,
+    ),
     "work": (
         "{who} worked as a {x}.",
         "For a living {whom} was employed as a {x}.",
@@ -66,8 +72,10 @@ _FACTS: dict[str, tuple[str, str, str, Sequence[str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """``ids``: the prompt behind its documents; ``needed``: where what answers it stands in the prompt, end excluded."""
+class ProbeQuestion:
+    """``ids``: the prompt behind its documents; ``needed``: where what answers it stands in the prompt, end
+    excluded.
+    """
 
     kind: str
     ids: list[int]
@@ -80,7 +88,7 @@ class Probe:
 
     ids: list[int]
     spans: list[tuple[int, int]]
-    questions: list[Question]
+    questions: list[ProbeQuestion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,9 @@ class _Fact:
 
 
 def make(builder: PromptBuilder, *, documents: int, questions: int, seed: int) -> Probe:
-    """A probe of ``documents`` documents and ``questions`` questions of each kind. The same seed gives the same texts."""
+    """A probe of ``documents`` documents and ``questions`` questions of each kind. The same seed gives the
+    same texts.
+    """
     draw = random.Random(seed)
     names = draw.sample([f"{first} {last}" for first in _FIRST for last in _LAST], len(_FIRST) * len(_LAST))
     texts = [""] * documents
@@ -108,30 +118,43 @@ def make(builder: PromptBuilder, *, documents: int, questions: int, seed: int) -
                 wording = draw.choice(KINDS[:3])
                 plain, other, _, values = _FACTS[name]
                 who = "She" if wording == "pronoun" else person
-                sentence = (other if wording == "reworded" else plain).format(who=who, whom=person, x=draw.choice(values))
+                sentence = (other if wording == "reworded" else plain).format(
+                    who=who, whom=person, x=draw.choice(values)
+                )
                 facts[person, name, wording] = _Fact(number, len(texts[number]), sentence)
                 texts[number] += sentence + " "
     asked = [_single(draw, facts, kind) for kind in KINDS[:3] for _ in range(questions)]
     asked += [_linked(draw, facts, lives, texts) for _ in range(questions)]
     parts = [PromptDocument(str(i), f"Lives, part {i + 1}", text.strip()) for i, text in enumerate(texts)]
-    found: list[Question] = []
+    found: list[ProbeQuestion] = []
     prompt = builder.build("", parts, max_prompt_tokens=2**31)
     for kind, text, needed in asked:
         prompt = builder.build(text, parts, max_prompt_tokens=2**31)
         spans = [(s.start, s.end) for s in prompt.segments]
         where = [_where(builder, parts[fact.document], fact) for fact in needed]
         starts = [spans[1 + fact.document][0] for fact in needed]
-        found.append(Question(kind, prompt.input_ids[spans[-1][0] :], [(s + a, s + b) for s, (a, b) in zip(starts, where, strict=True)]))
+        found.append(
+            ProbeQuestion(
+                kind,
+                prompt.input_ids[spans[-1][0] :],
+                [(s + a, s + b) for s, (a, b) in zip(starts, where, strict=True)],
+            )
+        )
     return Probe(prompt.input_ids[: spans[-1][0]], spans[:-1], found)
 
 
-def _single(draw: random.Random, facts: dict[tuple[str, str, str], _Fact], kind: str) -> tuple[str, str, list[_Fact]]:
+def _single(
+    draw: random.Random, facts: dict[tuple[str, str, str], _Fact], kind: str
+) -> tuple[str, str, list[_Fact]]:
     person, name, wording = draw.choice([key for key in facts if key[2] == kind])
     return kind, _FACTS[name][2].format(person=person), [facts[person, name, wording]]
 
 
 def _linked(
-    draw: random.Random, facts: dict[tuple[str, str, str], _Fact], lives: list[tuple[str, int]], texts: list[str]
+    draw: random.Random,
+    facts: dict[tuple[str, str, str], _Fact],
+    lives: list[tuple[str, int]],
+    texts: list[str],
 ) -> tuple[str, str, list[_Fact]]:
     """Adds the link to the text: the sister of someone in one document is someone of another."""
     person, name, wording = draw.choice([key for key in facts if key[2] == "named"])
@@ -145,10 +168,19 @@ def _linked(
 def _where(builder: PromptBuilder, document: PromptDocument, fact: _Fact) -> tuple[int, int]:
     """Tokens of a sentence of a document: those that change with it, whatever the tokenizer."""
     without = document.text[: fact.start] + "#" + document.text[fact.start + len(fact.sentence) :]
-    whole, other = builder.document_ids(document.title, document.text), builder.document_ids(document.title, without)
-    start = next((i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b), min(len(whole), len(other)))
+    whole, other = (
+        builder.document_ids(document.title, document.text),
+        builder.document_ids(document.title, without),
+    )
+    start = next(
+        (i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b), min(len(whole), len(other))
+    )
     behind = next(
-        (i for i, (a, b) in enumerate(zip(reversed(whole[start:]), reversed(other[start:]), strict=False)) if a != b),
+        (
+            i
+            for i, (a, b) in enumerate(zip(reversed(whole[start:]), reversed(other[start:]), strict=False))
+            if a != b
+        ),
         min(len(whole), len(other)) - start,
     )
     return start, len(whole) - behind

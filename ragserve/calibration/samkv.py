@@ -1,8 +1,9 @@
-"""Find a model's profile of strategy `samkv`: stable layers, retrieval heads, and for each selection the best way to score and ask.
+"""Find a model's profile of strategy `samkv`: stable layers, retrieval heads, and for each selection the best
+way to score and ask.
 
-No data is needed: probes (`ragserve.calibration.probes`) are texts in which the answers' places are known, and what counts is the recall,
-the share of the needed tokens that a selection keeps, at several budgets. A built-in default stays unless something is better by more than
-chance."""
+No data is needed: probes (`ragserve.calibration.probes`) are texts in which the answers' places are known,
+and what counts is the recall, the share of the needed tokens that a selection keeps, at several budgets. A
+built-in default stays unless something is better by more than chance."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _RESERVED_TOKENS = 256  # of a prompt: system text, question, document headers
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ProbeSchedule:
     """``sets`` of up to ``documents`` documents, with ``questions`` of each kind."""
 
     sets: int = 4
@@ -41,12 +42,17 @@ class Schedule:
                 f"Prompts of {max_prompt_tokens} tokens are too short to find a samkv profile by.",
                 hint="Raise --context-length or --max-total-tokens.",
             )
-        return [make(builder, documents=documents, questions=self.questions, seed=self.seed + i) for i in range(self.sets)]
+        return [
+            make(builder, documents=documents, questions=self.questions, seed=self.seed + i)
+            for i in range(self.sets)
+        ]
 
 
 @dataclass(slots=True)
 class Candidate:
-    """Options of samkv and what they keep: ``recall`` [questions][budgets], ``kept`` [sets][budgets], the share of all document tokens."""
+    """Options of samkv and what they keep: ``recall`` [questions][budgets], ``kept`` [sets][budgets], the
+    share of all document tokens.
+    """
 
     options: dict[str, Any]
     recall: list[list[float]] = field(default_factory=list)
@@ -60,11 +66,14 @@ class Candidate:
         """Of each question: the mean recall over the budgets, 0 where it keeps more than it may."""
         kept = [statistics.fmean(shares) for shares in zip(*self.kept, strict=True)]
         within = [share <= _OVER * budget for share, budget in zip(kept, BUDGETS, strict=True)]
-        return [statistics.fmean(r if ok else 0.0 for r, ok in zip(recalls, within, strict=True)) for recalls in self.recall]
+        return [
+            statistics.fmean(r if ok else 0.0 for r, ok in zip(recalls, within, strict=True))
+            for recalls in self.recall
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundProfile:
     """A profile's contents, see `ragserve.profiles.samkv`."""
 
     stable: list[int]
@@ -74,12 +83,14 @@ class Found:
     figures: dict[str, Any]
 
 
-async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[str], None]) -> Found:
+async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[str], None]) -> FoundProfile:
     """Measure on a running engine. ``report`` gets a line for each step."""
     surveys = []
     for number, probe in enumerate(probes):
         surveys.append(await engine.control("try", **_body(probe)))
-        report(f"set {number + 1} of {len(probes)}: {len(probe.spans) - 1} documents, {len(probe.ids)} tokens read")
+        report(
+            f"set {number + 1} of {len(probes)}: {len(probe.spans) - 1} documents, {len(probe.ids)} tokens read"
+        )
     own = surveys[0]["built_in"]
     stability = _means([row for survey in surveys for row in survey["stable"]])
     stable = stable_of(stability) or list(own["stable"])
@@ -110,18 +121,22 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
         "proportion": {name: _proportion(rows) for name, rows in proportions.items()},
         "selections": [_row(candidate, kinds) for candidate in candidates.values()],
     }
-    return Found(stable, heads, selection, options, figures)
+    return FoundProfile(stable, heads, selection, options, figures)
 
 
 def stable_of(stability: Sequence[float]) -> list[int]:
-    """N*: of the later half of the layers, as in the paper, those at least half as stable as the stablest; none where there is none."""
+    """N*: of the later half of the layers, as in the paper, those at least half as stable as the stablest;
+    none where there is none.
+    """
     later = range(len(stability) // 2, len(stability))
     most = max((stability[layer] for layer in later), default=0.0)
     return [layer for layer in later if most > 0 and stability[layer] >= most / 2]
 
 
 def heads_of(recall: Sequence[Sequence[Sequence[float]]], own: Sequence[Sequence[int]]) -> list[list[int]]:
-    """As many heads as the engine affords, those with the highest recall [questions][layers][heads]; its own where these are as good."""
+    """As many heads as the engine affords, those with the highest recall [questions][layers][heads]; its own
+    where these are as good.
+    """
     every = [(layer, head) for layer, row in enumerate(recall[0]) for head in range(len(row))]
     mean = {(layer, head): statistics.fmean(r[layer][head] for r in recall) for layer, head in every}
     chosen = sorted(sorted(every, key=lambda place: -mean[place])[: len(own)])
@@ -133,62 +148,86 @@ def heads_of(recall: Sequence[Sequence[Sequence[float]]], own: Sequence[Sequence
 
 
 def best_options(candidates: Sequence[Candidate]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The selection to take, and of each selection the values of `_PER_SELECTION`. The first candidate of each is its default.
+    """The selection to take, and of each selection the values of `_PER_SELECTION`. The first candidate of
+    each is its default.
 
-    Sentences are scored by words and attention, and again by attention alone: words find most of what a probe asks for, and options of
-    attention would look alike.
-    """
+    Sentences are scored by words and attention, and again by attention alone: words find most of what a probe
+    asks for, and options of attention would look alike."""
     chosen: dict[str, Candidate] = {}
     for name in dict.fromkeys(candidate.selection for candidate in candidates):
         group = [candidate for candidate in candidates if candidate.selection == name]
         by_options: dict[str, list[Candidate]] = {}
         for candidate in group:
-            by_options.setdefault(json.dumps([candidate.options.get(option) for option in _PER_SELECTION]), []).append(candidate)
-        scores = [[statistics.fmean(parts) for parts in zip(*(c.scores() for c in same), strict=True)] for same in by_options.values()]
+            by_options.setdefault(
+                json.dumps([candidate.options.get(option) for option in _PER_SELECTION]), []
+            ).append(candidate)
+        scores = [
+            [statistics.fmean(parts) for parts in zip(*(c.scores() for c in same), strict=True)]
+            for same in by_options.values()
+        ]
         chosen[name] = list(by_options.values())[best(scores)][0]
     names = list(chosen)
     selection = names[best([chosen[name].scores() for name in names])]
-    options = {name: {o: c.options[o] for o in _PER_SELECTION if o in c.options} for name, c in chosen.items()}
+    options = {
+        name: {o: c.options[o] for o in _PER_SELECTION if o in c.options} for name, c in chosen.items()
+    }
     return selection, {name: values for name, values in options.items() if values}
 
 
 def best(scores: Sequence[Sequence[float]]) -> int:
-    """Which of the candidates: the one with the highest mean score, or the first where that is not better by more than chance."""
+    """Which of the candidates: the one with the highest mean score, or the first where that is not better by
+    more than chance.
+    """
     highest = max(range(len(scores)), key=lambda i: statistics.fmean(scores[i]))
     return highest if better(scores[highest], scores[0]) else 0
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether ``one`` is higher by more than `_MARGIN` standard errors of the mean difference, question by question."""
+    """Whether ``one`` is higher by more than `_MARGIN` standard errors of the mean difference, question by
+    question.
+    """
     differences = [a - b for a, b in zip(one, other, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
     return statistics.fmean(differences) > max(_MARGIN * error, 1e-9)
 
 
-def table(found: Found) -> list[str]:
+def table(found: FoundProfile) -> list[str]:
     """Lines for people: what was chosen, and the recall of every candidate."""
     figures = found.figures
-    lines = [f"stable layers {_list(found.stable)} (built in: {_list(figures['built_in']['stable'])}); sigmas by layer:"]
+    lines = [
+        f"stable layers {_list(found.stable)} (built in: {_list(figures['built_in']['stable'])}); sigmas by layer:"
+    ]
     lines.append("  " + "  ".join(f"{layer}:{value:.2f}" for layer, value in enumerate(figures["stability"])))
     lines += [
         f"  with P over {name.replace('_', ' ')} layers: {row['kept']:.1%} kept, recall {row['recall']:.1%}"
         for name, row in figures["proportion"].items()
     ]
     lines.append(f"retrieval heads {_heads(found.heads)} (built in: {_heads(figures['built_in']['heads'])})")
-    lines.append(f"{'recall at':<82}" + "".join(f"{budget:>8.0%}" for budget in BUDGETS) + "".join(f"{kind:>10}" for kind in KINDS))
+    lines.append(
+        f"{'recall at':<82}"
+        + "".join(f"{budget:>8.0%}" for budget in BUDGETS)
+        + "".join(f"{kind:>10}" for kind in KINDS)
+    )
     for row in sorted(figures["selections"], key=lambda row: -row["score"]):
         said = ",".join(f"{name}={value}" for name, value in row["options"].items())
         recalls = "".join(
-            f"{r:>8.1%}" if k <= _OVER * b else f"{'-':>8}" for r, k, b in zip(row["recall"], row["kept"], BUDGETS, strict=True)
+            f"{r:>8.1%}" if k <= _OVER * b else f"{'-':>8}"
+            for r, k, b in zip(row["recall"], row["kept"], BUDGETS, strict=True)
         )
         lines.append(f"{said:<82}{recalls}" + "".join(f"{row['kinds'][kind]:>10.1%}" for kind in KINDS))
-    chosen = [f"{name} with " + ", ".join(f"{o}={v}" for o, v in values.items()) for name, values in found.options.items()]
+    chosen = [
+        f"{name} with " + ", ".join(f"{o}={v}" for o, v in values.items())
+        for name, values in found.options.items()
+    ]
     return [*lines, f"chosen: selection={found.selection}; " + "; ".join(chosen)]
 
 
 def _row(candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:
     scores = candidate.scores()
-    by_kind = {kind: statistics.fmean(s for s, k in zip(scores, kinds, strict=True) if k == kind) for kind in dict.fromkeys(kinds)}
+    by_kind = {
+        kind: statistics.fmean(s for s, k in zip(scores, kinds, strict=True) if k == kind)
+        for kind in dict.fromkeys(kinds)
+    }
     return {
         "options": candidate.options,
         "score": round(statistics.fmean(scores), 4),

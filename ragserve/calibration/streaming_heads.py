@@ -1,4 +1,6 @@
-"""Which KV heads of a model may stream: see `sglang_ext.attention.calibration`, imported on use because it loads torch."""
+"""Which KV heads of a model may stream: see `sglang_ext.attention.calibration`, imported on use because it
+loads torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 
 
 def calibrate_heads(out: Path, **options: Any) -> list[dict[str, Any]]:
-    """Learn gates and write the pattern file ``out``; rows of what streaming heads cost. Options: of `calibration.calibrate`."""
+    """Learn gates and write the pattern file ``out``; rows of what streaming heads cost. Options: of
+    `calibration.calibrate`.
+    """
     from ragserve.engine.compat import prepare
 
     prepare()

@@ -14,9 +14,8 @@ from ragserve.errors import InvalidRequest
 
 
 class Name(enum.StrEnum):
-    """The benchmarks, in the order in which ``all`` runs them: each a module of ``ragserve.bench`` with ``run(out_dir, quick=...)``, but
-    ``kernels``, which is both halves, and ``all``.
-    """
+    """The benchmarks, in the order in which ``all`` runs them: each a module of ``ragserve.bench`` with
+    ``run(out_dir, quick=...)``, but ``kernels``, which is both halves, and ``all``."""
 
     INDEX = "index"
     RETRIEVAL = "retrieval"
@@ -41,7 +40,10 @@ def register(app: typer.Typer) -> None:
 def bench(
     name: Annotated[Name, typer.Argument(help="Which one.")],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes, and figures that prove nothing.")
+        bool,
+        typer.Option(
+            "--quick", help="Small sizes: seconds instead of minutes, and figures that prove nothing."
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("examples/results"),
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
@@ -54,42 +56,67 @@ def bench(
         ),
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept.")
+        list[str] | None,
+        typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept."),
     ] = None,
-    model: Annotated[str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")
+    ] = DEFAULT_MODEL,
     queries: Annotated[int, typer.Option(min=1, help="replay, load: queries drawn from the trace.")] = 120,
     share: Annotated[
         list[float] | None,
-        typer.Option(help="replay: KV slots as a share of the documents' tokens; repeatable. The file's rows of other shares are kept."),
+        typer.Option(
+            help="replay: KV slots as a share of the documents' tokens; repeatable. The file's rows of other shares are kept."
+        ),
     ] = None,
     passages: Annotated[
-        int, typer.Option(min=0, help="load: passages of a query; more than the trace has for one: also those of the next. 0: as it has.")
+        int,
+        typer.Option(
+            min=0,
+            help="load: passages of a query; more than the trace has for one: also those of the next. 0: as it has.",
+        ),
     ] = 0,
     strategies: Annotated[
-        str | None, typer.Option(help="load: strategies to compare, as `ragserve eval` takes them; full first, to compare with.")
+        str | None,
+        typer.Option(
+            help="load: strategies to compare, as `ragserve eval` takes them; full first, to compare with."
+        ),
     ] = None,
-    index_types: Annotated[str, typer.Option(help="retrieval: index types to compare, separated by commas.")] = "flat",
+    index_types: Annotated[
+        str, typer.Option(help="retrieval: index types to compare, separated by commas.")
+    ] = "flat",
 ) -> None:
     """Measure, each figure beside its rival in the same run."""
     types = tuple(kind.strip() for kind in index_types.split(",") if kind.strip())
     if unknown := [kind for kind in types if kind not in get_args(IndexType)]:
-        raise InvalidRequest(f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(get_args(IndexType))}.")
+        raise InvalidRequest(
+            f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(get_args(IndexType))}."
+        )
     if part and name not in _KERNELS:
-        raise InvalidRequest("--part chooses parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode.")
+        raise InvalidRequest(
+            "--part chooses parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode."
+        )
     options: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data or (), "index_types": types},
         "kernels-compose": {"parts": part or ()},
         "kernels-decode": {"parts": part or (), "model": model, "data": data or ()},
         "replay": {"traces": data or (), "n_queries": queries} | ({"shares": share} if share else {}),
-        "load": {"traces": data or (), "n_queries": queries, "passages": (passages,)} | ({"strategies": strategies} if strategies else {}),
+        "load": {"traces": data or (), "n_queries": queries, "passages": (passages,)}
+        | ({"strategies": strategies} if strategies else {}),
     }
     chosen: list[Name] = list(_KERNELS) if name is Name.KERNELS else [name]
     if name is Name.ALL:
         chosen = [each for each in Name if each not in (Name.ALL, Name.KERNELS)]
     if name is Name.ALL and not data:
-        typer.secho("retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW)
+        typer.secho(
+            "retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW
+        )
         chosen.remove(Name.RETRIEVAL)
-    if name is Name.ALL:  # asked for by name: those of the kernels measure nothing without a GPU, and these two have data of their own
+    if (
+        name is Name.ALL
+        # asked for by name: those of the kernels measure nothing without a GPU, and these two have data of their
+        # own
+    ):
         chosen = [each for each in chosen if each not in (Name.REPLAY, Name.LOAD, *_KERNELS)]
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value.replace('-', '.')}")

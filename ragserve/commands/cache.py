@@ -12,12 +12,18 @@ from ragserve.client import Client
 from ragserve.errors import Conflict
 
 _app = typer.Typer(
-    help="The cache of documents' KV: of a running server with --url, else the files of a data folder.", no_args_is_help=True
+    help="The cache of documents' KV: of a running server with --url, else the files of a data folder.",
+    no_args_is_help=True,
 )
 
-Url = Annotated[str | None, typer.Option(envvar="RAGSERVE_URL", help="Ask this server: all tiers. Without it, the files on disk.")]
+Url = Annotated[
+    str | None,
+    typer.Option(envvar="RAGSERVE_URL", help="Ask this server: all tiers. Without it, the files on disk."),
+]
 ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its API key.")]
-DataDir = Annotated[Path, typer.Option(envvar="RAGSERVE_DATA_DIR", help="Data folder, where no server is asked.")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="RAGSERVE_DATA_DIR", help="Data folder, where no server is asked.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +40,9 @@ def stat(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("rags
 
 @_app.command("verify")
 def verify(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
-    """Read every page and check it. Exits with 3 where one is bad; a server treats those documents as not cached."""
+    """Read every page and check it. Exits with 3 where one is bad; a server treats those documents as not
+    cached.
+    """
     from ragserve.cache import folder as offline
 
     if url:
@@ -59,7 +67,11 @@ def clear(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("rag
     try:
         offline.clear(data_dir / "kv")
     except offline.FolderInUse as error:
-        raise Conflict(f"A server uses {data_dir / 'kv'}.", hint="Ask it: --url http://127.0.0.1:30000.", code="cache_in_use") from error
+        raise Conflict(
+            f"A server uses {data_dir / 'kv'}.",
+            hint="Ask it: --url http://127.0.0.1:30000.",
+            code="cache_in_use",
+        ) from error
 
 
 def _ask(url: str, api_key: str | None, method: str, path: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model by which strategy ``auto`` chooses."""
+"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model by which strategy ``auto``
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from ragserve.calibration.costs import Schedule
+    from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.local import LocalEngine
     from ragserve.strategy_spec import StrategySpec
 
@@ -39,26 +41,33 @@ def calibrate(
     settings: Settings,
     part: Annotated[
         Part,
-        typer.Option(help="samkv: the model's profile, anew. costs: the cost model. all: the profile where there is none, then costs."),
+        typer.Option(
+            help="samkv: the model's profile, anew. costs: the cost model. all: the profile where there is none, then costs."
+        ),
     ] = Part.all,
     strategies: Annotated[
-        str | None, typer.Option(help="costs: composed ones, as for eval. Default: those verified for the model.")
+        str | None,
+        typer.Option(help="costs: composed ones, as for eval. Default: those verified for the model."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=64, help="costs: longest prompt to measure. Default: what the engine takes.")
+        int | None,
+        typer.Option(min=64, help="costs: longest prompt to measure. Default: what the engine takes."),
     ] = None,
     document_tokens: Annotated[int, typer.Option(min=16, help="costs: size of the documents.")] = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="costs: measurements of each case, after one that does not count.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="costs: measurements of each case, after one that does not count.")
+    ] = 3,
     sets: Annotated[int, typer.Option(min=1, help="samkv: sets of documents to ask about.")] = 4,
-    questions: Annotated[int, typer.Option(min=1, help="samkv: questions of each of the four kinds on every set.")] = 6,
+    questions: Annotated[
+        int, typer.Option(min=1, help="samkv: questions of each of the four kinds on every set.")
+    ] = 6,
 ) -> None:
     """Find out how a model is served best on this machine, and leave what was found where `serve` reads it.
 
-    The samkv profile (stable layers, retrieval heads, selection and its options) is the model's, and is written beside it; the costs (time
-    to the first token of every strategy) are this machine's, and are written to the data folder. Stop a server on the same machine first:
-    it would be measured with it.
-    """
-    from ragserve.calibration.costs import Schedule
+    The samkv profile (stable layers, retrieval heads, selection and its options) is the model's, and is
+    written beside it; the costs (time to the first token of every strategy) are this machine's, and are
+    written to the data folder. Stop a server on the same machine first: it would be measured with it."""
+    from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.offline import run_once
     from ragserve.engine.ports import free_port
     from ragserve.profiles.samkv import FILE_NAME
@@ -67,10 +76,12 @@ def calibrate(
 
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
     given = parse(strategies, names) if strategies else []
-    schedule = Schedule(max_tokens, document_tokens, repeats)
+    schedule = CostSchedule(max_tokens, document_tokens, repeats)
 
     async def work(engine: LocalEngine) -> None:
-        made = part == Part.samkv or (part == Part.all and not engine.info.samkv and not engine.info.only_exact)
+        made = part == Part.samkv or (
+            part == Part.all and not engine.info.samkv and not engine.info.only_exact
+        )
         if made:
             await _samkv(settings, engine, sets, questions)
         if part != Part.samkv:
@@ -85,19 +96,23 @@ def calibrate(
 
 async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:
     from ragserve.answering.prompt import PromptBuilder
-    from ragserve.calibration.samkv import Schedule, find, table
+    from ragserve.calibration.samkv import ProbeSchedule, find, table
     from ragserve.measuring.report import environment
     from ragserve.profiles.samkv import SAMKV, SamkvProfile, place_of
 
     info, ran = engine.info, environment()
     if info.only_exact:
         raise InvalidRequest(f"There is no samkv for this model: {info.only_exact}.")
-    schedule = Schedule(sets=sets, questions=questions)
+    schedule = ProbeSchedule(sets=sets, questions=questions)
     probes = schedule.probes(PromptBuilder.load(info.tokenizer), info.max_prompt_tokens)
     found = await find(engine, probes, _say)
     for line in table(found):
         typer.echo(line)
-    asked = {"documents": len(probes[0].spans) - 1, "tokens": len(probes[0].ids), "questions": sum(len(p.questions) for p in probes)}
+    asked = {
+        "documents": len(probes[0].spans) - 1,
+        "tokens": len(probes[0].ids),
+        "questions": sum(len(p.questions) for p in probes),
+    }
     profile = SamkvProfile(
         found.stable,
         found.heads,
@@ -116,8 +131,12 @@ async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: 
     typer.echo(f"written: {place}")
 
 
-async def _costs(settings: Settings, engine: LocalEngine, given: list[StrategySpec], schedule: Schedule, *, made: bool) -> None:
-    """``made``: a profile was, which the running engine does not have: samkv by it has not been verified, and is left out."""
+async def _costs(
+    settings: Settings, engine: LocalEngine, given: list[StrategySpec], schedule: CostSchedule, *, made: bool
+) -> None:
+    """``made``: a profile was, which the running engine does not have: samkv by it has not been verified, and
+    is left out.
+    """
     from ragserve.calibration.costs import measure
     from ragserve.measuring.report import environment
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit
@@ -125,7 +144,9 @@ async def _costs(settings: Settings, engine: LocalEngine, given: list[StrategySp
     from ragserve.strategy_spec import parse
 
     info = engine.info
-    gate = Gate.of(settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv)
+    gate = Gate.of(
+        settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
+    )
     verified = [parse(label)[0] for label in gate.verified()]
     specs = given or [spec for spec in verified if spec.name != "samkv" or not made]
     if not specs:
@@ -139,14 +160,21 @@ async def _costs(settings: Settings, engine: LocalEngine, given: list[StrategySp
         raise InvalidRequest(why, hint=hint)
     samples = await measure(engine, specs, schedule, _say)
     ran = environment()
-    costs = fit(samples, model=Path(settings.model).name, hardware=ran["gpu"] or ran["cpu"], date=time.strftime("%Y-%m-%d"))
+    costs = fit(
+        samples,
+        model=Path(settings.model).name,
+        hardware=ran["gpu"] or ran["cpu"],
+        date=time.strftime("%Y-%m-%d"),
+    )
     place = settings.data_dir / FILE_NAME
     COSTS.save(place, engine.info.fingerprint, costs)
     typer.echo(f"{len(samples)} measurements, mean error of the fit {costs.error:.1%}")
     for label in costs.composed:
         for tokens in (1024, 4096):
             composed = costs.composed_ms(label, [(tokens, "device")])
-            typer.echo(f"{label}, {tokens} tokens on the device: {composed:.0f} ms, exact {costs.exact_ms(tokens):.0f} ms")
+            typer.echo(
+                f"{label}, {tokens} tokens on the device: {composed:.0f} ms, exact {costs.exact_ms(tokens):.0f} ms"
+            )
     typer.echo(f"written: {place}")
 
 

@@ -37,15 +37,19 @@ def register(app: typer.Typer) -> None:
 
 def calibrate_decode(
     settings: Settings,
-    batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once: with more, sparse decoding pays sooner.")] = 4,
-    max_tokens: Annotated[int | None, typer.Option(min=1024, help="Longest context to measure. Default: what the engine takes.")] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Requests that decode at once: with more, sparse decoding pays sooner.")
+    ] = 4,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1024, help="Longest context to measure. Default: what the engine takes.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request generates.")] = 96,
 ) -> None:
     """Time dense and sparse decode steps over lengths of context and leave a profile in the data folder.
 
-    `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless --decode-dense-below says otherwise.
-    Stop a server on the same machine first: it would be measured with it.
-    """
+    `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless
+    --decode-dense-below says otherwise. Stop a server on the same machine first: it would be measured with
+    it."""
     from ragserve.calibration.decode import measure
     from ragserve.engine.offline import run_once
     from ragserve.engine.ports import free_port
@@ -61,16 +65,30 @@ def calibrate_decode(
         return await measure(engine, options, batch=batch, max_tokens=max_tokens, tokens=tokens, report=_say)
 
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
-        own = {"data_dir": Path(folder), "port": free_port(), "kv_disk_bytes": 0, "sparse_attention": "on", "decode_dense_below": 0}
+        own = {
+            "data_dir": Path(folder),
+            "port": free_port(),
+            "kv_disk_bytes": 0,
+            "sparse_attention": "on",
+            "decode_dense_below": 0,
+        }
         points = run_once(settings.model_copy(update=own), work)
     ran = environment()
     found = DecodeProfile(
-        crossover(points), options, batch, tuple(points), Path(settings.model).name, ran["gpu"] or ran["cpu"], time.strftime("%Y-%m-%d")
+        crossover(points),
+        options,
+        batch,
+        tuple(points),
+        Path(settings.model).name,
+        ran["gpu"] or ran["cpu"],
+        time.strftime("%Y-%m-%d"),
     )
     DECODE.save(place, served["fingerprint"], found)
     longest = points[-1]
     faster = longest.dense_ms / longest.sparse_ms
-    typer.echo(f"dense up to {found.dense_below} tokens; at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast")
+    typer.echo(
+        f"dense up to {found.dense_below} tokens; at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast"
+    )
     typer.echo(f"written: {place}")
 
 

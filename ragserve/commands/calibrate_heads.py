@@ -18,12 +18,20 @@ def register(app: typer.Typer) -> None:
 def calibrate_heads(
     out: Annotated[Path, typer.Argument(help="Pattern file to write, for `ragserve serve --decode-heads`.")],
     model: Annotated[str, typer.Option(help="The model: a Hugging Face path or id.")] = DEFAULT_MODEL,
-    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the heads that the pattern lets stream.")] = 0.5,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the heads that the pattern lets stream.")
+    ] = 0.5,
     steps: Annotated[int, typer.Option(min=1, help="Training steps, one text each.")] = 200,
     tokens: Annotated[
-        int, typer.Option(min=768, help="Tokens of the longest text; the others have at least half: well above the 320 that stay near.")
+        int,
+        typer.Option(
+            min=768,
+            help="Tokens of the longest text; the others have at least half: well above the 320 that stay near.",
+        ),
     ] = 1536,
-    penalty: Annotated[float, typer.Option(min=0, help="Weight of the mean gate beside the hidden states' relative error.")] = 0.05,
+    penalty: Annotated[
+        float, typer.Option(min=0, help="Weight of the mean gate beside the hidden states' relative error.")
+    ] = 0.05,
     held_out: Annotated[int, typer.Option(min=1, help="Texts that the pattern is tried on.")] = 8,
     device: Annotated[str, typer.Option(help="torch device; auto: cuda if there is one.")] = "auto",
 ) -> None:
@@ -39,7 +47,15 @@ def calibrate_heads(
         if step % 20 == 0 or step == steps - 1:
             typer.echo(f"step {step + 1} of {steps}: error {error:.4f}, mean gate {gate:.3f}", err=True)
 
-    options = {"model": model, "share": share, "steps": steps, "tokens": tokens, "penalty": penalty, "held_out": held_out, "device": device}
+    options = {
+        "model": model,
+        "share": share,
+        "steps": steps,
+        "tokens": tokens,
+        "penalty": penalty,
+        "held_out": held_out,
+        "device": device,
+    }
     typer.echo(f"{'streaming':>9}  {'chosen by':>9}  {'error':>7}  {'same token':>10}  {'passkeys':>8}")
     for row in calibrate(out, progress=progress, **options):
         figures = f"{row['error']:7.4f}  {row['agreement']:10.1%}  {row['passkeys']:8.1%}"

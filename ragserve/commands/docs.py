@@ -25,9 +25,19 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _ENGINE_SETTINGS = (
-    "data_dir", "model", "tokenizer", "dtype", "max_total_tokens", "mem_fraction_static", "tp_size", "engine_args",
-    "kv_host_bytes", "kv_disk_bytes", "kv_storage", "api_key",
-)  # fmt: skip
+    "data_dir",
+    "model",
+    "tokenizer",
+    "dtype",
+    "max_total_tokens",
+    "mem_fraction_static",
+    "tp_size",
+    "engine_args",
+    "kv_host_bytes",
+    "kv_disk_bytes",
+    "kv_storage",
+    "api_key",
+)
 _WARM_HELP = (
     "Compute documents' KV ahead of queries, into every tier down to the disk. A server on the data folder does it, or the one at --url; "
     "where none runs, an engine started for it does, and a server started later finds them. What is cached is skipped. Exit status: 0 all "
@@ -36,7 +46,9 @@ _WARM_HELP = (
 
 _NamespaceOption = Annotated[str, typer.Option("--namespace", "-n", help="Of the documents.")]
 _DataDirOption = Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")]
-_ModelOption = Annotated[str | None, typer.Option(help="Serving model, if no server has used the folder yet.")]
+_ModelOption = Annotated[
+    str | None, typer.Option(help="Serving model, if no server has used the folder yet.")
+]
 _TokenizerOption = Annotated[str | None, typer.Option(help="Tokenizer where it differs from the model's.")]
 _JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else.")]
 
@@ -52,7 +64,9 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Only this one; all without it.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Only this one; all without it.")
+    ] = None,
     prefix: Annotated[str | None, typer.Option(help="Only sources that start with this.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Documents listed at most.")] = 10_000,
     as_json: _JsonOption = False,
@@ -74,7 +88,9 @@ def ls(
 def show(
     document: Annotated[str, typer.Argument(metavar="DOC_ID|SOURCE")],
     namespace: _NamespaceOption = "default",
-    text: Annotated[bool, typer.Option("--text", help="Print the document's text, put together from its chunks.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the document's text, put together from its chunks.")
+    ] = False,
     as_json: _JsonOption = False,
     data_dir: _DataDirOption = None,
 ) -> None:
@@ -94,7 +110,9 @@ def show(
         typer.echo(f"{name}: {value}")
     for chunk in chunks:
         page = f", page {chunk.page}" if chunk.page is not None else ""
-        typer.echo(f"\n--- chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}\n{chunk.text}")
+        typer.echo(
+            f"\n--- chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}\n{chunk.text}"
+        )
 
 
 def rm(
@@ -105,7 +123,9 @@ def rm(
     model: _ModelOption = None,
     tokenizer: _TokenizerOption = None,
 ) -> None:
-    """Remove documents, and what is cached of them. Exits with 1 if one is not there; the others are removed all the same."""
+    """Remove documents, and what is cached of them. Exits with 1 if one is not there; the others are removed
+    all the same.
+    """
     from ragserve.cache.evictions import clean_files
 
     removed: list[Document] = []
@@ -120,7 +140,13 @@ def rm(
                 missing.append(name)
         clean_files(load_settings(data_dir=data_dir, model=model, tokenizer=tokenizer), store)
     if as_json:
-        typer.echo(json.dumps({"removed": [_plain(document) for document in removed], "missing": missing}, indent=1, ensure_ascii=False))
+        typer.echo(
+            json.dumps(
+                {"removed": [_plain(document) for document in removed], "missing": missing},
+                indent=1,
+                ensure_ascii=False,
+            )
+        )
     else:
         for document in removed:
             typer.echo(f"removed {document.doc_id} {document.source} ({document.n_chunks} chunks)")
@@ -150,8 +176,13 @@ def drop(
 def warm(
     settings: Settings,
     namespace: Annotated[str, typer.Argument(help="Of the documents.")] = "default",
-    doc: Annotated[list[str] | None, typer.Option(metavar="DOC_ID|SOURCE", help="Only this one. Repeatable.")] = None,
-    url: Annotated[str | None, typer.Option(envvar="RAGSERVE_URL", help="Ask this server instead of using the data folder.")] = None,
+    doc: Annotated[
+        list[str] | None, typer.Option(metavar="DOC_ID|SOURCE", help="Only this one. Repeatable.")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(envvar="RAGSERVE_URL", help="Ask this server instead of using the data folder."),
+    ] = None,
     as_json: _JsonOption = False,
 ) -> None:
     """See _WARM_HELP."""
@@ -163,7 +194,9 @@ def warm(
         return
     with signals_stop() as signals, _store(settings.data_dir) as store:
         doc_ids = None if doc is None else [_resolve(store, namespace, name).doc_id for name in doc]
-        report = show_warm(settings, store, submit_warm(store, namespace, doc_ids).job_id, signals.stop, quiet=as_json)
+        report = show_warm(
+            settings, store, submit_warm(store, namespace, doc_ids).job_id, signals.stop, quiet=as_json
+        )
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
     if signals.received:
@@ -197,7 +230,9 @@ def _store(data_dir: Path | None) -> Iterator[IndexStore]:
 
     settings = load_settings(data_dir=data_dir)
     if not settings.data_dir.is_dir():
-        raise NotFound(f"There is no data in {settings.data_dir}.", hint="Ingest something first, or give --data-dir.")
+        raise NotFound(
+            f"There is no data in {settings.data_dir}.", hint="Ingest something first, or give --data-dir."
+        )
     store = IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device)
     try:
         yield store
@@ -216,7 +251,11 @@ def _resolve(store: IndexStore, namespace: str, name: str) -> Document:
         found = store.find_source(namespace, source)
         if found is not None:
             return found
-    raise NotFound(f"No document {name!r} in namespace {namespace!r}.", hint="See `ragserve docs ls`.", code="document_not_found")
+    raise NotFound(
+        f"No document {name!r} in namespace {namespace!r}.",
+        hint="See `ragserve docs ls`.",
+        code="document_not_found",
+    )
 
 
 def _plain(document: Document) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
 def doctor(
     data_dir: Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")] = None,
     model: Annotated[str | None, typer.Option(help="Generation model.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer where it differs from the model's.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer where it differs from the model's.")
+    ] = None,
     embedder: Annotated[str | None, typer.Option(help="Embedding model.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="An SGLang server that runs elsewhere.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
@@ -36,8 +38,11 @@ def doctor(
     tp_size: Annotated[int | None, typer.Option(help="GPUs that share the model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Check versions, plugins, GPU, model, embedder, disk, index, port and engine. Exits with 1 if something will not work."""
-    # What is on this machine is examined; nothing is fetched on the way. Read when Hugging Face's libraries are imported.
+    """Check versions, plugins, GPU, model, embedder, disk, index, port and engine. Exits with 1 if something
+    will not work.
+    """
+    # What is on this machine is examined; nothing is fetched on the way. Read when Hugging Face's libraries
+    # are imported.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     flags: dict[str, Any] = {
         "data_dir": data_dir,
@@ -62,7 +67,10 @@ def doctor(
     if as_json:
         report = {
             "ok": not failed,
-            "checks": [{"name": c.name, "status": c.status, "found": c.found, "advice": c.advice or None} for c in checks],
+            "checks": [
+                {"name": c.name, "status": c.status, "found": c.found, "advice": c.advice or None}
+                for c in checks
+            ],
             "settings": [{"name": name, "value": value, "from": source} for name, value, source in rows],
         }
         typer.echo(json.dumps(report, indent=1, ensure_ascii=False))
@@ -75,8 +83,16 @@ def _settings(flags: dict[str, Any]) -> tuple[Settings | None, Check]:
     try:
         settings = load(**flags)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors(include_url=False))
-        return None, Check("settings", "fail", wrong, "Correct the flag, the RAGSERVE_ variable or the line in ragserve.toml.")
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}"
+            for e in error.errors(include_url=False)
+        )
+        return None, Check(
+            "settings",
+            "fail",
+            wrong,
+            "Correct the flag, the RAGSERVE_ variable or the line in ragserve.toml.",
+        )
     except tomllib.TOMLDecodeError as error:
         return None, Check("settings", "fail", f"ragserve.toml: {error}", "Correct the file.")
     if settings.api_key is None:
@@ -86,8 +102,12 @@ def _settings(flags: dict[str, Any]) -> tuple[Settings | None, Check]:
 
 
 def provenance(settings: Settings, given: set[str]) -> list[tuple[str, Any, str]]:
-    """(name, value, source) of each setting; source is flag, environment, ragserve.toml or default. Secrets are masked."""
-    environment = {name.lower().removeprefix("ragserve_") for name in os.environ if name.lower().startswith("ragserve_")}
+    """(name, value, source) of each setting; source is flag, environment, ragserve.toml or default. Secrets
+    are masked.
+    """
+    environment = {
+        name.lower().removeprefix("ragserve_") for name in os.environ if name.lower().startswith("ragserve_")
+    }
     path = Path("ragserve.toml")
     file = set(tomllib.loads(path.read_text())) if path.exists() else set()
     rows = []
@@ -95,7 +115,15 @@ def provenance(settings: Settings, given: set[str]) -> list[tuple[str, Any, str]
         value = getattr(settings, name)
         if isinstance(value, (SecretStr, Path)):
             value = str(value)
-        source = "flag" if name in given else "environment" if name in environment else "ragserve.toml" if name in file else "default"
+        source = (
+            "flag"
+            if name in given
+            else "environment"
+            if name in environment
+            else "ragserve.toml"
+            if name in file
+            else "default"
+        )
         rows.append((name, value, source))
     return rows
 
@@ -109,7 +137,9 @@ def _print(console: Console, checks: list[Check], rows: list[tuple[str, Any, str
     console.print(table)
     changed = [row for row in rows if row[2] != "default"]
     if changed:
-        table = Table("setting", "value", "from", title="settings that are not at their default", title_justify="left")
+        table = Table(
+            "setting", "value", "from", title="settings that are not at their default", title_justify="left"
+        )
         for name, value, source in changed:
             table.add_row(name, escape(str(value)), source)
         console.print(table)

@@ -1,4 +1,6 @@
-"""What `ragserve doctor` examines. Each check looks at one thing, changes nothing, and says what it found and what to do about it."""
+"""What `ragserve doctor` examines. Each check looks at one thing, changes nothing, and says what it found and
+what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``fail``: will not work; ``warn``: works, but not as one may expect; ``skip``: nothing to look at. ``advice`` is what to do."""
+    """``fail``: will not work; ``warn``: works, but not as one may expect; ``skip``: nothing to look at.
+    ``advice`` is what to do.
+    """
 
     name: str
     status: Status
@@ -60,7 +64,12 @@ def examine(settings: Settings) -> Iterable[Check]:
         except RagserveError as error:
             yield Check(name, "fail", error.message, error.hint or "See the message.")
         except Exception as error:  # noqa: BLE001 - the examination must reach its end
-            yield Check(name, "fail", f"{type(error).__name__}: {error}", f"The check of the {name} crashed on this; please report it.")
+            yield Check(
+                name,
+                "fail",
+                f"{type(error).__name__}: {error}",
+                f"The check of the {name} crashed on this; please report it.",
+            )
 
 
 def _python(_: Settings) -> Check:
@@ -70,19 +79,35 @@ def _python(_: Settings) -> Check:
 def _versions(_: Settings) -> Check:
     installed = _installed("sglang")
     if installed != _SGLANG:
-        return Check("versions", "fail", f"sglang {installed or 'is missing'}, needed {_SGLANG}", "Run scripts/install.")
+        return Check(
+            "versions",
+            "fail",
+            f"sglang {installed or 'is missing'}, needed {_SGLANG}",
+            "Run scripts/install.",
+        )
     pins = _pins()
-    wrong = [f"{name} {_installed(name) or 'missing'} (pinned {pin})" for name, pin in pins.items() if _installed(name) != pin]
+    wrong = [
+        f"{name} {_installed(name) or 'missing'} (pinned {pin})"
+        for name, pin in pins.items()
+        if _installed(name) != pin
+    ]
     if wrong:
         advice = "Run scripts/install to get the set that was tested together."
-        return Check("versions", "warn", f"{len(wrong)} of {len(pins)} pins differ: " + ", ".join(wrong[:5]), advice)
+        return Check(
+            "versions", "warn", f"{len(wrong)} of {len(pins)} pins differ: " + ", ".join(wrong[:5]), advice
+        )
     return Check(
-        "versions", "ok", f"sglang {installed}; " + (f"all {len(pins)} pins match" if pins else "no pins beside this installation")
+        "versions",
+        "ok",
+        f"sglang {installed}; "
+        + (f"all {len(pins)} pins match" if pins else "no pins beside this installation"),
     )
 
 
 def _pins() -> dict[str, str]:
-    """name -> version of the pins for this kind of machine; empty where the project was installed without its requirements folder."""
+    """name -> version of the pins for this kind of machine; empty where the project was installed without its
+    requirements folder.
+    """
     path = _REQUIREMENTS / ("product.txt" if _cuda() else "cpu.txt")
     if not path.exists():
         return {}
@@ -105,7 +130,11 @@ def _cuda() -> bool:
 
 def _plugins(_: Settings) -> Check:
     wanted = {"sglang.srt.platforms": "ragserve_cpu", "sglang.srt.plugins": "ragserve"}
-    missing = [f"{group}:{name}" for group, name in wanted.items() if name not in {e.name for e in entry_points(group=group)}]
+    missing = [
+        f"{group}:{name}"
+        for group, name in wanted.items()
+        if name not in {e.name for e in entry_points(group=group)}
+    ]
     if missing:
         advice = "SGLang finds them through the installed project: run scripts/install (pip install --no-deps -e .)."
         return Check("plugins", "fail", "not registered: " + ", ".join(missing), advice)
@@ -114,7 +143,9 @@ def _plugins(_: Settings) -> Check:
         advice = "Unset SGLANG_PLUGINS, or add ragserve and ragserve_cpu to it."
         return Check("plugins", "fail", f"SGLANG_PLUGINS={','.join(sorted(allowed))} leaves ours out", advice)
     others = sorted({e.name for group in wanted for e in entry_points(group=group)} - set(wanted.values()))
-    return Check("plugins", "ok", "ragserve, ragserve_cpu" + (f"; others: {', '.join(others)}" if others else ""))
+    return Check(
+        "plugins", "ok", "ragserve, ragserve_cpu" + (f"; others: {', '.join(others)}" if others else "")
+    )
 
 
 def _platform(settings: Settings) -> Check:
@@ -142,11 +173,18 @@ def _device(settings: Settings) -> Check:
         ]
         found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {', '.join(names)}"
         if settings.tp_size > len(names) and not settings.engine_url:
-            return Check("device", "fail", found, f"tp_size {settings.tp_size} wants more GPUs than there are: lower --tp-size.")
+            return Check(
+                "device",
+                "fail",
+                found,
+                f"tp_size {settings.tp_size} wants more GPUs than there are: lower --tp-size.",
+            )
         return Check("device", "ok", found)
     found = f"torch {torch.__version__}, no GPU, {len(os.sched_getaffinity(0))} cores"
     if shutil.which("nvidia-smi"):
-        advice = "This machine has NVIDIA's driver, but this torch cannot use it: install a CUDA build of torch."
+        advice = (
+            "This machine has NVIDIA's driver, but this torch cannot use it: install a CUDA build of torch."
+        )
         return Check("device", "warn", found, advice)
     return Check("device", "ok", found)
 
@@ -158,29 +196,52 @@ def _model(settings: Settings) -> Check:
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(settings.model, "config.json") if _HUB_ID.fullmatch(settings.model) else None
+        cached = (
+            try_to_load_from_cache(settings.model, "config.json")
+            if _HUB_ID.fullmatch(settings.model)
+            else None
+        )
         if isinstance(cached, str):
             folder = Path(cached).parent
         elif not _HUB_ID.fullmatch(settings.model):
             return Check(
-                "model", "fail", f"{settings.model} does not exist", "Give --model a folder with config.json, or a Hugging Face id."
+                "model",
+                "fail",
+                f"{settings.model} does not exist",
+                "Give --model a folder with config.json, or a Hugging Face id.",
             )
         else:
             advice = "It will be downloaded when the server starts, which needs the network. Without one, give a local folder."
             return Check("model", "warn", f"{settings.model} is not on this machine", advice)
     if not (folder / "config.json").exists():
-        return Check("model", "fail", f"{folder} has no config.json", "Give --model a folder in Hugging Face's layout.")
+        return Check(
+            "model", "fail", f"{folder} has no config.json", "Give --model a folder in Hugging Face's layout."
+        )
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
-        return Check("model", "fail", f"{folder} has no weights (*.safetensors, *.bin)", "Fetch the model completely.")
-    if any(path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs") for path in weights):
-        return Check("model", "fail", f"{folder} holds Git LFS pointers instead of weights", "Run git lfs pull there.")
+        return Check(
+            "model", "fail", f"{folder} has no weights (*.safetensors, *.bin)", "Fetch the model completely."
+        )
+    if any(
+        path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs")
+        for path in weights
+    ):
+        return Check(
+            "model", "fail", f"{folder} holds Git LFS pointers instead of weights", "Run git lfs pull there."
+        )
     config = json.loads((folder / "config.json").read_text())
     context = config.get("max_position_embeddings")
     found = f"{settings.model}: {', '.join(config.get('architectures') or ['unknown architecture'])}, context {context or 'unknown'}"
     if context and settings.context_length and settings.context_length > context:
-        return Check("model", "fail", found, f"context_length {settings.context_length} is more than the model has: lower it.")
-    return Check("model", "ok", f"{found}, weights {sum(path.stat().st_size for path in weights) / _MIB:,.0f} MiB")
+        return Check(
+            "model",
+            "fail",
+            found,
+            f"context_length {settings.context_length} is more than the model has: lower it.",
+        )
+    return Check(
+        "model", "ok", f"{found}, weights {sum(path.stat().st_size for path in weights) / _MIB:,.0f} MiB"
+    )
 
 
 def _tokenizer(settings: Settings) -> Check:
@@ -193,8 +254,18 @@ def _tokenizer(settings: Settings) -> Check:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
-            return Check("tokenizer", "fail", f"{name}: {str(error).splitlines()[0]}", "Give --tokenizer a folder with tokenizer.json.")
-        return Check("tokenizer", "warn", f"{name} is not on this machine", "It will be downloaded when the server starts.")
+            return Check(
+                "tokenizer",
+                "fail",
+                f"{name}: {str(error).splitlines()[0]}",
+                "Give --tokenizer a folder with tokenizer.json.",
+            )
+        return Check(
+            "tokenizer",
+            "warn",
+            f"{name} is not on this machine",
+            "It will be downloaded when the server starts.",
+        )
     if not tokenizer.chat_template:
         advice = "Prompts get our plain layout. Give --tokenizer one with a chat template if the model was trained with one."
         return Check("tokenizer", "warn", f"{name} has no chat template", advice)
@@ -207,30 +278,49 @@ def _embedder(settings: Settings) -> Check:
     try:
         embedder = Embedder(settings.embedder, device=settings.embed_device)
     except InvalidRequest as error:
-        if error.code != "embedder_not_found" or not _HUB_ID.fullmatch(settings.embedder) or Path(settings.embedder).exists():
+        if (
+            error.code != "embedder_not_found"
+            or not _HUB_ID.fullmatch(settings.embedder)
+            or Path(settings.embedder).exists()
+        ):
             raise
         advice = "It will be downloaded when it is first used, which needs the network. Without one, give a local folder."
         return Check("embedder", "warn", f"{settings.embedder} is not on this machine", advice)
     vectors = embedder.encode(["the doctor asks"])
     if vectors.shape != (1, embedder.dim):
         advice = "Choose a sentence-transformers model that gives one vector a text."
-        return Check("embedder", "fail", f"{settings.embedder} gives {vectors.shape}, expected (1, {embedder.dim})", advice)
+        return Check(
+            "embedder",
+            "fail",
+            f"{settings.embedder} gives {vectors.shape}, expected (1, {embedder.dim})",
+            advice,
+        )
     return Check("embedder", "ok", f"{settings.embedder}, {embedder.dim} dimensions")
 
 
 def _data_dir(settings: Settings) -> Check:
     folder = settings.data_dir.absolute()
     if folder.exists() and not folder.is_dir():
-        return Check("data folder", "fail", f"{folder} is a file", "Move it away, or give another --data-dir.")
+        return Check(
+            "data folder", "fail", f"{folder} is a file", "Move it away, or give another --data-dir."
+        )
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         return Check(
-            "data folder", "fail", f"{existing} is not writable", "Give this user the right to write there, or another --data-dir."
+            "data folder",
+            "fail",
+            f"{existing} is not writable",
+            "Give this user the right to write there, or another --data-dir.",
         )
     free = shutil.disk_usage(existing).free
     found = f"{folder}{'' if existing == folder else ' (will be made)'}, {free / 2**30:,.1f} GiB free"
     if free < 64 * _MIB:
-        return Check("data folder", "fail", found, "Free some space: SQLite and the index need room even to change what is there.")
+        return Check(
+            "data folder",
+            "fail",
+            found,
+            "Free some space: SQLite and the index need room even to change what is there.",
+        )
     if free < 1024 * _MIB:
         return Check("data folder", "warn", found, "Ingestion of a larger corpus will run out of space.")
     return Check("data folder", "ok", found)
@@ -250,7 +340,12 @@ def _index(settings: Settings) -> Check:
     broken = [report for report in reports if not report.ok]
     if broken:
         found = "; ".join(f"{report.namespace}: {', '.join(report.problems)}" for report in broken)
-        return Check("index", "fail", found, "Stop the server and start it again: damaged indexes are rebuilt from SQLite.")
+        return Check(
+            "index",
+            "fail",
+            found,
+            "Stop the server and start it again: damaged indexes are rebuilt from SQLite.",
+        )
     damaged = [report.namespace for report in reports if report.file.startswith("damaged")]
     if damaged:
         advice = "Nothing is lost: the next start of the server rebuilds them from SQLite."
@@ -270,7 +365,12 @@ def _index_device(settings: Settings) -> Check:
     gpu = hasattr(faiss, "StandardGpuResources")
     found = f"faiss {faiss.__version__}, {'with' if gpu else 'without'} GPU support"
     if settings.index_device == "gpu" and not gpu:
-        return Check("index device", "fail", found, "index_device gpu needs faiss-gpu: install it, or set --index-device cpu.")
+        return Check(
+            "index device",
+            "fail",
+            found,
+            "index_device gpu needs faiss-gpu: install it, or set --index-device cpu.",
+        )
     return Check("index device", "ok", found)
 
 
@@ -286,7 +386,12 @@ def _port(settings: Settings) -> Check:
             return Check("port", "fail", f"{settings.port} needs privileges", "Choose a --port above 1023.")
         except OSError as error:
             found = f"{settings.host}:{settings.port}: {error.strerror or error}"
-            return Check("port", "fail", found, "If a server is already running there, use it or stop it; otherwise choose another --port.")
+            return Check(
+                "port",
+                "fail",
+                found,
+                "If a server is already running there, use it or stop it; otherwise choose another --port.",
+            )
     return Check("port", "ok", f"{settings.host}:{settings.port} is free")
 
 
@@ -300,15 +405,30 @@ def _engine(settings: Settings) -> Check:
         response = httpx.get(f"{url}/model_info", headers=headers, timeout=5, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Check(
-            "engine", "fail", f"{url}: {error}", "Start SGLang there (python -m sglang.launch_server ...), or correct --engine-url."
+            "engine",
+            "fail",
+            f"{url}: {error}",
+            "Start SGLang there (python -m sglang.launch_server ...), or correct --engine-url.",
         )
     if response.status_code in {401, 403}:
-        return Check("engine", "fail", f"{url} refuses the key", "Give the server's key: RAGSERVE_ENGINE_API_KEY.")
+        return Check(
+            "engine", "fail", f"{url} refuses the key", "Give the server's key: RAGSERVE_ENGINE_API_KEY."
+        )
     info: Any = None
     if response.status_code == 200 and "json" in response.headers.get("content-type", ""):
         info = response.json()
     if not isinstance(info, dict) or "model_path" not in info:
-        return Check("engine", "fail", f"{url} answers {response.status_code}, not as SGLang does", "Correct --engine-url.")
+        return Check(
+            "engine",
+            "fail",
+            f"{url} answers {response.status_code}, not as SGLang does",
+            "Correct --engine-url.",
+        )
     if not info.get("is_generation", True):
-        return Check("engine", "fail", f"{url} serves {info['model_path']}, which does not generate", "Start it with a generation model.")
+        return Check(
+            "engine",
+            "fail",
+            f"{url} serves {info['model_path']}, which does not generate",
+            "Start it with a generation model.",
+        )
     return Check("engine", "ok", f"{url} serves {info['model_path']}")

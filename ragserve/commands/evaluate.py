@@ -1,4 +1,6 @@
-"""`ragserve eval`: exact match, F1 and distance from full prefill over question sets, per strategy; and where answers are lost."""
+"""`ragserve eval`: exact match, F1 and distance from full prefill over question sets, per strategy; and where
+answers are lost.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 Line = dict[str, Any]
 
 
-class Mode(enum.StrEnum):
+class EvalMode(enum.StrEnum):
     given = "given"
     retrieved = "retrieved"
 
@@ -34,37 +36,68 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     settings: Settings,
-    data: Annotated[list[str], typer.Option(help="Sets: .jsonl[.gz] files, or names of sets in --sets; repeatable, or with commas.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Sets: .jsonl[.gz] files, or names of sets in --sets; repeatable, or with commas."),
+    ],
     mode: Annotated[
-        Mode, typer.Option(help="given: each row's documents, in order; retrieved: all documents ingested, k retrieved.")
-    ] = Mode.given,
-    strategies: Annotated[str, typer.Option(help="With options: full,epic:first=16,cacheblend:share=0.15")] = "full,prefix",
-    sets: Annotated[Path | None, typer.Option(help="Folder of the sets that --data names.", envvar="RAGSERVE_EVAL_SETS")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each set, spread evenly over it.")] = None,
+        EvalMode,
+        typer.Option(
+            help="given: each row's documents, in order; retrieved: all documents ingested, k retrieved."
+        ),
+    ] = EvalMode.given,
+    strategies: Annotated[
+        str, typer.Option(help="With options: full,epic:first=16,cacheblend:share=0.15")
+    ] = "full,prefix",
+    sets: Annotated[
+        Path | None, typer.Option(help="Folder of the sets that --data names.", envvar="RAGSERVE_EVAL_SETS")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Questions of each set, spread evenly over it.")
+    ] = None,
     k: Annotated[int, typer.Option(min=1, max=64, help="Passages retrieved for a question.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 24,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Questions in flight, in each worker.")] = 4,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=256, help="Questions in flight, in each worker.")
+    ] = 4,
     workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Engines side by side. Those on one GPU share its memory: give --max-total-tokens.")
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Engines side by side. Those on one GPU share its memory: give --max-total-tokens.",
+        ),
     ] = 1,
     work: Annotated[
-        Path | None, typer.Option(help="Folder that keeps every answer as it comes: a run that was stopped goes on from it.")
+        Path | None,
+        typer.Option(
+            help="Folder that keeps every answer as it comes: a run that was stopped goes on from it."
+        ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A running server, asked over REST, which tells no distributions.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running server, asked over REST, which tells no distributions.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its key.")] = None,
     model: Annotated[str | None, typer.Option(help="Model of the engine or server that is started.")] = None,
-    out: Annotated[Path | None, typer.Option("--json", help="Write the report there; over REST, of several sets one each.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the report there; over REST, of several sets one each."),
+    ] = None,
     write_gate: Annotated[
         bool,
-        typer.Option("--write-gate", help="Record it in the data folder: the server refuses composed strategies without a good record."),
+        typer.Option(
+            "--write-gate",
+            help="Record it in the data folder: the server refuses composed strategies without a good record.",
+        ),
     ] = False,
-    records: Annotated[Path | None, typer.Option(help="Write one JSON line for each question and strategy there.")] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="Write one JSON line for each question and strategy there.")
+    ] = None,
 ) -> None:
     """Score answers as SQuAD does, decoding greedily. Exits with 1 if a request failed.
 
-    Without --url, `given` starts engines of its own and compares the strategies' next-token distributions with that of full prefill;
-    `retrieved` starts a server.
-    """
+    Without --url, `given` starts engines of its own and compares the strategies' next-token distributions
+    with that of full prefill; `retrieved` starts a server."""
     from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
     from ragserve.strategy_spec import parse
@@ -72,26 +105,43 @@ def evaluate(
     known = [name for name in get_args(StrategyName) if name != AUTO or url]
     specs = parse(strategies, known)
     if url and model:
-        raise InvalidRequest("--model starts a server and --url names a running one.", hint="Give one of them.")
+        raise InvalidRequest(
+            "--model starts a server and --url names a running one.", hint="Give one of them."
+        )
     if model:
         settings = settings.model_copy(update={"model": model})
     paths = [find(name.strip(), sets) for part in data for name in part.split(",") if name.strip()]
-    if write_gate and (mode is not Mode.given or url is not None):
-        raise InvalidRequest("--write-gate needs the comparison with full prefill.", hint="Leave --url and --mode away.")
-    if mode is Mode.given and url is None:
+    if write_gate and (mode is not EvalMode.given or url is not None):
+        raise InvalidRequest(
+            "--write-gate needs the comparison with full prefill.", hint="Leave --url and --mode away."
+        )
+    if mode is EvalMode.given and url is None:
         from ragserve.eval.parallel import Plan
 
-        lines = _engines(Plan(paths, specs, settings, limit, max_new_tokens, concurrency, workers), work, out, write_gate=write_gate)
+        lines = _engines(
+            Plan(paths, specs, settings, limit, max_new_tokens, concurrency, workers),
+            work,
+            out,
+            write_gate=write_gate,
+        )
     else:
         from ragserve.eval.run import Options
 
         runs = [Options(spec.name, k, max_new_tokens, concurrency, spec.options) for spec in specs]
-        lines = _rest(paths, runs, settings, url, api_key, retrieved=mode is Mode.retrieved, limit=limit, out=out)
+        lines = _rest(
+            paths, runs, settings, url, api_key, retrieved=mode is EvalMode.retrieved, limit=limit, out=out
+        )
     if records is not None:
         records.parent.mkdir(parents=True, exist_ok=True)
-        records.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        records.write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+        )
     if failed := [line["error"] for line in lines if line["error"]]:
-        typer.secho(f"Some requests failed and count as wrong ({len(failed)}); the first: {failed[0]}", err=True, fg=typer.colors.RED)
+        typer.secho(
+            f"Some requests failed and count as wrong ({len(failed)}); the first: {failed[0]}",
+            err=True,
+            fg=typer.colors.RED,
+        )
         raise typer.Exit(1)
 
 
@@ -111,7 +161,10 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
         entries = gate.measured(report)
         gate.record(place, served["engine"]["fingerprint"], entries)
         for label, entry in entries.items():
-            typer.echo(f"{label}: " + ("verified" if entry.verified else f"not verified ({'; '.join(entry.shortfalls())})"))
+            typer.echo(
+                f"{label}: "
+                + ("verified" if entry.verified else f"not verified ({'; '.join(entry.shortfalls())})")
+            )
         typer.echo(f"written: {place}")
     return rows
 
@@ -127,7 +180,9 @@ def _rest(
     limit: int | None,
     out: Path | None,
 ) -> list[Line]:
-    """``url``'s server, or one that is started with the settings; of several sets each report gets the set's name."""
+    """``url``'s server, or one that is started with the settings; of several sets each report gets the set's
+    name.
+    """
     from ragserve.client import Client
     from ragserve.eval.data import set_name
     from ragserve.eval.rest import evaluate_set
@@ -137,7 +192,9 @@ def _rest(
     with contextlib.ExitStack() as stack:
         if url is None:
             flags: dict[str, Any] = {
-                name: getattr(settings, name) for name in (*ENGINE_SETTINGS, "model") if name in settings.model_fields_set
+                name: getattr(settings, name)
+                for name in (*ENGINE_SETTINGS, "model")
+                if name in settings.model_fields_set
             }
             if "engine_args" in flags:
                 flags["engine_args"] = json.dumps(flags["engine_args"])
@@ -146,6 +203,8 @@ def _rest(
             url = stack.enter_context(running_server(**flags)).url
         client = stack.enter_context(Client(url, api_key=api_key))
         for path in paths:
-            report = out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}") if out and len(paths) > 1 else out
+            report = (
+                out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}") if out and len(paths) > 1 else out
+            )
             lines += evaluate_set(client, path, runs, retrieved=retrieved, limit=limit, out=report)
     return lines

@@ -33,30 +33,57 @@ def register(app: typer.Typer) -> None:
 
 def ingest(
     inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="PATH|URL|-...", help="Files, directories, http(s) URLs, or - for stdin.")
+        list[str] | None,
+        typer.Argument(metavar="PATH|URL|-...", help="Files, directories, http(s) URLs, or - for stdin."),
     ] = None,
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Where documents go; made if it does not exist.")] = "default",
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Descend into directories. Hidden ones are left out.")] = False,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Where documents go; made if it does not exist.")
+    ] = "default",
+    recursive: Annotated[
+        bool, typer.Option("--recursive", "-r", help="Descend into directories. Hidden ones are left out.")
+    ] = False,
     globs: Annotated[
         list[str] | None,
-        typer.Option("--glob", help="Take only these of a directory: by name, or by path within it if the pattern has a /. Repeatable."),
+        typer.Option(
+            "--glob",
+            help="Take only these of a directory: by name, or by path within it if the pattern has a /. Repeatable.",
+        ),
     ] = None,
-    follow_changes: Annotated[bool, typer.Option("--follow-changes", help="Keep running and ingest what changes, until Ctrl-C.")] = False,
-    metadata: Annotated[list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the document from stdin; its extension is a hint at the format.")] = None,
-    prune: Annotated[bool, typer.Option("--prune", help="Remove documents whose file vanished from a directory given.")] = False,
+    follow_changes: Annotated[
+        bool, typer.Option("--follow-changes", help="Keep running and ingest what changes, until Ctrl-C.")
+    ] = False,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the document from stdin; its extension is a hint at the format."),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove documents whose file vanished from a directory given.")
+    ] = False,
     warm: Annotated[
-        bool, typer.Option("--warm", help="Then compute their KV into the document cache: by the server on this folder, or an engine here.")
+        bool,
+        typer.Option(
+            "--warm",
+            help="Then compute their KV into the document cache: by the server on this folder, or an engine here.",
+        ),
     ] = False,
     resume: Annotated[str | None, typer.Option(metavar="JOB", help="Finish this job instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON report on stdout, nothing else.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")] = None,
     model: Annotated[str | None, typer.Option(help="Serving model: its tokenizer cuts the chunks.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer where it differs from the model's.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer where it differs from the model's.")
+    ] = None,
     embedder: Annotated[str | None, typer.Option(help="Embedding model of the namespace.")] = None,
     embed_device: Annotated[str | None, typer.Option(help="torch device of the embedder.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Largest chunk, in tokens of the serving model.")] = None,
-    index_type: Annotated[str | None, typer.Option(help="flat, sq8, ivf or hnsw, for a new namespace.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Largest chunk, in tokens of the serving model.")
+    ] = None,
+    index_type: Annotated[
+        str | None, typer.Option(help="flat, sq8, ivf or hnsw, for a new namespace.")
+    ] = None,
 ) -> None:
     """Parse, chunk, embed and index documents. Unchanged files cost a hash; changed ones are replaced whole."""
     settings = load_settings(
@@ -72,7 +99,9 @@ def ingest(
     if bool(given) == bool(resume):
         raise InvalidRequest("Say what to ingest: paths, URLs, - for stdin, or --resume JOB.")
     if "-" in given and (len(given) > 1 or not name or follow_changes):
-        raise InvalidRequest("Standard input is ingested alone and needs a name: ragserve ingest - --name notes.md")
+        raise InvalidRequest(
+            "Standard input is ingested alone and needs a name: ragserve ingest - --name notes.md"
+        )
 
     from ragserve.ingest.ingestor import PathOptions
     from ragserve.ingest.sources import parse_metadata
@@ -88,7 +117,9 @@ def ingest(
         elif follow_changes:
             failed, ran = session.follow(namespace, given, options)
         else:
-            failed, ran = session.run(session.ingestor.submit_paths(namespace, given, options).job_id, pruned=prune)
+            failed, ran = session.run(
+                session.ingestor.submit_paths(namespace, given, options).job_id, pruned=prune
+            )
     if signals.received:
         raise typer.Exit(128 + signals.received)
     if not ran:
@@ -114,11 +145,15 @@ class _Session:
         from ragserve_index import IndexStore
 
         settings = self._settings
-        self._store = IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device)
+        self._store = IndexStore(
+            settings.data_dir, index_type=settings.index_type, device=settings.index_device
+        )
         self.ingestor = Ingestor(
             settings,
             self._store,
-            lambda: Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch),
+            lambda: Embedder(
+                settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch
+            ),
             evict=lambda: clean_files(settings, self._store),
         )
         return self
@@ -126,7 +161,9 @@ class _Session:
     def __exit__(self, *_: object) -> None:
         self._store.close()
 
-    def run(self, job_id: str, *, wait: bool = False, pruned: bool = False, compact: bool = False) -> tuple[int, int]:
+    def run(
+        self, job_id: str, *, wait: bool = False, pruned: bool = False, compact: bool = False
+    ) -> tuple[int, int]:
         """(files that failed, files that were looked at)."""
         from ragserve.commands.job_console import print_report, progress_bar
 
@@ -135,13 +172,19 @@ class _Session:
         if not self._as_json:
             print_report(self._console, report, pruned=pruned)
             if report.state == "interrupted":
-                self._console.print(f"Interrupted. Run the same command again, or: ragserve ingest --resume {job_id}")
+                self._console.print(
+                    f"Interrupted. Run the same command again, or: ragserve ingest --resume {job_id}"
+                )
         warmed = None
         if report.warm_job is not None:
             warmed = show_warm(self._settings, self._store, report.warm_job, self._stop, quiet=self._as_json)
         if self._as_json:
             sys.stdout.write(
-                json.dumps(report.as_json() | {"warm": warmed and warmed.as_json()}, indent=None if compact else 1, ensure_ascii=False)
+                json.dumps(
+                    report.as_json() | {"warm": warmed and warmed.as_json()},
+                    indent=None if compact else 1,
+                    ensure_ascii=False,
+                )
                 + "\n"
             )
             sys.stdout.flush()
@@ -154,14 +197,24 @@ class _Session:
 
         total = [0, 0]
         exclude = self._settings.data_dir
-        with Watch(inputs, recursive=options.recursive, globs=options.globs, exclude=exclude, stop=self._stop) as watch:
+        with Watch(
+            inputs, recursive=options.recursive, globs=options.globs, exclude=exclude, stop=self._stop
+        ) as watch:
             job = self.ingestor.submit_paths(namespace, inputs, options)
-            total = [a + b for a, b in zip(total, self.run(job.job_id, pruned=options.prune, compact=True), strict=True)]
+            total = [
+                a + b
+                for a, b in zip(total, self.run(job.job_id, pruned=options.prune, compact=True), strict=True)
+            ]
             self._console.print("Following changes; Ctrl-C ends it.")
             roots = job.spec["roots"]
             for changed, vanished in watch:
                 job = self.ingestor.submit_paths(namespace, changed, options, roots=roots if vanished else ())
-                total = [a + b for a, b in zip(total, self.run(job.job_id, pruned=options.prune, compact=True), strict=True)]
+                total = [
+                    a + b
+                    for a, b in zip(
+                        total, self.run(job.job_id, pruned=options.prune, compact=True), strict=True
+                    )
+                ]
         return total[0], total[1]
 
     def submit_stdin(self, namespace: str, name: str, options: Any) -> str:
@@ -170,9 +223,14 @@ class _Session:
         limit = self._settings.max_upload_bytes
         data = sys.stdin.buffer.read(limit + 1)
         if len(data) > limit:
-            raise TooLarge(f"Standard input has more than {limit:,} bytes.", hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.")
+            raise TooLarge(
+                f"Standard input has more than {limit:,} bytes.",
+                hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
+            )
         upload = Upload(name, io.BytesIO(data))
-        return self.ingestor.submit_files(namespace, [upload], options.metadata, kind="stdin", warm=options.warm).job_id
+        return self.ingestor.submit_files(
+            namespace, [upload], options.metadata, kind="stdin", warm=options.warm
+        ).job_id
 
 
 class _Signals:
@@ -208,5 +266,10 @@ def load_settings(**flags: Any) -> Settings:
     try:
         return load(**flags)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors(include_url=False))
-        raise InvalidRequest(f"Wrong settings: {wrong}.", hint="Correct the flag, the RAGSERVE_ variable or ragserve.toml.") from None
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}"
+            for e in error.errors(include_url=False)
+        )
+        raise InvalidRequest(
+            f"Wrong settings: {wrong}.", hint="Correct the flag, the RAGSERVE_ variable or ragserve.toml."
+        ) from None

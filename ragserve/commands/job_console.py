@@ -1,4 +1,6 @@
-"""The command line's view of an ingestion: a progress bar while it runs, a table and a JSON report at its end."""
+"""The command line's view of an ingestion: a progress bar while it runs, a table and a JSON report at its
+end.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,21 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from ragserve.ingest.jobs.report import JobReport
-from ragserve.ingest.jobs.report import Progress as Counts
+from ragserve.ingest.jobs.job_report import JobReport
+from ragserve.ingest.jobs.job_report import Progress as Counts
 
 __all__ = ["print_report", "progress_bar"]
 
@@ -27,7 +38,10 @@ class _Rates(ProgressColumn):
         seconds = max(time.monotonic() - task.fields["started"], 1e-3) if task.fields["started"] else 0.0
         if not seconds or not task.fields["chunks"]:
             return Text("")
-        return Text(f"{task.fields['chunks'] / seconds:,.0f} chunks/s  {task.fields['tokens'] / seconds:,.0f} tokens/s", style="cyan")
+        return Text(
+            f"{task.fields['chunks'] / seconds:,.0f} chunks/s  {task.fields['tokens'] / seconds:,.0f} tokens/s",
+            style="cyan",
+        )
 
 
 @contextmanager
@@ -52,7 +66,13 @@ def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Count
             started = bar.tasks[0].fields["started"] or time.monotonic()
             name = escape(counts.current.rsplit("/", 1)[-1][:40])
             bar.update(
-                task, total=counts.total, completed=counts.done, chunks=counts.chunks, tokens=counts.tokens, started=started, name=name
+                task,
+                total=counts.total,
+                completed=counts.done,
+                chunks=counts.chunks,
+                tokens=counts.tokens,
+                started=started,
+                name=name,
             )
 
         yield show
@@ -78,7 +98,11 @@ def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     console.print(table)
     _print_some(console, "failed", [f"{source}: {reason}" for source, reason in report.failures])
     if report.vanished:
-        what = "removed, their files are gone" if pruned else "still indexed though their files are gone (remove them with --prune)"
+        what = (
+            "removed, their files are gone"
+            if pruned
+            else "still indexed though their files are gone (remove them with --prune)"
+        )
         _print_some(console, what, list(report.vanished))
 
 

@@ -1,4 +1,6 @@
-"""Settings as command-line flags: every field becomes `--field-name` with its description, so none is documented twice."""
+"""Settings as command-line flags: every field becomes `--field-name` with its description, so none is
+documented twice.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 
 _PLAIN = (int, float, str, Path)
-_OBJECTS = frozenset(name for name, field in Settings.model_fields.items() if getattr(field.annotation, "__origin__", None) is dict)
+_OBJECTS = frozenset(
+    name
+    for name, field in Settings.model_fields.items()
+    if getattr(field.annotation, "__origin__", None) is dict
+)
 
 # of commands that start an engine for one piece of work
 ENGINE_SETTINGS = (
@@ -31,14 +37,26 @@ ENGINE_SETTINGS = (
 
 
 def with_settings(command: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., Any]:
-    """``command(settings, ...)`` as a Typer callback whose flags are the settings ``names`` (default: all) and its own parameters."""
+    """``command(settings, ...)`` as a Typer callback whose flags are the settings ``names`` (default: all)
+    and its own parameters.
+    """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-    fields = {name: Settings.model_fields[name] for name in (names or Settings.model_fields) if name not in {p.name for p in own}}
+    fields = {
+        name: Settings.model_fields[name]
+        for name in (names or Settings.model_fields)
+        if name not in {p.name for p in own}
+    }
     flags = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(None, "--" + name.replace("_", "-"), help=_help(name), rich_help_panel="Settings", show_default=False),
+            default=typer.Option(
+                None,
+                "--" + name.replace("_", "-"),
+                help=_help(name),
+                rich_help_panel="Settings",
+                show_default=False,
+            ),
             annotation=_flag_type(field.annotation) | None,
         )
         for name, field in fields.items()
@@ -64,7 +82,8 @@ def settings_from(**flags: Any) -> Settings:
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
         raise InvalidRequest(
-            "Invalid settings:\n" + "\n".join(lines), hint="\nThey come from flags, RAGSERVE_* variables or ragserve.toml."
+            "Invalid settings:\n" + "\n".join(lines),
+            hint="\nThey come from flags, RAGSERVE_* variables or ragserve.toml.",
         ) from None
 
 
@@ -73,9 +92,13 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{flag} is not JSON: {error}.", hint=f"""Example: {flag} '{{"page_size": 16}}'.""") from None
+        raise InvalidRequest(
+            f"{flag} is not JSON: {error}.", hint=f"""Example: {flag} '{{"page_size": 16}}'."""
+        ) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{flag} must be a JSON object.", hint=f"""Example: {flag} '{{"page_size": 16}}'.""")
+        raise InvalidRequest(
+            f"{flag} must be a JSON object.", hint=f"""Example: {flag} '{{"page_size": 16}}'."""
+        )
     return value
 
 
@@ -86,7 +109,9 @@ def _help(name: str) -> str:
 
 
 def _flag_type(annotation: Any) -> Any:
-    """The type Typer parses: the first plain type in the annotation; choices and secrets stay text that pydantic checks."""
+    """The type Typer parses: the first plain type in the annotation; choices and secrets stay text that
+    pydantic checks.
+    """
     if annotation in _PLAIN:
         return annotation
     for part in getattr(annotation, "__args__", ()):

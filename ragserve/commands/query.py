@@ -20,7 +20,9 @@ _EXCERPT_CHARS = 160
 
 
 def register(app: typer.Typer) -> None:
-    app.command("query", help="Ask a running server; prints the answer, its citations and where the time went.")(query)
+    app.command(
+        "query", help="Ask a running server; prints the answer, its citations and where the time went."
+    )(query)
 
 
 def query(
@@ -29,13 +31,21 @@ def query(
     url: Annotated[str, typer.Option(envvar="RAGSERVE_URL", help="Address of the server.")] = _URL,
     api_key: Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its API key.")] = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve; default: the server's.")] = None,
-    filter_: Annotated[str | None, typer.Option("--filter", help='JSON, e.g. {"op":"eq","field":"lang","value":"en"}.')] = None,
-    strategy: Annotated[str | None, typer.Option(help="With options: epic:first=16. Default: the server's.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Length of the answer; default: the server's.")] = None,
+    filter_: Annotated[
+        str | None, typer.Option("--filter", help='JSON, e.g. {"op":"eq","field":"lang","value":"en"}.')
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="With options: epic:first=16. Default: the server's.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Length of the answer; default: the server's.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
     system: Annotated[str | None, typer.Option(help="Replaces the system text.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The server's JSON; with --stream one event a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The server's JSON; with --stream one event a line.")
+    ] = False,
 ) -> None:
     """Exits with 1, and the server's reason, where there is no answer."""
     spec = parse(strategy)[0] if strategy else None
@@ -66,7 +76,9 @@ def query(
         _print_account(answer, console)
 
 
-def _streamed(url: str, api_key: str | None, body: dict[str, Any], console: Console, *, as_json: bool) -> Answer:
+def _streamed(
+    url: str, api_key: str | None, body: dict[str, Any], console: Console, *, as_json: bool
+) -> Answer:
     final = None
     for event, data in events(url, api_key, body):
         if as_json:
@@ -78,18 +90,24 @@ def _streamed(url: str, api_key: str | None, body: dict[str, Any], console: Cons
         if event == "final_answer":
             final = Answer.model_validate(data)
     if final is None:
-        raise Unavailable("The server closed the connection before the answer was complete.", hint="See its log.")
+        raise Unavailable(
+            "The server closed the connection before the answer was complete.", hint="See its log."
+        )
     if not as_json:
         console.print()
     return final
 
 
 def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and data of each event of a streamed query. Raises the server's refusal, and Unavailable where no server answers."""
+    """Name and data of each event of a streamed query. Raises the server's refusal, and Unavailable where no
+    server answers.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with (
-            httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(600, connect=10)) as client,
+            httpx.Client(
+                base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(600, connect=10)
+            ) as client,
             client.stream("POST", "/rag/query", json={**body, "stream": True}) as response,
         ):
             if response.is_error:
@@ -103,7 +121,9 @@ def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tupl
                 elif field == "data":
                     yield name, json.loads(value)
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise Unavailable(f"No answer from {url}: {error}", hint="Is the server running there? ragserve serve") from error
+        raise Unavailable(
+            f"No answer from {url}: {error}", hint="Is the server running there? ragserve serve"
+        ) from error
 
 
 class _Failed(RagserveError):
@@ -118,7 +138,10 @@ def _error_of(response: httpx.Response) -> dict[str, Any]:
     try:
         return dict(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return {"message": f"The server answered {response.status_code}: {response.text[:200]}", "hint": "Is that a ragserve server?"}
+        return {
+            "message": f"The server answered {response.status_code}: {response.text[:200]}",
+            "hint": "Is that a ragserve server?",
+        }
 
 
 def _parsed(text: str | None) -> Any:
@@ -127,7 +150,9 @@ def _parsed(text: str | None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"--filter is not JSON: {error}.", hint='Try \'{"op":"eq","field":"lang","value":"en"}\'.') from error
+        raise InvalidRequest(
+            f"--filter is not JSON: {error}.", hint='Try \'{"op":"eq","field":"lang","value":"en"}\'.'
+        ) from error
 
 
 def _print_account(answer: Answer, console: Console) -> None:
@@ -147,12 +172,17 @@ def _print_account(answer: Answer, console: Console) -> None:
     for note in use.notes:
         console.print(note, markup=False, style="yellow")
     stages = answer.timings.model_dump(exclude_none=True)
-    console.print("ms: " + ", ".join(f"{name.removesuffix('_ms')} {value:.1f}" for name, value in stages.items()), style="dim")
+    console.print(
+        "ms: " + ", ".join(f"{name.removesuffix('_ms')} {value:.1f}" for name, value in stages.items()),
+        style="dim",
+    )
 
 
 def _title(citation: Citation) -> str:
     where = [citation.source or "", f"page {citation.page}" if citation.page else ""]
-    score = f" ({citation.score:.2f}, {citation.basis})" if citation.score is not None else f" ({citation.basis})"
+    score = (
+        f" ({citation.score:.2f}, {citation.basis})" if citation.score is not None else f" ({citation.basis})"
+    )
     return citation.title + ", ".join(["", *(part for part in where if part)]) + score
 
 

@@ -17,18 +17,24 @@ log = logging.getLogger("ragserve")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve", help="Serve /rag/*, /v1/* and every SGLang route on one address.")(with_settings(serve))
+    app.command("serve", help="Serve /rag/*, /v1/* and every SGLang route on one address.")(
+        with_settings(serve)
+    )
 
 
 def serve(settings: Settings) -> None:
     """Start the engine (or connect to --engine-url) and serve until SIGINT or SIGTERM."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and our forks do not mix
-    # Server, scheduler and detokenizer share the cores; threads that spin at barriers would take them from one another.
+    # Server, scheduler and detokenizer share the cores; threads that spin at barriers would take them from
+    # one another.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = settings.model_copy(update={"port": claim_port(settings.host, settings.port)})
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     _log_to_stderr(settings.log_level)
-    typer.echo(f"ragserve: starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})", err=True)
+    typer.echo(
+        f"ragserve: starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})",
+        err=True,
+    )
     if settings.api_key is None:
         typer.echo("ragserve: no API key set, so only this machine can connect", err=True)
     if settings.engine_url:
@@ -43,7 +49,12 @@ def _serve_local(settings: Settings) -> None:
     def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
         from ragserve.api.app import create_app
 
-        return create_app(settings, engine, upstream=sglang_app, upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app))
+        return create_app(
+            settings,
+            engine,
+            upstream=sglang_app,
+            upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app),
+        )
 
     with serving.shared(settings.data_dir):
         local.serve(settings, make_app)
@@ -66,8 +77,17 @@ def _serve_remote(settings: Settings) -> None:
         yield
         await proxy.close()
 
-    app = create_app(settings, RemoteEngine(settings), upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True)
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", loop="uvloop", timeout_graceful_shutdown=10)
+    app = create_app(
+        settings, RemoteEngine(settings), upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True
+    )
+    uvicorn.run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        loop="uvloop",
+        timeout_graceful_shutdown=10,
+    )
 
 
 def _log_to_stderr(level: str) -> None:

@@ -1,4 +1,6 @@
-"""Running a warm-up job for a command: by the server that uses the data folder, or, where there is none, by an engine started here."""
+"""Running a warm-up job for a command: by the server that uses the data folder, or, where there is none, by
+an engine started here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 from ragserve.cache import lock as serving
 from ragserve.config import Settings
 from ragserve.errors import EngineError, InvalidRequest
-from ragserve.ingest.jobs.report import JobReport, Progress
+from ragserve.ingest.jobs.job_report import JobReport, Progress
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
@@ -33,20 +35,29 @@ def check_warm(settings: Settings, *, again_and_again: bool = False) -> None:
             return
         _needs_no_server(settings)
         if again_and_again:
-            raise InvalidRequest("Following changes with --warm needs a server on the data folder.", hint="Start it: ragserve serve")
+            raise InvalidRequest(
+                "Following changes with --warm needs a server on the data folder.",
+                hint="Start it: ragserve serve",
+            )
 
 
 def _needs_no_server(settings: Settings) -> None:
     """Raises InvalidRequest for settings with which an engine started here could leave nothing behind."""
     if settings.engine_url:
-        raise InvalidRequest("An engine that runs elsewhere has no document cache to warm.", hint="Unset engine_url.")
+        raise InvalidRequest(
+            "An engine that runs elsewhere has no document cache to warm.", hint="Unset engine_url."
+        )
     if not settings.kv_disk_bytes:
         raise InvalidRequest(
-            "Without a disk tier nothing outlives this command.", hint="Set kv_disk_bytes, or warm a running server.", param="kv_disk_bytes"
+            "Without a disk tier nothing outlives this command.",
+            hint="Set kv_disk_bytes, or warm a running server.",
+            param="kv_disk_bytes",
         )
 
 
-def show_warm(settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, *, quiet: bool) -> JobReport:
+def show_warm(
+    settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, *, quiet: bool
+) -> JobReport:
     """``run_warm`` with a progress bar and a report on the terminal."""
     from rich.console import Console
 
@@ -57,14 +68,22 @@ def show_warm(settings: Settings, store: IndexStore, job_id: str, stop: threadin
         report = run_warm(settings, store, job_id, stop=stop, on_progress=show)
     print_report(console, report, pruned=False)
     if report.state == "interrupted":
-        console.print(f"Interrupted. Run the same command again, or start a server: it finishes job {job_id}.")
+        console.print(
+            f"Interrupted. Run the same command again, or start a server: it finishes job {job_id}."
+        )
     return report
 
 
 def run_warm(
-    settings: Settings, store: IndexStore, job_id: str, *, stop: threading.Event, on_progress: Callable[[Progress], None]
+    settings: Settings,
+    store: IndexStore,
+    job_id: str,
+    *,
+    stop: threading.Event,
+    on_progress: Callable[[Progress], None],
 ) -> JobReport:
-    """Run the job to its end, wherever. ``stop`` ends it: cancelled where a server runs it, interrupted and resumable here.
+    """Run the job to its end, wherever. ``stop`` ends it: cancelled where a server runs it, interrupted and
+    resumable here.
 
     Raises what ended it: InvalidRequest, Unavailable, StorageFull, EngineError.
     """
@@ -79,7 +98,11 @@ def run_warm(
 
 
 def _run_here(
-    settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, on_progress: Callable[[Progress], None]
+    settings: Settings,
+    store: IndexStore,
+    job_id: str,
+    stop: threading.Event,
+    on_progress: Callable[[Progress], None],
 ) -> JobReport:
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.cache.evictions import Evictor, note_engine
@@ -92,7 +115,10 @@ def _run_here(
 
     async def work(engine: LocalEngine) -> JobReport:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):  # SGLang and uvicorn have taken them over: the first one stops the job
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # SGLang and uvicorn have taken them over: the first one stops the job
             loop.add_signal_handler(number, handlers[number], number, None)
         prompts = await asyncio.to_thread(PromptBuilder.load, engine.info.tokenizer, settings.system_prompt)
         note_engine(settings, engine.info.tokenizer)
@@ -102,7 +128,9 @@ def _run_here(
 
     handlers = {number: _callable(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return run_once(settings.model_copy(update={"port": claim_port("127.0.0.1", 0), "host": "127.0.0.1"}), work)
+        return run_once(
+            settings.model_copy(update={"port": claim_port("127.0.0.1", 0), "host": "127.0.0.1"}), work
+        )
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -113,7 +141,11 @@ def _callable(handler: object) -> Callable[[int, object], object]:
 
 
 def _follow(
-    settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, on_progress: Callable[[Progress], None]
+    settings: Settings,
+    store: IndexStore,
+    job_id: str,
+    stop: threading.Event,
+    on_progress: Callable[[Progress], None],
 ) -> JobReport | None:
     """Watch a job that a server runs; None when the server is gone before its end."""
     from ragserve_index import JobStore
@@ -129,7 +161,11 @@ def _follow(
         if job.finished:
             if job.state == "failed":
                 raise EngineError(f"The warm-up {job_id} failed: {job.error}", hint="See the server's log.")
-            failures = tuple((item.source, item.reason or "") for item in jobs.items(job_id) if item.state in ("failed", "skipped"))
+            failures = tuple(
+                (item.source, item.reason or "")
+                for item in jobs.items(job_id)
+                if item.state in ("failed", "skipped")
+            )
             return JobReport(job_id, job.namespace, job.state, time.monotonic() - started, progress, failures)
         if stop.is_set() and not cancelled:
             cancelled = True

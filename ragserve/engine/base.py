@@ -1,4 +1,6 @@
-"""How the product talks to the runtime: one small protocol, with SGLang in this process group (`local`) or elsewhere (`remote`)."""
+"""How the product talks to the runtime: one small protocol, with SGLang in this process group (`local`) or
+elsewhere (`remote`).
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates what is cached between tenants.
+    """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates what is cached between
+    tenants.
 
-    A strategy that composes needs ``spans``: the system text and each document, from position 0 without gaps; ``options`` are its own.
-    ``distribution`` asks for that of the first token, which costs time and is for measurements.
-    ``decode``: fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's, for an engine with sparse decoding.
-    """
+    A strategy that composes needs ``spans``: the system text and each document, from position 0 without gaps;
+    ``options`` are its own. ``distribution`` asks for that of the first token, which costs time and is for
+    measurements. ``decode``: fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's, for
+    an engine with sparse decoding."""
 
     rid: str
     input_ids: list[int]
@@ -63,21 +66,29 @@ class EngineTimings:
 
 @dataclass(frozen=True, slots=True)
 class GenerateChunk:
-    """A piece of the answer. The last one of a stream has ``finish_reason`` (``stop``, ``length`` or ``abort``)."""
+    """A piece of the answer. The last one of a stream has ``finish_reason`` (``stop``, ``length`` or
+    ``abort``).
+    """
 
     text: str
     usage: EngineUsage
     timings: EngineTimings
     finish_reason: str | None = None
     context: ContextReport | None = None  # what was composed; None for exact strategies
-    decode: DecodeReport | None = None  # what sparse decode steps read; on the last chunk only, None for dense requests
+    decode: DecodeReport | None = (
+        None  # what sparse decode steps read; on the last chunk only, None for dense requests
+    )
     fallback: str | None = None  # why an exact strategy answered instead of the one asked for
-    distribution: str | None = None  # base64 of float32 log-probabilities [vocabulary] of the first token, where it was asked for
+    distribution: str | None = (
+        None  # base64 of float32 log-probabilities [vocabulary] of the first token, where it was asked for
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is serving. ``max_prompt_tokens`` bounds prompt + answer: the smaller of the context and the KV pool."""
+    """What is serving. ``max_prompt_tokens`` bounds prompt + answer: the smaller of the context and the KV
+    pool.
+    """
 
     kind: str  # "local" | "remote"
     model: str
@@ -88,11 +99,14 @@ class EngineInfo:
     context_length: int
     max_total_tokens: int
     strategies: tuple[str, ...]
-    fingerprint: str = ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
+    fingerprint: str = (
+        ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
+    )
     only_exact: str | None = None  # why there are none but the exact strategies
     sparse_decode: bool = False  # whether requests may say how their decode steps attend
     dtype: str = ""  # of weights and KV, as "bfloat16", or "bfloat16, KV fp8_e5m2" where they differ; empty where it is not known
-    samkv: str = ""  # digest of the profile that completes samkv's options (`ragserve.profiles.samkv`); empty without one
+    # digest of the profile that completes samkv's options (`ragserve.profiles.samkv`); empty without one
+    samkv: str = ""
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -116,14 +130,17 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream an answer. Closing the iterator early, or cancelling the task that reads it, aborts the request in the engine.
+        """Stream an answer. Closing the iterator early, or cancelling the task that reads it, aborts the
+        request in the engine.
 
         Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
         """
         ...
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
-        """Evict what is cached of these documents (token ids of their segments; None: of the whole namespace) from every tier."""
+        """Evict what is cached of these documents (token ids of their segments; None: of the whole namespace)
+        from every tier.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -15,9 +15,9 @@ Below = Literal["disk", "host", "writing", "absent"]
 class Whereabouts:
     """Where documents are, in the order asked for, and what room there is.
 
-    ``below``: the lowest tier under the device that has all of a document; ``writing`` is on its way to disk. ``lasting`` is the lowest
-    tier there is. Bytes are of pages; ``budget_bytes`` of the lasting tier, None without a limit. ``faults`` are counted since the start.
-    """
+    ``below``: the lowest tier under the device that has all of a document; ``writing`` is on its way to disk.
+    ``lasting`` is the lowest tier there is. Bytes are of pages; ``budget_bytes`` of the lasting tier, None
+    without a limit. ``faults`` are counted since the start."""
 
     on_device: tuple[bool, ...]
     on_host: tuple[bool, ...]
@@ -39,12 +39,20 @@ class Whereabouts:
         """The fastest tier that has all of each document: device, host, disk or absent."""
         both = zip(self.on_device, self.on_host, self.below, strict=True)
         return [
-            "device" if device else "host" if host or below == "writing" else "disk" if below == "disk" else "absent"
+            "device"
+            if device
+            else "host"
+            if host or below == "writing"
+            else "disk"
+            if below == "disk"
+            else "absent"
             for device, host, below in both
         ]
 
     def bytes_of(self, n_tokens: int) -> int:
-        """What a document of so many tokens takes of a tier's budget at most: its pages and 3 % for what is stored with them."""
+        """What a document of so many tokens takes of a tier's budget at most: its pages and 3 % for what is
+        stored with them.
+        """
         return -(-n_tokens // self.block) * self.page_bytes * 103 // 100
 
 
@@ -56,13 +64,19 @@ class CachingEngine(Protocol):
     def info(self) -> EngineInfo: ...
 
     async def warm(self, request: GenerateRequest) -> None:
-        """Compute every span of the request, alone, into all tiers. Those that are on the device already cost next to nothing."""
+        """Compute every span of the request, alone, into all tiers. Those that are on the device already cost
+        next to nothing.
+        """
         ...
 
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are in the namespace's exact prefix cache. Asking is no use of them."""
+        """How many of a prompt's first tokens are in the namespace's exact prefix cache. Asking is no use of
+        them.
+        """
         ...
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
-        """Where the documents with these token ids are. Asking is no use of them: their order of eviction stays."""
+        """Where the documents with these token ids are. Asking is no use of them: their order of eviction
+        stays.
+        """
         ...

@@ -1,4 +1,6 @@
-"""SGLang in this process group: its scheduler and detokenizer as child processes, its HTTP server's app behind ours."""
+"""SGLang in this process group: its scheduler and detokenizer as child processes, its HTTP server's app
+behind ours.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,13 @@ class LocalEngine:
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             samkv=cache["samkv"],
         )
-        warm_up = GenerateRequest("warm-up", [1] * 16, namespace="ragserve-warm-up", strategy="full", sampling=Sampling(max_new_tokens=2))
+        warm_up = GenerateRequest(
+            "warm-up",
+            [1] * 16,
+            namespace="ragserve-warm-up",
+            strategy="full",
+            sampling=Sampling(max_new_tokens=2),
+        )
         if self._info.sparse_decode:  # a model that sparse decoding does not know fails here, at the start
             warm_up = replace(warm_up, decode={"mode": "progressive", "threshold": 1.0, "dense_below": 0})
         async for _ in self.generate(warm_up):
@@ -80,11 +88,15 @@ class LocalEngine:
         return self._info
 
     def _take_over_sigterm(self) -> None:
-        """SGLang's handler kills the process tree without running our shutdown; ours finishes requests and saves the index first."""
+        """SGLang's handler kills the process tree without running our shutdown; ours finishes requests and
+        saves the index first.
+        """
         if self._on_stop is None:
             return
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(RuntimeError, ValueError):  # not the main thread: whoever runs the loop handles signals
+        with contextlib.suppress(
+            RuntimeError, ValueError
+        ):  # not the main thread: whoever runs the loop handles signals
             loop.add_signal_handler(signal.SIGTERM, self._on_stop)
 
     @property
@@ -107,16 +119,22 @@ class LocalEngine:
         return self._documents.generate(request)
 
     async def warm(self, request: GenerateRequest) -> None:
-        """Prefill every span of a request that is not cached yet, into all tiers, and analyse it if the settings say so."""
+        """Prefill every span of a request that is not cached yet, into all tiers, and analyse it if the
+        settings say so.
+        """
         await self._documents.prefill(request, request.spans, analyse=True)
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         """Where these documents are cached, see `ragserve.engine.document_cache`."""
         keys = [document_key(namespace, self._fingerprint, ids) for ids in documents]
-        return Whereabouts.of(await self.control("where", keys=keys, tokens=list(map(len, documents)), namespace=namespace))
+        return Whereabouts.of(
+            await self.control("where", keys=keys, tokens=list(map(len, documents)), namespace=namespace)
+        )
 
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens strategy ``prefix`` would find, see `ragserve.engine.document_cache`."""
+        """How many of a prompt's first tokens strategy ``prefix`` would find, see
+        `ragserve.engine.document_cache`.
+        """
         return int((await self.control("prefix", ids=list(input_ids), namespace=namespace))["tokens"])
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
@@ -138,7 +156,9 @@ class LocalEngine:
         )
         failed = [reply.error for reply in replies if not reply.success]
         if failed:
-            raise EngineError(f"The document cache failed to {operation}: {failed[0]}", hint="See the server's log.")
+            raise EngineError(
+                f"The document cache failed to {operation}: {failed[0]}", hint="See the server's log."
+            )
         return dict(replies[0].response[0])
 
     @contextlib.asynccontextmanager
@@ -150,7 +170,9 @@ class LocalEngine:
 
         manager = tokenizer_manager()
         activities = ["CPU", "GPU"] if self.info.device == "cuda" else ["CPU"]
-        wanted = ProfileReq(output_dir=str(folder), activities=activities, with_stack=False, record_shapes=False)
+        wanted = ProfileReq(
+            output_dir=str(folder), activities=activities, with_stack=False, record_shapes=False
+        )
         await manager.start_profile(wanted)
         try:
             yield
@@ -158,7 +180,9 @@ class LocalEngine:
             await manager.stop_profile()
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
-        """One SGLang request. A task of its own reads its stream to the end, so that an abort never leaves a request behind there."""
+        """One SGLang request. A task of its own reads its stream to the end, so that an abort never leaves a
+        request behind there.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         from sglang_ext.launch import tokenizer_manager
@@ -199,7 +223,9 @@ class LocalEngine:
                 manager.abort_request(rid)
 
     async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
-        """SGLang requests that reach the scheduler as one message, and so its batch together; to their ends. Raises the first's error."""
+        """SGLang requests that reach the scheduler as one message, and so its batch together; to their ends.
+        Raises the first's error.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         from sglang_ext.launch import tokenizer_manager
@@ -235,7 +261,8 @@ class LocalEngine:
 
     def _late(self) -> EngineError:
         return EngineError(
-            f"No answer within {self._settings.engine_timeout_s:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
+            f"No answer within {self._settings.engine_timeout_s:g} s.",
+            hint="Raise --engine-timeout-s or lower max_new_tokens.",
         )
 
     def stop(self) -> None:

@@ -1,4 +1,6 @@
-"""An engine for one piece of work: started in this process group, without a web server, and stopped when the work is done."""
+"""An engine for one piece of work: started in this process group, without a web server, and stopped when the
+work is done.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ def free_port() -> int:
 
 
 def claim_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises Conflict where it is taken: better now than after the engine has started."""
+    """The port, or a free one for 0. Raises Conflict where it is taken: better now than after the engine has
+    started.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -25,6 +27,8 @@ def claim_port(host: str, port: int) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise Conflict(
-                f"Cannot bind {host}:{port}: {error.strerror}.", hint="Stop what uses it or choose another with --port.", code="port_in_use"
+                f"Cannot bind {host}:{port}: {error.strerror}.",
+                hint="Stop what uses it or choose another with --port.",
+                code="port_in_use",
             ) from error
         return int(probe.getsockname()[1])

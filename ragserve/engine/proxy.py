@@ -37,7 +37,8 @@ class ReverseProxy:
         self._url = (settings.engine_url or "").rstrip("/")
         self._key = settings.engine_api_key
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.engine_timeout_s, connect=10), limits=httpx.Limits(max_connections=None)
+            timeout=httpx.Timeout(settings.engine_timeout_s, connect=10),
+            limits=httpx.Limits(max_connections=None),
         )
 
     async def close(self) -> None:
@@ -53,12 +54,16 @@ class ReverseProxy:
         query = scope.get("query_string", b"").decode("latin-1")
         url = self._url + scope["path"] + (f"?{query}" if query else "")
         has_body = any(k.lower() in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
-        request = self._client.build_request(scope["method"], url, headers=headers, content=_body(receive) if has_body else None)
+        request = self._client.build_request(
+            scope["method"], url, headers=headers, content=_body(receive) if has_body else None
+        )
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
             failure = Unavailable(
-                f"The engine at {self._url} does not answer: {error!r}.", hint="Is it running?", code="engine_unreachable"
+                f"The engine at {self._url} does not answer: {error!r}.",
+                hint="Is it running?",
+                code="engine_unreachable",
             )
             await _send_json(send, failure.status, failure.body())
             return
@@ -86,7 +91,9 @@ async def _body(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None) -> None:
-    """The request's body has been read: what still arrives is the client's leaving, which must reach the engine."""
+    """The request's body has been read: what still arrives is the client's leaving, which must reach the
+    engine.
+    """
     while (await receive())["type"] != "http.disconnect":
         continue
     if task is not None:
@@ -94,5 +101,7 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None
 
 
 async def _send_json(send: Send, status: int, body: dict[str, Any]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+    )
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

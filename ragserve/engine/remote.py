@@ -20,14 +20,20 @@ log = logging.getLogger(__name__)
 
 
 class RemoteEngine:
-    """An :class:`~ragserve.engine.base.Engine` over ``settings.engine_url``; strategies ``full`` and ``prefix``."""
+    """An :class:`~ragserve.engine.base.Engine` over ``settings.engine_url``; strategies ``full`` and
+    ``prefix``.
+    """
 
     def __init__(self, settings: Settings) -> None:
         if settings.engine_url is None:
             raise InvalidRequest("No engine address given.", hint="Set --engine-url.")
         self._settings = settings
         self._url = settings.engine_url.rstrip("/")
-        headers = {"Authorization": f"Bearer {settings.engine_api_key.get_secret_value()}"} if settings.engine_api_key else {}
+        headers = (
+            {"Authorization": f"Bearer {settings.engine_api_key.get_secret_value()}"}
+            if settings.engine_api_key
+            else {}
+        )
         self._client = httpx.AsyncClient(
             base_url=self._url,
             headers=headers,
@@ -42,7 +48,8 @@ class RemoteEngine:
         server, model = await self._get("/server_info"), await self._get("/model_info")
         tokenizer = self._settings.tokenizer or model.get("tokenizer_path") or model["model_path"]
         total = int(server["max_total_num_tokens"])
-        # SGLang admits prompts up to max_req_input_len, a few tokens under the smaller of the context and the pool.
+        # SGLang admits prompts up to max_req_input_len, a few tokens under the smaller of the context and the
+        # pool.
         context = int(server.get("context_length") or server.get("max_req_input_len") or total)
         self._info = EngineInfo(
             kind="remote",
@@ -69,7 +76,10 @@ class RemoteEngine:
                 code="engine_unreachable",
             ) from error
         if not isinstance(body, dict):
-            raise Unavailable(f"The engine at {self._url} answered {path} with something else than an object.", code="engine_unreachable")
+            raise Unavailable(
+                f"The engine at {self._url} answered {path} with something else than an object.",
+                code="engine_unreachable",
+            )
         return body
 
     @property
@@ -109,13 +119,18 @@ class RemoteEngine:
                     yield reader.read(out)
                 if not finished:
                     finished = True
-                    raise EngineError("The engine closed the stream before the answer was complete.", hint="See its log.")
+                    raise EngineError(
+                        "The engine closed the stream before the answer was complete.", hint="See its log."
+                    )
         except TimeoutError:
             raise EngineError(
-                f"No answer within {self._settings.engine_timeout_s:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
+                f"No answer within {self._settings.engine_timeout_s:g} s.",
+                hint="Raise --engine-timeout-s or lower max_new_tokens.",
             ) from None
         except (httpx.HTTPError, json.JSONDecodeError) as error:
-            raise Unavailable(f"The engine at {self._url} broke off: {error!r}.", hint="Is it still running?") from error
+            raise Unavailable(
+                f"The engine at {self._url} broke off: {error!r}.", hint="Is it still running?"
+            ) from error
         finally:
             if not finished:
                 task = asyncio.create_task(self._abort(rid))
@@ -123,7 +138,9 @@ class RemoteEngine:
                 task.add_done_callback(self._aborts.discard)
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
-        """Nothing to do: an engine elsewhere keeps exact prefixes only, which nobody finds without the text, and evicts them by age."""
+        """Nothing to do: an engine elsewhere keeps exact prefixes only, which nobody finds without the text,
+        and evicts them by age.
+        """
 
     async def _abort(self, rid: str) -> None:
         try:

@@ -35,9 +35,9 @@ class DocumentsMissing(Exception):
 def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     """Fields of SGLang's ``GenerateReqInput``.
 
-    ``extra_key`` separates the prefix cache: per namespace, so that no tenant's cached tokens answer another's query; and for strategy
-    ``full`` per request, so that nothing is found and everything is prefilled.
-    """
+    ``extra_key`` separates the prefix cache: per namespace, so that no tenant's cached tokens answer
+    another's query; and for strategy ``full`` per request, so that nothing is found and everything is
+    prefilled."""
     s = request.sampling
     sampling: dict[str, Any] = {
         "max_new_tokens": s.max_new_tokens,
@@ -63,13 +63,19 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         return fields
     if custom:
         sampling["custom_params"] = custom
-    return fields | {"extra_key": f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)}
+    return fields | {
+        "extra_key": f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)
+    }
 
 
 def document_payload(request: GenerateRequest, span: Span, rid: str, *, analyse: bool) -> dict[str, Any]:
-    """A document request: one document of a composed request prefilled alone, for the cache; ``analyse``: and analysed."""
+    """A document request: one document of a composed request prefilled alone, for the cache; ``analyse``: and
+    analysed.
+    """
     ids = request.input_ids[span.start : span.end]
-    document = replace(request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False)
+    document = replace(
+        request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False
+    )
     fields = payload(document, rid)
     plan = ContextPlan("document", request.namespace, options={"analyse": analyse})
     fields["sampling_params"]["custom_params"] = {PLAN_FIELD: plan.to_json()}
@@ -100,8 +106,11 @@ class StreamReader:
             self._first = time.perf_counter()
         text: str = out.get("text") or ""
         delta, self._sent = text[self._sent :], max(self._sent, len(text))
-        # A composed request has a shorter prompt in the engine: its placeholders for the kept context and the question.
-        usage = EngineUsage(self._prompt_tokens, meta.get("cached_tokens", 0), meta.get("completion_tokens", 0))
+        # A composed request has a shorter prompt in the engine: its placeholders for the kept context and the
+        # question.
+        usage = EngineUsage(
+            self._prompt_tokens, meta.get("cached_tokens", 0), meta.get("completion_tokens", 0)
+        )
         finish = reason.get("type") if isinstance(reason, dict) else None
         reports = meta.get(PLAN_FIELD)
         context = ContextReport.from_json(reports[0]) if reports and reports[0] else None
@@ -109,13 +118,16 @@ class StreamReader:
         decode = DecodeReport.from_json(reports[-1]) if reports and reports[-1] else None
         distributions = meta.get(DISTRIBUTION_FIELD)
         distribution = distributions[0] if distributions else None
-        return GenerateChunk(delta, usage, self._timings(meta), finish, context, decode, distribution=distribution)
+        return GenerateChunk(
+            delta, usage, self._timings(meta), finish, context, decode, distribution=distribution
+        )
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
-        """Prefill is what is left of the time to the first token after the queue: its forward pass and the way back.
+        """Prefill is what is left of the time to the first token after the queue: its forward pass and the
+        way back.
 
-        SGLang says ``queue_time`` 0.0 also where it does not know; it knows when it says when the forward pass began.
-        """
+        SGLang says ``queue_time`` 0.0 also where it does not know; it knows when it says when the forward
+        pass began."""
         if "forward_entry_time" not in meta or self._first is None:
             return EngineTimings()
         queue = meta["queue_time"]

@@ -1,7 +1,7 @@
 """Question sets: JSON lines, plain or gzip.
 
-A row is ``{id, docs: [[title, text], ...], question, answers, kind}`` or ``{id, question, answers, ctxs: [{title, text, gold}, ...]}``.
-"""
+A row is ``{id, docs: [[title, text], ...], question, answers, kind}`` or ``{id, question, answers, ctxs:
+[{title, text, gold}, ...]}``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from ragserve.eval.metrics import contains_answer
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """A document of a question set. ``key`` depends on title and text alone, so the same passage in two rows is one document."""
+class GivenPassage:
+    """A document of a question set. ``key`` depends on title and text alone, so the same passage in two rows
+    is one document.
+    """
 
     title: str
     text: str
@@ -32,24 +34,29 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its accepted answers and its documents in order; ``gold`` are those of them that hold the answer."""
+    """A question, its accepted answers and its documents in order; ``gold`` are those of them that hold the
+    answer.
+    """
 
     id: str
     question: str
     answers: tuple[str, ...]
-    documents: tuple[Passage, ...]
-    gold: tuple[Passage, ...]
+    documents: tuple[GivenPassage, ...]
+    gold: tuple[GivenPassage, ...]
     kind: str
 
 
 def load(path: Path, limit: int | None = None) -> list[Question]:
-    """The questions of a file, in order; with ``limit``, that many spread evenly over it, the same ones each time.
+    """The questions of a file, in order; with ``limit``, that many spread evenly over it, the same ones each
+    time.
 
     Raises ``InvalidRequest`` naming file, line and what is wrong.
     """
     rows = [_question(row, path, number) for number, row in _lines(path)]
     if not rows:
-        raise InvalidRequest(f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py.")
+        raise InvalidRequest(
+            f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py."
+        )
     if limit is None or limit >= len(rows):
         return rows
     return [rows[index * len(rows) // limit] for index in range(limit)]
@@ -61,38 +68,57 @@ def set_name(path: Path) -> str:
 
 
 def find(name: str, folder: Path | None) -> Path:
-    """The file of a set: a path, or with ``folder`` the name of a set below it (``NAME.jsonl[.gz]`` there, in its subfolder ``synthetic``
-    or in one of the set's own name, ``*.uniform.jsonl[.gz]`` first). Raises ``InvalidRequest`` saying where it looked."""
+    """The file of a set: a path, or with ``folder`` the name of a set below it (``NAME.jsonl[.gz]`` there, in
+    its subfolder ``synthetic`` or in one of the set's own name, ``*.uniform.jsonl[.gz]`` first). Raises
+    ``InvalidRequest`` saying where it looked."""
     path = Path(name)
     if path.suffix in {".jsonl", ".gz"} or path.is_file():
         return path
     if folder is None:
         raise InvalidRequest(
-            f"{name!r} is not a file.", hint="Give a .jsonl or .jsonl.gz file, or --sets FOLDER and the name of a set in it."
+            f"{name!r} is not a file.",
+            hint="Give a .jsonl or .jsonl.gz file, or --sets FOLDER and the name of a set in it.",
         )
     endings = (".jsonl", ".jsonl.gz")
-    places = [folder / f"{name}{ending}" for ending in endings] + [folder / "synthetic" / f"{name}{ending}" for ending in endings]
-    places += [found for ending in (".uniform.jsonl*", ".jsonl*") for found in sorted((folder / name).glob(f"*{ending}"))]
+    places = [folder / f"{name}{ending}" for ending in endings] + [
+        folder / "synthetic" / f"{name}{ending}" for ending in endings
+    ]
+    places += [
+        found
+        for ending in (".uniform.jsonl*", ".jsonl*")
+        for found in sorted((folder / name).glob(f"*{ending}"))
+    ]
     for place in places:
         if place.is_file():
             return place
-    raise InvalidRequest(f"No set {name!r} in {folder}.", hint=f"Looked for {name}.jsonl[.gz] there, in synthetic/ and in {name}/.")
+    raise InvalidRequest(
+        f"No set {name!r} in {folder}.",
+        hint=f"Looked for {name}.jsonl[.gz] there, in synthetic/ and in {name}/.",
+    )
 
 
 def interleaved(sets: Mapping[str, Sequence[Question]]) -> list[tuple[str, Question]]:
     """All questions with their set's name, so that any first part holds about the same share of every set."""
-    places = [(number / len(questions), name, question) for name, questions in sets.items() for number, question in enumerate(questions)]
+    places = [
+        (number / len(questions), name, question)
+        for name, questions in sets.items()
+        for number, question in enumerate(questions)
+    ]
     return [(name, question) for _, name, question in sorted(places, key=lambda place: place[0])]
 
 
-def distinct_passages(questions: Sequence[Question]) -> list[Passage]:
+def distinct_passages(questions: Sequence[Question]) -> list[GivenPassage]:
     """All documents of a set, each title and text once, in order of first appearance."""
     return list(dict.fromkeys(passage for question in questions for passage in question.documents))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as file
+        ):
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
@@ -108,10 +134,10 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 def _question(row: Any, path: Path, number: int) -> Question:
     try:
         if "ctxs" in row:
-            documents = tuple(Passage(str(c["title"]), str(c["text"])) for c in row["ctxs"])
+            documents = tuple(GivenPassage(str(c["title"]), str(c["text"])) for c in row["ctxs"])
             marked = tuple(d for d, c in zip(documents, row["ctxs"], strict=True) if c.get("gold"))
         else:
-            documents = tuple(Passage(str(title), str(text)) for title, text in row["docs"])
+            documents = tuple(GivenPassage(str(title), str(text)) for title, text in row["docs"])
             marked = ()
         answers = tuple(str(answer) for answer in row["answers"])
         question = str(row["question"])
@@ -124,11 +150,17 @@ def _question(row: Any, path: Path, number: int) -> Question:
         ) from error
     if not answers or not documents or not question.strip():
         raise InvalidRequest(f"{path}, line {number}: question, answers and documents must not be empty.")
-    return Question(name, question, answers, documents, marked or _inferred_gold(question, answers, documents), kind)
+    return Question(
+        name, question, answers, documents, marked or _inferred_gold(question, answers, documents), kind
+    )
 
 
-def _inferred_gold(question: str, answers: Sequence[str], documents: Sequence[Passage]) -> tuple[Passage, ...]:
-    """Sets without marks: the documents that say an answer, and of these, if there are any, those whose title the question names."""
+def _inferred_gold(
+    question: str, answers: Sequence[str], documents: Sequence[GivenPassage]
+) -> tuple[GivenPassage, ...]:
+    """Sets without marks: the documents that say an answer, and of these, if there are any, those whose title
+    the question names.
+    """
     saying = [d for d in documents if contains_answer(d.text, answers)]
     named = [d for d in saying if d.title and contains_answer(question, [d.title])]
     return tuple(named or saying)

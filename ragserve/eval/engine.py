@@ -1,8 +1,9 @@
-"""Ask an engine, without the product around it, every question of some sets under every strategy, on the same prompts.
+"""Ask an engine, without the product around it, every question of some sets under every strategy, on the same
+prompts.
 
-Question by question: `full` first, whose next-token distribution is what the others' are compared with; then, once all its documents are
-cached, each strategy. So a strategy's time to the first token is that with its documents on the device, and no row needs another.
-"""
+Question by question: `full` first, whose next-token distribution is what the others' are compared with; then,
+once all its documents are cached, each strategy. So a strategy's time to the first token is that with its
+documents on the device, and no row needs another."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class WarmEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How to ask. ``in_flight`` questions at a time; ``compare`` adds the distributions' distance from `full`."""
+    """How to ask. ``in_flight`` questions at a time; ``compare`` adds the distributions' distance from
+    `full`.
+    """
 
     max_new_tokens: int = 24
     in_flight: int = 4
@@ -57,7 +60,9 @@ async def evaluate(
     finished: Container[Key],
     write: Callable[[Row], None],
 ) -> None:
-    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as it is known. Failures become rows."""
+    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as it is known.
+    Failures become rows.
+    """
     waiting = iter(questions)
 
     async def worker() -> None:
@@ -74,7 +79,9 @@ async def evaluate(
 class _Asking:
     """One question under all strategies."""
 
-    def __init__(self, engine: WarmEngine, builder: PromptBuilder, ask: Ask, name: str, question: Question) -> None:
+    def __init__(
+        self, engine: WarmEngine, builder: PromptBuilder, ask: Ask, name: str, question: Question
+    ) -> None:
         self._engine = engine
         self._ask = ask
         self._name = name
@@ -105,7 +112,9 @@ class _Asking:
         spans = tuple(Span(s.start, s.end) for s in self._prompt.segments if s.kind != "question")
         rid = f"{self._name}-{self._question.id}"
         ids = self._prompt.input_ids
-        return GenerateRequest(rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=self._ask.compare)
+        return GenerateRequest(
+            rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=self._ask.compare
+        )
 
     async def _row(self, spec: StrategySpec) -> Row:
         text, first, last = "", None, None
@@ -148,7 +157,17 @@ class _Asking:
         return row
 
     def _failed(self, spec: StrategySpec, error: RagserveError) -> Row:
-        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "error": f"{error.code}: {error.message}"}
+        return self._head(spec) | {
+            "answer": "",
+            "em": 0.0,
+            "f1": 0.0,
+            "error": f"{error.code}: {error.message}",
+        }
 
     def _head(self, spec: StrategySpec) -> dict[str, Any]:
-        return {"set": self._name, "id": self._question.id, "kind": self._question.kind, "strategy": spec.label}
+        return {
+            "set": self._name,
+            "id": self._question.id,
+            "kind": self._question.kind,
+            "strategy": spec.label,
+        }

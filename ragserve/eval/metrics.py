@@ -1,4 +1,6 @@
-"""Exact match and token F1 as SQuAD defines them: lower case, without punctuation and articles, white space collapsed."""
+"""Exact match and token F1 as SQuAD defines them: lower case, without punctuation and articles, white space
+collapsed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def normalise(text: str) -> str:
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1.0 where the prediction equals one of the answers after normalisation, else 0.0. ``answers`` must not be empty."""
+    """1.0 where the prediction equals one of the answers after normalisation, else 0.0. ``answers`` must not
+    be empty.
+    """
     return max(float(normalise(prediction) == normalise(answer)) for answer in answers)
 
 

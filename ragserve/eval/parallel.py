@@ -21,7 +21,7 @@ from ragserve.engine.ports import free_port
 from ragserve.errors import EngineError
 from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
-from ragserve.eval.worker import Job
+from ragserve.eval.engine_worker import WorkerJob
 from ragserve.measuring.server import stop_with_parent
 from ragserve.strategy_spec import StrategySpec
 
@@ -32,7 +32,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. ``sets`` are files; ``workers`` engines side by side, each with ``in_flight`` questions at a time."""
+    """What to measure. ``sets`` are files; ``workers`` engines side by side, each with ``in_flight``
+    questions at a time.
+    """
 
     sets: Sequence[Path]
     strategies: Sequence[StrategySpec]
@@ -42,16 +44,20 @@ class Plan:
     in_flight: int = 4
     workers: int = 1
     compare: bool = True
-    seconds: float | None = None  # stop asking after so long, engine start included; what is known until then is reported
+    seconds: float | None = (
+        None  # stop asking after so long, engine start included; what is known until then is reported
+    )
 
 
-def run(plan: Plan, folder: Path, progress: Progress = lambda done, total: None) -> tuple[list[rows.Row], dict[str, Any]]:
-    """The rows of a plan in the order of sets, questions and strategies, and what served them (``engine``, ``environment``).
+def run(
+    plan: Plan, folder: Path, progress: Progress = lambda done, total: None
+) -> tuple[list[rows.Row], dict[str, Any]]:
+    """The rows of a plan in the order of sets, questions and strategies, and what served them (``engine``,
+    ``environment``).
 
-    Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. An engine that ends is started
-    once more. Raises EngineError with the end of its log where it ends again, or where nothing was answered in time: run again with the
-    same folder to go on, or take :func:`known`.
-    """
+    Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. An
+    engine that ends is started once more. Raises EngineError with the end of its log where it ends again, or
+    where nothing was answered in time: run again with the same folder to go on, or take :func:`known`."""
     keys = _keys(plan)
     rows.claim(folder, _identity(plan))
     held = rows.read(folder)
@@ -59,7 +65,11 @@ def run(plan: Plan, folder: Path, progress: Progress = lambda done, total: None)
         wanted = set(keys)
         done_before = sum(1 for key in wanted if key in held and not held[key].get("error"))
         written = rows.count(folder)
-        _work(plan, folder, lambda: progress(min(len(keys), done_before + rows.count(folder) - written), len(keys)))
+        _work(
+            plan,
+            folder,
+            lambda: progress(min(len(keys), done_before + rows.count(folder) - written), len(keys)),
+        )
     return known(plan, folder)
 
 
@@ -68,7 +78,9 @@ def known(plan: Plan, folder: Path) -> tuple[list[rows.Row], dict[str, Any]]:
     held = rows.read(folder)
     found = [held[key] for key in _keys(plan) if key in held]
     if not found:
-        raise EngineError(f"No question has been answered in {folder}.", hint="Give it more time; see worker-*.log there.")
+        raise EngineError(
+            f"No question has been answered in {folder}.", hint="Give it more time; see worker-*.log there."
+        )
     served = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("engine-*.json"))]
     return found, served[0]
 
@@ -111,10 +123,11 @@ def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    # Documents serve one question each: memory is enough for them, and every engine needs a port and a folder of its own.
+    # Documents serve one question each: memory is enough for them, and every engine needs a port and a folder
+    # of its own.
     own = {"port": free_port(), "kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
     settings = plan.settings.model_copy(update=own)
-    job = Job(
+    job = WorkerJob(
         folder=str(folder),
         index=index,
         of=plan.workers,
@@ -129,7 +142,7 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
     log = folder / f"worker-{index}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ragserve.eval.worker", str(job.save())],
+            [sys.executable, "-m", "ragserve.eval.engine_worker", str(job.save())],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -140,6 +153,8 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
     try:
         yield process, log
     finally:
-        with contextlib.suppress(ProcessLookupError):  # its engine's processes are of its session, and all that counts is on disk
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # its engine's processes are of its session, and all that counts is on disk
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

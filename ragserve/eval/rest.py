@@ -17,7 +17,13 @@ Line = dict[str, Any]
 
 
 def evaluate_set(
-    client: Client, path: Path, runs: Sequence[Options], *, retrieved: bool, limit: int | None, out: Path | None
+    client: Client,
+    path: Path,
+    runs: Sequence[Options],
+    *,
+    retrieved: bool,
+    limit: int | None,
+    out: Path | None,
 ) -> list[Line]:
     """Print one set's table, write it to ``out``, and give a line for each question and strategy."""
     questions = load(path, limit)
@@ -58,10 +64,18 @@ def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Opt
                 ceiling = ask_given(client, questions, options, gold=True, progress=step)
             for context, outcomes in (("retrieved", retrieved), ("gold documents alone", ceiling)):
                 rows.append({"context": context, "strategy": options.label, **summary(outcomes)})
-                lines += [{"context": context, "strategy": options.label, **outcome.record()} for outcome in outcomes]
+                lines += [
+                    {"context": context, "strategy": options.label, **outcome.record()}
+                    for outcome in outcomes
+                ]
             lost.append({"strategy": options.label, **losses(retrieved, ceiling)})
     first = runs[0]
-    return rows, lost, lines, {"k": first.k, "max_new_tokens": first.max_new_tokens, "concurrency": first.concurrency, **ingestion}
+    return (
+        rows,
+        lost,
+        lines,
+        {"k": first.k, "max_new_tokens": first.max_new_tokens, "concurrency": first.concurrency, **ingestion},
+    )
 
 
 def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Path | None) -> None:

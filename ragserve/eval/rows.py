@@ -1,4 +1,6 @@
-"""Rows of a running evaluation, on disk as soon as they are known, so that a run that was cut short continues where it stopped."""
+"""Rows of a running evaluation, on disk as soon as they are known, so that a run that was cut short continues
+where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def key(row: Mapping[str, Any]) -> Key:
 
 
 class RowFile:
-    """Appends rows to a file, one JSON object a line, each line in one write. A line that a killed process left unfinished is cut off."""
+    """Appends rows to a file, one JSON object a line, each line in one write. A line that a killed process
+    left unfinished is cut off.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,12 +40,16 @@ class RowFile:
     def __enter__(self) -> RowFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
 
 def read(folder: Path) -> dict[Key, Row]:
-    """All rows of a folder (``rows-*.jsonl``); of several with one key the one that did not fail, or the latest."""
+    """All rows of a folder (``rows-*.jsonl``); of several with one key the one that did not fail, or the
+    latest.
+    """
     found: dict[Key, Row] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -59,7 +67,9 @@ def count(folder: Path) -> int:
 
 
 def claim(folder: Path, what: Mapping[str, Any]) -> None:
-    """Note in a folder what its rows are measurements of. Raises InvalidRequest where it holds rows of something else."""
+    """Note in a folder what its rows are measurements of. Raises InvalidRequest where it holds rows of
+    something else.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"
     wanted = json.loads(json.dumps(what))
@@ -68,11 +78,14 @@ def claim(folder: Path, what: Mapping[str, Any]) -> None:
         sets = held.get("sets", {}) | wanted.get("sets", {})
         differing = [name for name in wanted if name != "sets" and held.get(name) != wanted[name]]
         differing += [
-            f"set {name}" for name in wanted.get("sets", {}) if held.get("sets", {}).get(name, wanted["sets"][name]) != sets[name]
+            f"set {name}"
+            for name in wanted.get("sets", {})
+            if held.get("sets", {}).get(name, wanted["sets"][name]) != sets[name]
         ]
         if differing:
             raise InvalidRequest(
-                f"{folder} holds rows of another run: {', '.join(differing)} differ.", hint="Give another folder, or remove it."
+                f"{folder} holds rows of another run: {', '.join(differing)} differ.",
+                hint="Give another folder, or remove it.",
             )
         wanted["sets"] = sets
     path.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Ask a running server every question of a set and score what comes back.
 
-``given`` sends each row's documents in order: how well the model reads. ``retrieved`` ingests all documents of the set into one fresh
-namespace and asks against it, which adds retrieval; each lost answer is then laid to retrieval or to reading.
-"""
+``given`` sends each row's documents in order: how well the model reads. ``retrieved`` ingests all documents
+of the set into one fresh namespace and asks against it, which adds retrieval; each lost answer is then laid
+to retrieval or to reading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragserve.answering.auto import AUTO
 from ragserve.answering.results import Answer, RetrievedPassage
 from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
-from ragserve.eval.data import Passage, Question, distinct_passages
+from ragserve.eval.data import GivenPassage, Question, distinct_passages
 from ragserve.eval.metrics import contains_answer, exact_match, token_f1
 from ragserve.profiles.gate import FORCE
 from ragserve.strategy_spec import StrategySpec
@@ -53,8 +53,10 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One question, answered or failed. ``found``: a retrieved passage of a gold document holds the answer; None without retrieval."""
+class AnswerOutcome:
+    """One question, answered or failed. ``found``: a retrieved passage of a gold document holds the answer;
+    None without retrieval.
+    """
 
     question: Question
     answer: str
@@ -92,20 +94,26 @@ class Outcome:
         }
 
 
-def ask_given(client: Client, questions: Sequence[Question], options: Options, *, gold: bool = False, progress: Progress) -> list[Outcome]:
+def ask_given(
+    client: Client, questions: Sequence[Question], options: Options, *, gold: bool = False, progress: Progress
+) -> list[AnswerOutcome]:
     """Each question with its own documents in order; with ``gold``, with those alone that hold the answer."""
 
-    def ask(question: Question) -> Outcome:
+    def ask(question: Question) -> AnswerOutcome:
         documents = question.gold if gold else question.documents
-        return _ask(client, question, options, documents=[{"title": d.title, "text": d.text} for d in documents])
+        return _ask(
+            client, question, options, documents=[{"title": d.title, "text": d.text} for d in documents]
+        )
 
     return _each(questions, ask, options, progress)
 
 
-def ask_retrieved(client: Client, namespace: str, questions: Sequence[Question], options: Options, *, progress: Progress) -> list[Outcome]:
+def ask_retrieved(
+    client: Client, namespace: str, questions: Sequence[Question], options: Options, *, progress: Progress
+) -> list[AnswerOutcome]:
     """Each question against a namespace that :func:`ingested` filled."""
 
-    def ask(question: Question) -> Outcome:
+    def ask(question: Question) -> AnswerOutcome:
         try:
             passages = tuple(client.retrieve(question.question, namespace=namespace, k=options.k))
         except RagserveError as error:
@@ -119,7 +127,8 @@ def ask_retrieved(client: Client, namespace: str, questions: Sequence[Question],
 def ingested(
     client: Client, questions: Sequence[Question], *, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A fresh namespace with all documents of the questions, each once; dropped at the end. Yields its name and what ingestion took.
+    """A fresh namespace with all documents of the questions, each once; dropped at the end. Yields its name
+    and what ingestion took.
 
     Raises whatever made ingestion fail; a set that is not wholly indexed is not measured.
     """
@@ -134,7 +143,8 @@ def ingested(
             failed = _failed_items(report)
             if failed:
                 raise RagserveError(
-                    f"{failed} of {len(batch)} documents were not indexed: job {job}.", hint="See ragserve's log and the job."
+                    f"{failed} of {len(batch)} documents were not indexed: job {job}.",
+                    hint="See ragserve's log and the job.",
                 )
             done += len(batch)
             on_progress(done, len(passages))
@@ -144,8 +154,10 @@ def ingested(
             client.drop_namespace(namespace)
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Averages over a set: exact match and F1 in percent, tokens and milliseconds per question, failures (which count as wrong)."""
+def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
+    """Averages over a set: exact match and F1 in percent, tokens and milliseconds per question, failures
+    (which count as wrong).
+    """
     from ragserve.measuring.report import percentile
 
     n = len(outcomes)
@@ -165,14 +177,16 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def losses(retrieved: Sequence[Outcome], ceiling: Sequence[Outcome]) -> dict[str, Any]:
+def losses(retrieved: Sequence[AnswerOutcome], ceiling: Sequence[AnswerOutcome]) -> dict[str, Any]:
     """Where answers go, in percent of all questions; the five shares from ``right`` on sum to 100.
 
-    ``found`` is the share of questions for which a retrieved passage of a gold document holds the answer. ``lost_reading_context`` would
-    have been right with the gold documents alone: too much or too little stood beside them. ``lost_reading`` is wrong even then.
-    """
+    ``found`` is the share of questions for which a retrieved passage of a gold document holds the answer.
+    ``lost_reading_context`` would have been right with the gold documents alone: too much or too little stood
+    beside them. ``lost_reading`` is wrong even then."""
     n = len(retrieved)
-    counts = dict.fromkeys(("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading"), 0)
+    counts = dict.fromkeys(
+        ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading"), 0
+    )
     for outcome, best in zip(retrieved, ceiling, strict=True):
         if outcome.em:
             counts["right" if outcome.found else "right_by_chance"] += 1
@@ -189,7 +203,14 @@ def losses(retrieved: Sequence[Outcome], ceiling: Sequence[Outcome]) -> dict[str
     }
 
 
-def _ask(client: Client, question: Question, options: Options, *, passages: tuple[RetrievedPassage, ...] = (), **fields: Any) -> Outcome:
+def _ask(
+    client: Client,
+    question: Question,
+    options: Options,
+    *,
+    passages: tuple[RetrievedPassage, ...] = (),
+    **fields: Any,
+) -> AnswerOutcome:
     try:
         answer = client.query(
             question.question,
@@ -205,13 +226,13 @@ def _ask(client: Client, question: Question, options: Options, *, passages: tupl
     return _outcome(question, answer, passages)
 
 
-def _outcome(question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...]) -> Outcome:
+def _outcome(question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...]) -> AnswerOutcome:
     gold = {p.key for p in question.gold}
     from_gold = [p for p in passages if p.source in gold]
     # Answers such as "yes" stand nowhere in the text: then any passage of a gold document counts as found.
     literal = any(contains_answer(p.text, question.answers) for p in question.gold)
     found = any(contains_answer(p.text, question.answers) for p in from_gold) if literal else bool(from_gold)
-    return Outcome(
+    return AnswerOutcome(
         question=question,
         answer=answer.answer,
         em=exact_match(answer.answer, question.answers),
@@ -228,11 +249,16 @@ def _outcome(question: Question, answer: Answer, passages: tuple[RetrievedPassag
     )
 
 
-def _failed(question: Question, error: RagserveError) -> Outcome:
-    return Outcome(question, "", 0.0, 0.0, None, 0, 0, 0, 0, 0, error=f"{error.code}: {error.message}")
+def _failed(question: Question, error: RagserveError) -> AnswerOutcome:
+    return AnswerOutcome(question, "", 0.0, 0.0, None, 0, 0, 0, 0, 0, error=f"{error.code}: {error.message}")
 
 
-def _each(questions: Sequence[Question], ask: Callable[[Question], Outcome], options: Options, progress: Progress) -> list[Outcome]:
+def _each(
+    questions: Sequence[Question],
+    ask: Callable[[Question], AnswerOutcome],
+    options: Options,
+    progress: Progress,
+) -> list[AnswerOutcome]:
     outcomes = []
     with ThreadPoolExecutor(options.concurrency) as pool:
         for outcome in pool.map(ask, questions):
@@ -241,8 +267,8 @@ def _each(questions: Sequence[Question], ask: Callable[[Question], Outcome], opt
     return outcomes
 
 
-def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
-    batch: list[Passage] = []
+def _batches(passages: Sequence[GivenPassage]) -> Iterator[list[GivenPassage]]:
+    batch: list[GivenPassage] = []
     chars = 0
     for passage in passages:
         size = len(passage.title) + len(passage.text)

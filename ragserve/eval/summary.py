@@ -19,23 +19,52 @@ NOTE = (
     "most likely token. kept, recomputed: percent of the document tokens. ttft: milliseconds, documents on the device."
 )
 
-SHOWN = ("set", "strategy", "n", "em", "f1", "f1_vs_full", "f1_vs_full_se", "kl", "kept", "recomputed", "ttft_ms", "ttft_ms_p50", "failed")
+SHOWN = (
+    "set",
+    "strategy",
+    "n",
+    "em",
+    "f1",
+    "f1_vs_full",
+    "f1_vs_full_se",
+    "kl",
+    "kept",
+    "recomputed",
+    "ttft_ms",
+    "ttft_ms_p50",
+    "failed",
+)
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line per (set, strategy), in order of first appearance. Failed questions count as wrong and in no other mean."""
+    """One line per (set, strategy), in order of first appearance. Failed questions count as wrong and in no
+    other mean.
+    """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["set"], row["strategy"]), []).append(row)
-    full = {(row["set"], row["id"]): row for (_, strategy), group in groups.items() if strategy == "full" for row in group}
+    full = {
+        (row["set"], row["id"]): row
+        for (_, strategy), group in groups.items()
+        if strategy == "full"
+        for row in group
+    }
     return [
-        {"set": name, "strategy": strategy, **_line(group, [full.get((row["set"], row["id"])) for row in group])}
+        {
+            "set": name,
+            "strategy": strategy,
+            **_line(group, [full.get((row["set"], row["id"])) for row in group]),
+        }
         for (name, strategy), group in groups.items()
     ]
 
 
-def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, Any], out: Path | None) -> dict[str, Any]:
-    """Print the table of a run and write its report (see `ragserve.measuring.report`), with the engine that served as ``engine``."""
+def write(
+    plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, Any], out: Path | None
+) -> dict[str, Any]:
+    """Print the table of a run and write its report (see `ragserve.measuring.report`), with the engine that
+    served as ``engine``.
+    """
     workload = {
         "model": Path(plan.settings.model).name,
         "device": served["engine"]["device"],
@@ -48,14 +77,18 @@ def write(plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, An
         "questions in flight each": plan.in_flight,
         "decoding": "greedy",
     }
-    return report.write("eval", workload, summarise(rows), out=out, note=NOTE, ran_on=served["environment"], shown=SHOWN)
+    return report.write(
+        "eval", workload, summarise(rows), out=out, note=NOTE, ran_on=served["environment"], shown=SHOWN
+    )
 
 
 def _line(group: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     answered = [row for row in group if not row.get("error")]
     kls = [row["kl"] for row in answered if row["kl"] is not None]
     ttft = [row["ttft_ms"] for row in answered]
-    gains = [100 * (row["f1"] - other["f1"]) for row, other in zip(group, full, strict=True) if other is not None]
+    gains = [
+        100 * (row["f1"] - other["f1"]) for row, other in zip(group, full, strict=True) if other is not None
+    ]
     tokens = sum(row["document_tokens"] for row in answered)
     return {
         "n": len(group),
@@ -65,7 +98,11 @@ def _line(group: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any] |
         "f1_vs_full_se": _rounded(_standard_error(gains)) if len(gains) > 1 else None,
         "kl": float(f"{_mean(kls):.3g}") if kls else None,
         "kl_p50": float(f"{percentile(kls, 50):.3g}") if kls else None,
-        "agrees": _rounded(100 * _mean([float(row["agrees"]) for row in answered if row["agrees"] is not None])) if kls else None,
+        "agrees": _rounded(
+            100 * _mean([float(row["agrees"]) for row in answered if row["agrees"] is not None])
+        )
+        if kls
+        else None,
         "kept": _share(answered, "kept", tokens),
         "recomputed": _share(answered, "recomputed", tokens),
         "ttft_ms": _rounded(_mean(ttft)) if ttft else None,

@@ -1,1 +1,3 @@
-"""Ingestion: sources -> parsing process -> chunks -> vectors -> index, as jobs that survive the death of their process."""
+"""Ingestion: sources -> parsing process -> chunks -> vectors -> index, as jobs that survive the death of
+their process.
+"""

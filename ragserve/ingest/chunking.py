@@ -1,10 +1,12 @@
 """Documents to chunks of at most ``limit`` tokens of the serving model, losslessly.
 
-chonkie's RecursiveChunker proposes the cuts (paragraphs, sentences, clauses, words); its counts are sums over pieces, and BPE counts are
-not additive, so every proposal is counted again and what is still too long is split here at token boundaries. The result always holds:
+chonkie's RecursiveChunker proposes the cuts (paragraphs, sentences, clauses, words); its counts are sums over
+pieces, and BPE counts are not additive, so every proposal is counted again and what is still too long is
+split here at token boundaries. The result always holds:
 
 * ``text[chunk.start:chunk.end] == chunk.text``, chunks are in order, and together they are the text;
-* ``count(chunk.text) == chunk.n_tokens <= limit``, except for a single character that alone is more tokens than that;
+* ``count(chunk.text) == chunk.n_tokens <= limit``, except for a single character that alone is more tokens
+  than that;
 * a chunk is joined with the next one on its page where both fit into one.
 """
 
@@ -23,7 +25,8 @@ __all__ = ["CHUNKING_VERSION", "Chunker"]
 CHUNKING_VERSION = 1
 """Part of every content hash: raise it when the same text gives other chunks."""
 
-_SECTION = 200_000  # characters handed to chonkie at once: it holds a level's pieces in memory and caches their counts
+# characters handed to chonkie at once: it holds a level's pieces in memory and caches their counts
+_SECTION = 200_000
 
 
 class Chunker:
@@ -35,14 +38,18 @@ class Chunker:
         self._count = count
         self._limit = limit
         rules = RecursiveRules()
-        # without its last level, which cuts through tokens and decodes them: that loses characters of several tokens
+        # without its last level, which cuts through tokens and decodes them: that loses characters of several
+        # tokens
         levels = [level for level in rules.levels or [] if level.delimiters or level.whitespace]
         self._chonkie: Any = RecursiveChunker(
-            tokenizer=count, chunk_size=limit, rules=RecursiveRules([RecursiveLevel(**_fields(level)) for level in levels])
+            tokenizer=count,
+            chunk_size=limit,
+            rules=RecursiveRules([RecursiveLevel(**_fields(level)) for level in levels]),
         )
 
     def split(self, text: str, pages: Sequence[tuple[int, int]] = ()) -> list[NewChunk]:
-        """The chunks of ``text``; none for an empty text or one of white space. ``pages``: (offset, number), see `parsers.Parsed`.
+        """The chunks of ``text``; none for an empty text or one of white space. ``pages``: (offset, number),
+        see `parsers.Parsed`.
 
         No chunk crosses a page boundary.
         """
@@ -50,10 +57,20 @@ class Chunker:
             return []
         starts = [start for start, _ in pages]
         bounds = [0, *(start for start in starts if start > 0), len(text)]
-        pieces = [piece for start, end in pairwise(bounds) for piece in self._joined(text, list(self._pieces(text, start, end)))]
+        pieces = [
+            piece
+            for start, end in pairwise(bounds)
+            for piece in self._joined(text, list(self._pieces(text, start, end)))
+        ]
         counts = self._count.counts([text[start:end] for start, end in pieces])
         return [
-            NewChunk(text[start:end], start, end, n, pages[max(0, bisect_right(starts, start) - 1)][1] if pages else None)
+            NewChunk(
+                text[start:end],
+                start,
+                end,
+                n,
+                pages[max(0, bisect_right(starts, start) - 1)][1] if pages else None,
+            )
             for (start, end), n in zip(pieces, counts, strict=True)
         ]
 
@@ -79,7 +96,9 @@ class Chunker:
         return [len(piece) for piece in pieces] if "".join(pieces) == section else [len(section)]
 
     def _by_tokens(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Cut text without natural breaks: as many whole tokens as fit, at a word where one ends in the last quarter."""
+        """Cut text without natural breaks: as many whole tokens as fit, at a word where one ends in the last
+        quarter.
+        """
         window = self._limit * 8  # characters looked at; more tokens than the limit in nearly every text
         while start < end:
             stop = min(end, start + window)
@@ -89,13 +108,17 @@ class Chunker:
             else:
                 cut = start + max(1, spans[self._limit][0] if len(spans) > self._limit else stop - start)
                 cut = _at_word(text, start, cut)
-            while cut - start > 1 and self._count(text[start:cut]) > self._limit:  # a cut can change the tokens before it
+            while (
+                cut - start > 1 and self._count(text[start:cut]) > self._limit
+            ):  # a cut can change the tokens before it
                 cut -= max(1, (cut - start) // 16)
             yield start, cut
             start = cut
 
     def _joined(self, text: str, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Join neighbours that fit into one chunk: chonkie leaves the rest of a long paragraph, or a heading, as a chunk of its own."""
+        """Join neighbours that fit into one chunk: chonkie leaves the rest of a long paragraph, or a heading,
+        as a chunk of its own.
+        """
         joined: list[tuple[int, int]] = []
         for start, end in pieces:
             if joined and self._count(text[joined[-1][0] : end]) <= self._limit:
@@ -106,7 +129,11 @@ class Chunker:
 
 
 def _fields(level: Any) -> dict[str, Any]:
-    return {"delimiters": level.delimiters, "whitespace": level.whitespace, "include_delim": level.include_delim}
+    return {
+        "delimiters": level.delimiters,
+        "whitespace": level.whitespace,
+        "include_delim": level.include_delim,
+    }
 
 
 def _cut(text: str, lengths: Sequence[int]) -> list[str]:

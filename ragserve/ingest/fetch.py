@@ -38,8 +38,8 @@ class Downloaded:
 def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
     """Write the body of ``url`` to a file in ``folder``, which the caller removes.
 
-    Raises ``UnsupportedDocument`` (an HTTP error status), ``TooLarge``, or ``Unavailable`` (no connection, too slow, too many redirects).
-    """
+    Raises ``UnsupportedDocument`` (an HTTP error status), ``TooLarge``, or ``Unavailable`` (no connection,
+    too slow, too many redirects)."""
     import httpx
 
     deadline = time.monotonic() + _TOTAL_S
@@ -49,19 +49,26 @@ def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
                 follow_redirects=True,
                 max_redirects=_MAX_REDIRECTS,
                 timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
-                headers={"User-Agent": f"ragserve/{__version__}", "Accept": "text/html, text/*;q=0.9, application/pdf;q=0.9, */*;q=0.5"},
+                headers={
+                    "User-Agent": f"ragserve/{__version__}",
+                    "Accept": "text/html, text/*;q=0.9, application/pdf;q=0.9, */*;q=0.5",
+                },
             ) as client,
             client.stream("GET", url) as response,
         ):
             if response.status_code != 200:
-                raise UnsupportedDocument(f"HTTP {response.status_code} {response.reason_phrase} from {response.url}")
+                raise UnsupportedDocument(
+                    f"HTTP {response.status_code} {response.reason_phrase} from {response.url}"
+                )
             path = folder / "download"
             size = 0
             with open(path, "wb") as file:
                 for block in response.iter_bytes():
                     size += len(block)
                     if size > max_bytes:
-                        raise TooLarge(f"too large: more than {max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)")
+                        raise TooLarge(
+                            f"too large: more than {max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)"
+                        )
                     if time.monotonic() > deadline:
                         raise Unavailable(f"the download took longer than {_TOTAL_S:g} s")
                     file.write(block)

@@ -4,9 +4,9 @@
     fetch / stat -> parsing process     gather ~512 chunks -> embed -> one transaction -> record the items
                 └── bounded queue ──────┘
 
-A document is written with all of its chunks in one transaction or not at all, and its item is marked after that: a process that dies in
-between leaves an item to do again, whose file is then found unchanged. Nothing is lost, nothing is doubled.
-"""
+A document is written with all of its chunks in one transaction or not at all, and its item is marked after
+that: a process that dies in between leaves an item to do again, whose file is then found unchanged. Nothing
+is lost, nothing is doubled."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ragserve.ingest.chunking import CHUNKING_VERSION
-from ragserve.ingest.jobs.report import Interrupted, Progress
+from ragserve.ingest.jobs.job_report import Interrupted, Progress
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.parsing.process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve_index.types import JobItem, NewDocument
 
 __all__ = ["Embeds", "Interrupted", "Pipeline", "Work", "content_salt", "embedding_text"]
 
-_BATCH_CHUNKS = 512  # a transaction's worth: enough that an fsync and sorting by length cost little beside embedding
+_BATCH_CHUNKS = (
+    512  # a transaction's worth: enough that an fsync and sorting by length cost little beside embedding
+)
 _START_CHUNKS = 64  # enough to start embedding when the parser has no more ready
 _QUEUE_CHUNKS = 4096  # parsed ahead; bounds memory
-_RECORD_ITEMS, _RECORD_S = 500, 1.0  # outcomes without a document are recorded this many, or this many seconds, at a time
+_RECORD_ITEMS, _RECORD_S = (
+    500,
+    1.0,
+)  # outcomes without a document are recorded this many, or this many seconds, at a time
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
 
@@ -58,7 +63,9 @@ class Work:
 
 
 def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mapping[str, Any]) -> str:
-    """What shapes a document beside its bytes, as 64 hex digits: with it in the hash, a changed setting counts as a changed file."""
+    """What shapes a document beside its bytes, as 64 hex digits: with it in the hash, a changed setting
+    counts as a changed file.
+    """
     shape = [PARSER_VERSION, CHUNKING_VERSION, tokenizer, chunk_tokens, title, sorted(metadata.items())]
     return hashlib.blake2b(json.dumps(shape).encode(), digest_size=32).hexdigest()
 
@@ -66,16 +73,16 @@ def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mappin
 def embedding_text(title: str, text: str) -> str:
     """What is embedded for a chunk: its document's title, then its text.
 
-    Measured with all-MiniLM-L6-v2 without and with title, nDCG@10 / recall@10: squad/retrieval (600 questions) 0.813 / 0.942 and
-    0.814 / 0.945; cranfield 0.396 / 0.414 and 0.400 / 0.416. Little where every passage names its subject; where a chunk from the
-    middle of a document does not, the title is all that says what it is about.
-    """
+    Measured with all-MiniLM-L6-v2 without and with title, nDCG@10 / recall@10: squad/retrieval (600
+    questions) 0.813 / 0.942 and 0.814 / 0.945; cranfield 0.396 / 0.414 and 0.400 / 0.416. Little where every
+    passage names its subject; where a chunk from the middle of a document does not, the title is all that
+    says what it is about."""
     return f"{title}\n{text}" if title else text
 
 
 class Pipeline:
-    """One run over many files. ``commit`` writes documents and gives their doc_ids; ``record`` gets every file's outcome, some at a time;
-    ``stop`` says whether to end between batches."""
+    """One run over many files. ``commit`` writes documents and gives their doc_ids; ``record`` gets every
+    file's outcome, some at a time; ``stop`` says whether to end between batches."""
 
     def __init__(
         self,
@@ -99,9 +106,13 @@ class Pipeline:
         self._notify = on_progress
 
     def run(self, work: Iterable[Work | tuple[str, Failed]]) -> None:
-        """Take each piece of work to its outcome; (source, Failed) came to it before. Raises ``Interrupted`` and what ``commit`` raises."""
+        """Take each piece of work to its outcome; (source, Failed) came to it before. Raises ``Interrupted``
+        and what ``commit`` raises.
+        """
         queue = _Parsed(_QUEUE_CHUNKS)
-        thread = threading.Thread(target=self._parse_all, args=(work, queue), name="ragserve-parse", daemon=True)
+        thread = threading.Thread(
+            target=self._parse_all, args=(work, queue), name="ragserve-parse", daemon=True
+        )
         thread.start()
         try:
             self._drain(queue)
@@ -171,7 +182,9 @@ class Pipeline:
         self._recorded_at = time.monotonic()
 
     def _write(self, ready: list[tuple[Work, ParsedFile]]) -> None:
-        texts = [embedding_text(_title(one, file), chunk.text) for one, file in ready for chunk in file.chunks]
+        texts = [
+            embedding_text(_title(one, file), chunk.text) for one, file in ready for chunk in file.chunks
+        ]
         vectors = self._embed(texts)
         batch, at = [], 0
         for one, file in ready:
@@ -184,7 +197,9 @@ class Pipeline:
             tokens = sum(chunk.n_tokens for chunk in file.chunks)
             self._progress.indexed += 1
             self._progress.size_bytes += file.size
-            self._outcomes.append(JobItem(one.source, "indexed", None, len(file.chunks), tokens, file.size, doc_id))
+            self._outcomes.append(
+                JobItem(one.source, "indexed", None, len(file.chunks), tokens, file.size, doc_id)
+            )
         self._flush()
         self._progress.tokens += sum(chunk.n_tokens for _, file in ready for chunk in file.chunks)
         self._progress.chunks += len(texts)
@@ -192,10 +207,13 @@ class Pipeline:
         self._notify(self._progress)
 
     def _embed(self, texts: list[str]) -> npt.NDArray[np.float32]:
-        """In slices, so that a stop need not wait for the end of a document of thousands of chunks. Raises ``Interrupted``."""
+        """In slices, so that a stop need not wait for the end of a document of thousands of chunks. Raises
+        ``Interrupted``.
+        """
         embedder = self._embedder()
         started = time.perf_counter()
-        # by length over the whole batch, so that slices as well as the embedder's own batches waste little on padding
+        # by length over the whole batch, so that slices as well as the embedder's own batches waste little on
+        # padding
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         vectors = np.empty((len(texts), embedder.dim), dtype=np.float32)
         for start in range(0, len(order), _BATCH_CHUNKS // 4):
@@ -213,7 +231,13 @@ def _title(one: Work, file: ParsedFile) -> str:
 
 def _document(one: Work, file: ParsedFile) -> NewDocument:
     title = _title(one, file)
-    metadata = {**file.metadata, "filename": one.request.filename, "ext": one.request.ext, "title": title, **one.metadata}
+    metadata = {
+        **file.metadata,
+        "filename": one.request.filename,
+        "ext": one.request.ext,
+        "title": title,
+        **one.metadata,
+    }
     return NewDocument(one.source, title, file.hash, file.mime, file.size, metadata)
 
 
@@ -222,7 +246,9 @@ class _End:
 
 
 class _Parsed:
-    """A queue bounded by the chunks it holds. One producer, one consumer; ``close`` from the consumer frees the producer."""
+    """A queue bounded by the chunks it holds. One producer, one consumer; ``close`` from the consumer frees
+    the producer.
+    """
 
     def __init__(self, max_chunks: int) -> None:
         self._items: deque[tuple[Work | str, ParsedFile | Unchanged | Failed]] = deque()
@@ -236,7 +262,9 @@ class _Parsed:
     def put(self, one: Work | str, result: ParsedFile | Unchanged | Failed) -> None:
         """Waits while the queue is full; a document larger than the bound passes alone."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or (self._chunks < self._max and len(self._items) < self._max))
+            self._changed.wait_for(
+                lambda: self.closed or (self._chunks < self._max and len(self._items) < self._max)
+            )
             self._items.append((one, result))
             self._chunks += _weight(result)
             self._changed.notify_all()

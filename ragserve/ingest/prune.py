@@ -15,7 +15,9 @@ __all__ = ["every_document", "vanished"]
 _PAGE = 1000
 
 
-def every_document(store: IndexStore, namespace: str, *, source_prefix: str | None = None) -> Iterator[Document]:
+def every_document(
+    store: IndexStore, namespace: str, *, source_prefix: str | None = None
+) -> Iterator[Document]:
     """All documents of a namespace, by doc_id, a page at a time."""
     after: str | None = None
     while True:
@@ -26,9 +28,11 @@ def every_document(store: IndexStore, namespace: str, *, source_prefix: str | No
         after = page[-1].doc_id
 
 
-def vanished(store: IndexStore, namespace: str, roots: Sequence[str], *, recursive: bool, globs: Sequence[str]) -> list[Document]:
-    """Those under ``roots`` that a scan with these options would have found, had their file not gone. None where a root itself is gone:
-    that looks more like a disk not mounted than like a wish to forget it."""
+def vanished(
+    store: IndexStore, namespace: str, roots: Sequence[str], *, recursive: bool, globs: Sequence[str]
+) -> list[Document]:
+    """Those under ``roots`` that a scan with these options would have found, had their file not gone. None
+    where a root itself is gone: that looks more like a disk not mounted than like a wish to forget it."""
     gone: dict[str, Document] = {}
     for root in roots:
         prefix = os.path.join(root, "")

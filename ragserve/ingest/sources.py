@@ -1,4 +1,6 @@
-"""What a command line names, as a list of files: each real file once, in a stable order, whatever links and loops there are."""
+"""What a command line names, as a list of files: each real file once, in a stable order, whatever links and
+loops there are.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MAX_NAME = 255  # characters of a source name given by a client
 
 @dataclass(slots=True)
 class Scan:
-    """``sources``: real paths and URLs to ingest. ``failed``, ``skipped``: (source, reason). ``roots``: real paths of directories given."""
+    """``sources``: real paths and URLs to ingest. ``failed``, ``skipped``: (source, reason). ``roots``: real
+    paths of directories given.
+    """
 
     sources: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -30,12 +34,15 @@ def is_url(text: str) -> bool:
     return text.lower().startswith(("http://", "https://"))
 
 
-def scan(inputs: Sequence[str], *, recursive: bool = False, globs: Sequence[str] = (), exclude: Path | None = None) -> Scan:
-    """Walk ``inputs``. Directories are read one level deep, or fully with ``recursive``; hidden entries only when named themselves.
+def scan(
+    inputs: Sequence[str], *, recursive: bool = False, globs: Sequence[str] = (), exclude: Path | None = None
+) -> Scan:
+    """Walk ``inputs``. Directories are read one level deep, or fully with ``recursive``; hidden entries only
+    when named themselves.
 
-    Symbolic links are followed; a file or directory reached twice (a loop, a second link) counts once, under its real path.
-    ``globs`` restrict what is taken from directories, see `matches`. ``exclude`` is a directory never entered: our own data.
-    """
+    Symbolic links are followed; a file or directory reached twice (a loop, a second link) counts once, under
+    its real path. ``globs`` restrict what is taken from directories, see `matches`. ``exclude`` is a
+    directory never entered: our own data."""
     found = Scan()
     seen: set[tuple[int, int]] = set()
     if exclude is not None and exclude.is_dir():
@@ -61,12 +68,22 @@ def scan(inputs: Sequence[str], *, recursive: bool = False, globs: Sequence[str]
 
 
 def matches(relative: str, globs: Sequence[str]) -> bool:
-    """Whether a path relative to its directory matches: a pattern without ``/`` by name, one with ``/`` as a whole (* spans ``/``)."""
+    """Whether a path relative to its directory matches: a pattern without ``/`` by name, one with ``/`` as a
+    whole (* spans ``/``).
+    """
     name = relative.rsplit("/", 1)[-1]
     return not globs or any(fnmatchcase(relative if "/" in pattern else name, pattern) for pattern in globs)
 
 
-def _walk(root: str, status: os.stat_result, found: Scan, seen: set[tuple[int, int]], *, recursive: bool, globs: Sequence[str]) -> None:
+def _walk(
+    root: str,
+    status: os.stat_result,
+    found: Scan,
+    seen: set[tuple[int, int]],
+    *,
+    recursive: bool,
+    globs: Sequence[str],
+) -> None:
     stack = [(root, status)]
     while stack:
         directory, status = stack.pop()
@@ -130,7 +147,9 @@ def printable(path: str) -> str:
 
 
 def parse_metadata(pairs: Sequence[str]) -> dict[str, str | int | float | bool]:
-    """``key=value`` options; ``true``/``false`` and numbers become such, so that range filters work on them. Raises ``InvalidRequest``."""
+    """``key=value`` options; ``true``/``false`` and numbers become such, so that range filters work on them.
+    Raises ``InvalidRequest``.
+    """
     out: dict[str, str | int | float | bool] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -144,13 +163,18 @@ def _typed(value: str) -> str | int | float | bool:
     if value.lower() in {"true", "false"}:
         return value.lower() == "true"
     digits = value.removeprefix("-")
-    if digits.isascii() and digits.replace(".", "", 1).isdigit() and (digits == "0" or not digits.startswith("0") or "." in digits):
+    if (
+        digits.isascii()
+        and digits.replace(".", "", 1).isdigit()
+        and (digits == "0" or not digits.startswith("0") or "." in digits)
+    ):
         return float(value) if "." in value else int(value)  # 007 and 1e5 stay text: codes, not quantities
     return value
 
 
 def clean_name(name: str) -> str:
-    """A client's file name as a label: no directories up, no drive, no control characters. Never used as a path.
+    """A client's file name as a label: no directories up, no drive, no control characters. Never used as a
+    path.
 
     Raises ``InvalidRequest`` where nothing is left or it cannot be stored as text.
     """
@@ -159,8 +183,14 @@ def clean_name(name: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"The name {name!r} is not valid Unicode.", param="name") from error
     url = name.strip()
-    parts = [url] if is_url(url) else [part for part in name.replace("\\", "/").split("/") if part not in {"", ".", ".."}]
+    parts = (
+        [url]
+        if is_url(url)
+        else [part for part in name.replace("\\", "/").split("/") if part not in {"", ".", ".."}]
+    )
     cleaned = "".join(c for c in "/".join(parts) if c.isprintable()).strip()
     if not cleaned or len(cleaned) > _MAX_NAME:
-        raise InvalidRequest(f"The name {name[:40]!r} must have 1 to {_MAX_NAME} printable characters.", param="name")
+        raise InvalidRequest(
+            f"The name {name[:40]!r} must have 1 to {_MAX_NAME} printable characters.", param="name"
+        )
     return cleaned

@@ -1,7 +1,8 @@
-"""Uploads on disk until their job ends: data_dir/uploads/<spool id>/, complete and fsynced before the job that names them exists.
+"""Uploads on disk until their job ends: data_dir/uploads/<spool id>/, complete and fsynced before the job
+that names them exists.
 
-A spool is locked while it is written, so that `clean` in another process can tell one in the making from one whose writer died.
-"""
+A spool is locked while it is written, so that `clean` in another process can tell one in the making from one
+whose writer died."""
 
 from __future__ import annotations
 
@@ -30,13 +31,16 @@ def is_disk_full(error: OSError) -> bool:
 
 def storage_full(where: Path) -> StorageFull:
     return StorageFull(
-        f"No space left on the disk of {where}.", hint="Free some and run the same ingestion again: what is indexed already is skipped."
+        f"No space left on the disk of {where}.",
+        hint="Free some and run the same ingestion again: what is indexed already is skipped.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SpooledFile:
-    """One upload. ``stored`` is our own name of its bytes within the spool; ``parser`` is given for inline text, which is not sniffed."""
+    """One upload. ``stored`` is our own name of its bytes within the spool; ``parser`` is given for inline
+    text, which is not sniffed.
+    """
 
     source: str
     stored: str
@@ -63,7 +67,8 @@ class SpoolWriter:
                 size += len(block)
                 if size > max_bytes:
                     raise TooLarge(
-                        f"{file.source!r} is larger than {max_bytes:,} bytes.", hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it."
+                        f"{file.source!r} is larger than {max_bytes:,} bytes.",
+                        hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
                     )
                 copy.write(block)
             _sync(copy)
@@ -90,7 +95,9 @@ class Spool:
 
     @contextmanager
     def writing(self) -> Iterator[SpoolWriter]:
-        """A new spool; removed if the block raises. Create the job within the block, after ``seal``. Raises ``StorageFull``."""
+        """A new spool; removed if the block raises. Create the job within the block, after ``seal``. Raises
+        ``StorageFull``.
+        """
         folder = self.root / secrets.token_hex(12)
         try:
             folder.mkdir(parents=True)
@@ -108,7 +115,9 @@ class Spool:
         try:
             manifest = (self.folder(spool_id) / "manifest.json").read_text(encoding="utf-8")
         except FileNotFoundError as error:
-            raise NotFound("The uploaded files of this job are gone from the disk.", hint="Upload them again.") from error
+            raise NotFound(
+                "The uploaded files of this job are gone from the disk.", hint="Upload them again."
+            ) from error
         return [SpooledFile(**one) for one in json.loads(manifest)]
 
     def folder(self, spool_id: str) -> Path:
@@ -118,7 +127,9 @@ class Spool:
         shutil.rmtree(self.folder(spool_id), ignore_errors=True)
 
     def clean(self, in_use: Callable[[], set[str]]) -> int:
-        """Remove spools that no job needs; how many. ``in_use`` is asked after each lock is held, so a job made meanwhile is seen."""
+        """Remove spools that no job needs; how many. ``in_use`` is asked after each lock is held, so a job
+        made meanwhile is seen.
+        """
         removed = 0
         for folder in self.root.iterdir() if self.root.is_dir() else ():
             try:

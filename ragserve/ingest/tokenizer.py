@@ -1,4 +1,6 @@
-"""The serving model's tokenizer, for counting: chunks are measured in the tokens that the model will be given."""
+"""The serving model's tokenizer, for counting: chunks are measured in the tokens that the model will be
+given.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ __all__ = ["Counter", "TokenizerSource"]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """A tokenizer as the JSON of the `tokenizers` library: one string that reaches the worker process without transformers or torch.
+    """A tokenizer as the JSON of the `tokenizers` library: one string that reaches the worker process without
+    transformers or torch.
 
     ``fingerprint`` is part of every content hash, since another tokenizer cuts other chunks.
     """
@@ -24,10 +27,11 @@ class TokenizerSource:
 
     @classmethod
     def load(cls, name: str) -> TokenizerSource:
-        """From ``name/tokenizer.json`` or, where that is not there, through transformers' AutoTokenizer (path, or id in its cache).
+        """From ``name/tokenizer.json`` or, where that is not there, through transformers' AutoTokenizer
+        (path, or id in its cache).
 
-        Raises ``InvalidRequest`` (code ``tokenizer_not_found``) where there is none, or where it has no fast implementation.
-        """
+        Raises ``InvalidRequest`` (code ``tokenizer_not_found``) where there is none, or where it has no fast
+        implementation."""
         file = Path(name).expanduser() / "tokenizer.json"
         text = file.read_text(encoding="utf-8") if file.is_file() else _through_transformers(name)
         return cls(text, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
@@ -45,12 +49,17 @@ def _through_transformers(name: str) -> str:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequest(
-            f"The tokenizer of {name!r} could not be loaded: {reason}", hint=hint, code="tokenizer_not_found", param="tokenizer"
+            f"The tokenizer of {name!r} could not be loaded: {reason}",
+            hint=hint,
+            code="tokenizer_not_found",
+            param="tokenizer",
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidRequest(
-            f"The tokenizer of {name!r} has no fast implementation, so text offsets are unknown.", hint=hint, code="tokenizer_not_found"
+            f"The tokenizer of {name!r} has no fast implementation, so text offsets are unknown.",
+            hint=hint,
+            code="tokenizer_not_found",
         )
     text: str = backend.to_str()
     return text
@@ -63,7 +72,8 @@ class Counter:
         from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
         self._tokenizer: Any = Tokenizer.from_str(source.json)
-        # a tokenizer.json may say to cut or pad every text, which is about model inputs and not about counting
+        # a tokenizer.json may say to cut or pad every text, which is about model inputs and not about
+        # counting
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # a document that contains the text of a special token contains text
@@ -74,9 +84,13 @@ class Counter:
 
     def counts(self, texts: list[str]) -> list[int]:
         """Tokens of each text."""
-        return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) in characters of each token of ``text``. Tokens that are parts of one character share its offsets."""
+        """(start, end) in characters of each token of ``text``. Tokens that are parts of one character share
+        its offsets.
+        """
         spans: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
         return spans

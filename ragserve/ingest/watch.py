@@ -1,4 +1,6 @@
-"""Follow files and directories: what changed since the last look, from a watcher that runs before the first ingestion starts."""
+"""Follow files and directories: what changed since the last look, from a watcher that runs before the first
+ingestion starts.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,23 @@ _POLL_MS = 200
 
 
 class Watch:
-    """Collects changes from the moment that ``__enter__`` returns, so that nothing is missed while an ingestion runs."""
+    """Collects changes from the moment that ``__enter__`` returns, so that nothing is missed while an
+    ingestion runs.
+    """
 
-    def __init__(self, inputs: Sequence[str], *, recursive: bool, globs: Sequence[str], exclude: Path, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        *,
+        recursive: bool,
+        globs: Sequence[str],
+        exclude: Path,
+        stop: threading.Event,
+    ) -> None:
         paths = [
-            os.path.realpath(os.path.expanduser(path)) for path in inputs if not is_url(path) and os.path.lexists(os.path.expanduser(path))
+            os.path.realpath(os.path.expanduser(path))
+            for path in inputs
+            if not is_url(path) and os.path.lexists(os.path.expanduser(path))
         ]
         if not paths:
             raise InvalidRequest("--follow-changes needs a file or directory to follow.")
@@ -39,10 +53,14 @@ class Watch:
     def __enter__(self) -> Watch:
         self._thread.start()
         if not self._watching.wait(30.0):
-            raise RagserveError("The file watcher did not start.", hint="The system may be out of inotify watches.")
+            raise RagserveError(
+                "The file watcher did not start.", hint="The system may be out of inotify watches."
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
         self._thread.join(5.0)
 
@@ -57,12 +75,16 @@ class Watch:
                 raise changed
             paths = sorted(path for path in changed if self._wanted(path))
             if paths:
-                yield [path for path in paths if os.path.exists(path)], any(not os.path.lexists(path) for path in paths)
+                yield (
+                    [path for path in paths if os.path.exists(path)],
+                    any(not os.path.lexists(path) for path in paths),
+                )
 
     def _collect(self) -> None:
         from watchfiles import watch
 
-        # a file is watched through its directory: editors replace files, and a watch on the old one would go deaf
+        # a file is watched through its directory: editors replace files, and a watch on the old one would go
+        # deaf
         folders = dict.fromkeys([*self._roots, *(os.path.dirname(path) for path in self._files)])
         try:
             for changes in watch(

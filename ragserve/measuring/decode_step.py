@@ -18,20 +18,32 @@ SETTLE = 16  # first tokens of every request that are not counted
 
 
 async def step_seconds(
-    engine: Engine, contexts: Sequence[list[int]], options: Mapping[str, Any], *, namespace: str = "bench", tokens: int = TOKENS,
+    engine: Engine,
+    contexts: Sequence[list[int]],
+    options: Mapping[str, Any],
+    *,
+    namespace: str = "bench",
+    tokens: int = TOKENS,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[float, DecodeReport | None]:  # fmt: skip
-    """Seconds a step while requests over all ``contexts`` decode ``tokens`` tokens each, and what the last one to end says it read.
+) -> tuple[float, DecodeReport | None]:
+    """Seconds a step while requests over all ``contexts`` decode ``tokens`` tokens each, and what the last
+    one to end says it read.
 
-    The first SETTLE tokens do not count, or a quarter of them where they are few. Raises EngineError where the requests did not all decode
-    at the same time.
-    """
+    The first SETTLE tokens do not count, or a quarter of them where they are few. Raises EngineError where
+    the requests did not all decode at the same time."""
     clocks: list[list[tuple[float, int]]] = [[] for _ in contexts]
     said: list[DecodeReport] = []
     settle = min(SETTLE, tokens // 4)
 
     async def one(number: int, ids: list[int]) -> None:
-        request = GenerateRequest("decode", ids, namespace, "prefix", Sampling(max_new_tokens=tokens, ignore_eos=True), decode=options)
+        request = GenerateRequest(
+            "decode",
+            ids,
+            namespace,
+            "prefix",
+            Sampling(max_new_tokens=tokens, ignore_eos=True),
+            decode=options,
+        )
         async for chunk in engine.generate(request):
             clocks[number].append((clock(), chunk.usage.completion))
             if chunk.decode is not None:
@@ -40,9 +52,12 @@ async def step_seconds(
     await asyncio.gather(*(one(number, ids) for number, ids in enumerate(contexts)))
     begin = max(next((at for at, count in times if count >= settle), times[-1][0]) for times in clocks)
     end = min(times[-1][0] for times in clocks)
-    steps = [max(c for t, c in times if t <= end) - max(c for t, c in times if t <= begin) for times in clocks]
+    steps = [
+        max(c for t, c in times if t <= end) - max(c for t, c in times if t <= begin) for times in clocks
+    ]
     if end <= begin or not min(steps):
         raise EngineError(
-            f"The {len(contexts)} requests did not decode at the same time.", hint="Raise max_total_tokens, or lower the batch."
+            f"The {len(contexts)} requests did not decode at the same time.",
+            hint="Raise max_total_tokens, or lower the batch.",
         )
     return (end - begin) / (sum(steps) / len(steps)), said[-1] if said else None

@@ -64,8 +64,14 @@ def assemble(
     note: str = "",
     ran_on: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """``{benchmark, workload, environment, rows, note}``. ``ran_on``: the environment measured, where that is not this process's."""
-    report: dict[str, Any] = {"benchmark": name, "workload": dict(workload), "environment": dict(ran_on or environment())}
+    """``{benchmark, workload, environment, rows, note}``. ``ran_on``: the environment measured, where that is
+    not this process's.
+    """
+    report: dict[str, Any] = {
+        "benchmark": name,
+        "workload": dict(workload),
+        "environment": dict(ran_on or environment()),
+    }
     return report | {"rows": [dict(row) for row in rows], "note": note}
 
 
@@ -79,14 +85,18 @@ def write(
     ran_on: Mapping[str, Any] | None = None,
     shown: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Print ``rows`` as a table and, with ``out``, write what :func:`assemble` makes of them there. ``shown``: columns to print (all)."""
+    """Print ``rows`` as a table and, with ``out``, write what :func:`assemble` makes of them there.
+    ``shown``: columns to print (all).
+    """
     report = assemble(name, workload, rows, note=note, ran_on=ran_on)
     console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     table = Table()
     columns = list(shown) or list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
-        table.add_column(column, justify="right" if any(isinstance(r.get(column), (int, float)) for r in rows) else "left")
+        table.add_column(
+            column, justify="right" if any(isinstance(r.get(column), (int, float)) for r in rows) else "left"
+        )
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     console.print(table)

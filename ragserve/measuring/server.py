@@ -33,15 +33,21 @@ class RunningServer:
     log: Path
     start_s: float
     api_key: str | None = None
-    detached: bool = False  # set it to leave the server running when the block ends; start it with ``outlive`` then
+    detached: bool = (
+        False  # set it to leave the server running when the block ends; start it with ``outlive`` then
+    )
 
     def client(self, **options: Any) -> httpx.Client:
         """An HTTP client for it, with its API key."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=options.pop("timeout", 300), **options)
+        return httpx.Client(
+            base_url=self.url, headers=headers, timeout=options.pop("timeout", 300), **options
+        )
 
     def resident_bytes(self) -> int:
-        """Resident memory of all its processes together; pages they share count once for each (an upper bound)."""
+        """Resident memory of all its processes together; pages they share count once for each (an upper
+        bound).
+        """
         import psutil
 
         parent = psutil.Process(self.process.pid)
@@ -52,11 +58,11 @@ class RunningServer:
 def running_server(
     *, data_dir: Path | None = None, env: dict[str, str] | None = None, outlive: bool = False, **flags: Any
 ) -> Iterator[RunningServer]:
-    """Start `ragserve serve` with the given settings (``port=0``: a free one), wait until /ready, and stop it at the end.
+    """Start `ragserve serve` with the given settings (``port=0``: a free one), wait until /ready, and stop it
+    at the end.
 
-    It also stops when the thread that started it dies by other means, a kill for instance, unless it may ``outlive`` it.
-    Raises Unavailable with the end of its log when it does not come up.
-    """
+    It also stops when the thread that started it dies by other means, a kill for instance, unless it may
+    ``outlive`` it. Raises Unavailable with the end of its log when it does not come up."""
     with contextlib.ExitStack() as stack:
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
@@ -111,7 +117,9 @@ def _tail(log: Path, size: int = 4000) -> str:
 
 
 def _stop(server: RunningServer) -> None:
-    """SIGTERM, so that it saves what it has; then SIGKILL to its whole session, so that no engine process is left."""
+    """SIGTERM, so that it saves what it has; then SIGKILL to its whole session, so that no engine process is
+    left.
+    """
     if server.detached:
         return
     process = server.process

@@ -1,12 +1,14 @@
-"""What a context costs until its first token, on this machine: a model fitted by `ragserve calibrate` and used by strategy ``auto``.
+"""What a context costs until its first token, on this machine: a model fitted by `ragserve calibrate` and
+used by strategy ``auto``.
 
 Milliseconds, all coefficients at least 0, fitted by least squares of the relative error:
 
-    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)       n prompt tokens, of which the exact prefix cache has the first c
-    composed:  b0 + b1 d + b2 d^2                     d document tokens, for each strategy (with its options) and tier of the documents
+    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)       n prompt tokens, of which the exact prefix cache has the
+    first c composed:  b0 + b1 d + b2 d^2                     d document tokens, for each strategy (with its
+    options) and tier of the documents
 
-Documents of different tiers count by their share of the tokens; one that is cached nowhere must be prefilled first, alone.
-"""
+Documents of different tiers count by their share of the tokens; one that is cached nowhere must be prefilled
+first, alone."""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ Coefficients = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One measurement. ``strategy`` empty: exact, ``tokens`` those of the prompt and ``cached`` of them found; else ``tokens`` the
-    documents', all in ``tier``."""
+class CostSample:
+    """One measurement. ``strategy`` empty: exact, ``tokens`` those of the prompt and ``cached`` of them
+    found; else ``tokens`` the documents', all in ``tier``."""
 
     tokens: int
     ms: float
@@ -53,7 +55,9 @@ class Costs:
         return _dot(self.exact, _exact_terms(tokens, cached))
 
     def composed_ms(self, strategy: str, documents: Sequence[tuple[int, str]]) -> float:
-        """A composed context of (tokens, tier) documents; infinite for a strategy or tier that was not measured."""
+        """A composed context of (tokens, tier) documents; infinite for a strategy or tier that was not
+        measured.
+        """
         tiers = self.composed.get(strategy)
         total = sum(tokens for tokens, _ in documents)
         if tiers is None or not total:
@@ -61,20 +65,25 @@ class Costs:
         spent = 0.0
         for tier in {tier for _, tier in documents}:
             share = sum(tokens for tokens, other in documents if other == tier) / total
-            known = tiers.get("device" if tier == ABSENT else tier)  # one that is prefilled first is on the device then
+            known = tiers.get(
+                "device" if tier == ABSENT else tier
+            )  # one that is prefilled first is on the device then
             spent += math.inf if known is None else share * _dot(known, _composed_terms(total))
         return spent + sum(self.exact_ms(tokens) for tokens, tier in documents if tier == ABSENT)
 
 
-def fit(samples: Iterable[Sample], *, model: str, hardware: str, date: str) -> Costs:
+def fit(samples: Iterable[CostSample], *, model: str, hardware: str, date: str) -> Costs:
     """Fit a model. Raises InvalidRequest where there are fewer than three exact samples."""
     samples = list(samples)
     exact = [sample for sample in samples if not sample.strategy]
     if len(exact) < 3:
         raise InvalidRequest(
-            f"{len(exact)} measurements of exact prefill are too few to fit a cost model to.", hint="Measure at three lengths."
+            f"{len(exact)} measurements of exact prefill are too few to fit a cost model to.",
+            hint="Measure at three lengths.",
         )
-    found = Costs(_fitted([_exact_terms(s.tokens, s.cached) for s in exact], exact), {}, 0.0, model, hardware, date)
+    found = Costs(
+        _fitted([_exact_terms(s.tokens, s.cached) for s in exact], exact), {}, 0.0, model, hardware, date
+    )
     composed: dict[str, dict[str, Coefficients]] = {}
     for strategy, tier in dict.fromkeys((s.strategy, s.tier) for s in samples if s.strategy):
         group = [s for s in samples if (s.strategy, s.tier) == (strategy, tier)]
@@ -84,13 +93,13 @@ def fit(samples: Iterable[Sample], *, model: str, hardware: str, date: str) -> C
     return Costs(whole.exact, composed, round(sum(errors) / len(errors), 4), model, hardware, date)
 
 
-def _predicted(costs: Costs, sample: Sample) -> float:
+def _predicted(costs: Costs, sample: CostSample) -> float:
     if not sample.strategy:
         return costs.exact_ms(sample.tokens, sample.cached)
     return costs.composed_ms(sample.strategy, [(sample.tokens, sample.tier)])
 
 
-def _fitted(terms: Sequence[Coefficients], samples: Sequence[Sample]) -> Coefficients:
+def _fitted(terms: Sequence[Coefficients], samples: Sequence[CostSample]) -> Coefficients:
     """Non-negative least squares of the relative error: each row is divided by its measurement."""
     import numpy as np
     from scipy.optimize import nnls
@@ -121,7 +130,9 @@ def _three(values: Sequence[float]) -> Coefficients:
 
 
 def _read(fields: dict[str, Any]) -> Costs:
-    composed = {name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in fields.pop("composed").items()}
+    composed = {
+        name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in fields.pop("composed").items()
+    }
     return Costs(exact=_three(fields.pop("exact")), composed=composed, **fields)
 
 

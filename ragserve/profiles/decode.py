@@ -1,4 +1,6 @@
-"""The context length from which sparse decode steps are faster than dense ones, as `ragserve calibrate-decode` found it."""
+"""The context length from which sparse decode steps are faster than dense ones, as `ragserve
+calibrate-decode` found it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProfile:
-    """``dense_below``: tokens of context up to which a request had better be dense, measured with ``options`` and ``batch`` requests."""
+    """``dense_below``: tokens of context up to which a request had better be dense, measured with ``options``
+    and ``batch`` requests.
+    """
 
     dense_below: int
     options: dict[str, Any]
@@ -44,17 +48,21 @@ class DecodeProfile:
 def options_of(settings: Settings) -> dict[str, Any]:
     """What decides the cost of a sparse step, as requests say it."""
     if settings.decode_mode == "dense":
-        raise InvalidRequest("Dense decoding has no length to calibrate.", hint="Set --decode-mode to hierarchical or progressive.")
+        raise InvalidRequest(
+            "Dense decoding has no length to calibrate.",
+            hint="Set --decode-mode to hierarchical or progressive.",
+        )
     if settings.decode_mode == "progressive":
         return {"mode": "progressive", "threshold": settings.decode_threshold}
     return {"mode": "hierarchical", "budget": settings.decode_budget, "reuse": settings.decode_reuse}
 
 
 def crossover(points: Sequence[Point]) -> int:
-    """The tokens from which on sparse steps take at most ``1 - MIN_GAIN`` of the dense ones' time at all longer lengths measured.
+    """The tokens from which on sparse steps take at most ``1 - MIN_GAIN`` of the dense ones' time at all
+    longer lengths measured.
 
-    Between two lengths the difference is taken to be a line. Shorter than all that was measured: the shortest; nowhere: the longest.
-    """
+    Between two lengths the difference is taken to be a line. Shorter than all that was measured: the
+    shortest; nowhere: the longest."""
     ordered = sorted(points, key=lambda point: point.tokens)
     losses = [point.sparse_ms - (1 - MIN_GAIN) * point.dense_ms for point in ordered]
     losing = [i for i, loss in enumerate(losses) if loss > 0]
@@ -64,7 +72,9 @@ def crossover(points: Sequence[Point]) -> int:
     if last == len(ordered) - 1:
         return ordered[-1].tokens
     here, there = ordered[last], ordered[last + 1]
-    return round(here.tokens + (there.tokens - here.tokens) * losses[last] / (losses[last] - losses[last + 1]))
+    return round(
+        here.tokens + (there.tokens - here.tokens) * losses[last] / (losses[last] - losses[last + 1])
+    )
 
 
 def _read(fields: dict[str, Any]) -> DecodeProfile:

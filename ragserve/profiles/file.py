@@ -19,8 +19,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile(Generic[T]):
-    """One kind of such files. ``what`` it is and the ``command`` that makes it are for its errors. ``read`` makes a profile of an entry's
-    fields; it may raise KeyError, TypeError, ValueError or AttributeError."""
+    """One kind of such files. ``what`` it is and the ``command`` that makes it are for its errors. ``read``
+    makes a profile of an entry's fields; it may raise KeyError, TypeError, ValueError or AttributeError."""
 
     version: int
     what: str
@@ -28,7 +28,9 @@ class ProfileFile(Generic[T]):
     read: Callable[[dict[str, Any]], T]
 
     def load(self, place: Path, fingerprint: str) -> T | None:
-        """A model's profile, None where there is none. Raises InvalidRequest for a file that holds no such profiles."""
+        """A model's profile, None where there is none. Raises InvalidRequest for a file that holds no such
+        profiles.
+        """
         entry = self._models(place).get(fingerprint)
         with self._checked(place):
             return None if entry is None else self.read(dict(entry))
@@ -38,7 +40,9 @@ class ProfileFile(Generic[T]):
         models = self._models(place) | {fingerprint: asdict(profile)}
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"version": self.version, "models": models}, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps({"version": self.version, "models": models}, indent=1) + "\n", encoding="utf-8"
+        )
         temporary.replace(place)
 
     def _models(self, place: Path) -> dict[str, Any]:
@@ -55,4 +59,6 @@ class ProfileFile(Generic[T]):
         try:
             yield
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"{place} is not a {self.what}: {error!r}.", hint=f"Move it away and run {self.command}.") from error
+            raise InvalidRequest(
+                f"{place} is not a {self.what}: {error!r}.", hint=f"Move it away and run {self.command}."
+            ) from error

@@ -1,9 +1,11 @@
-"""Which composed strategies may answer: those that `ragserve eval --write-gate` has measured to be as good as full prefill.
+"""Which composed strategies may answer: those that `ragserve eval --write-gate` has measured to be as good as
+full prefill.
 
-Composed KV is approximate, and how approximate depends on the model, the strategy's options and the data. So what was not measured, or
-was measured and fell short, is refused unless it is forced. The record is a JSON file in the data folder; a model's folder may bring
-one, measured on another machine. It is of the model's weights (`EngineInfo.fingerprint`), and counts where they are computed with in the
-same precision or a finer one: what composing changes was compared with full prefill in one engine, and only coarser rounding can add.
+Composed KV is approximate, and how approximate depends on the model, the strategy's options and the data. So
+what was not measured, or was measured and fell short, is refused unless it is forced. The record is a JSON
+file in the data folder; a model's folder may bring one, measured on another machine. It is of the model's
+weights (`EngineInfo.fingerprint`), and counts where they are computed with in the same precision or a finer
+one: what composing changes was compared with full prefill in one engine, and only coarser rounding can add.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ FILE_NAME = "ragserve-gate.json"
 VERSION = 1
 MIN_QUESTIONS = 100  # of a set: with fewer, two points of F1 are noise
 MAX_F1_LOSS = 2.0  # points below full
-MIN_FULL_F1 = 20.0  # percent; where full itself answers less, F1 says nothing and such a set counts only by its KL
+MIN_FULL_F1 = (
+    20.0  # percent; where full itself answers less, F1 says nothing and such a set counts only by its KL
+)
 MAX_KL = 0.02  # nats, mean over a set: enough by itself
 MAX_FALLBACKS = 0.01  # share of answers that another strategy gave
 FORCE = "force"  # the option of a request that passes by the gate
@@ -34,7 +38,9 @@ _MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One set's: F1 in percent, its difference to full in points, KL in nats, tokens kept and recomputed in percent of the documents'."""
+    """One set's: F1 in percent, its difference to full in points, KL in nats, tokens kept and recomputed in
+    percent of the documents'.
+    """
 
     n: int
     f1: float
@@ -47,8 +53,14 @@ class Figures:
 
     @property
     def tells(self) -> bool:
-        """Whether they say anything: full answers enough of the set, the distributions are close, or requests failed."""
-        return bool(self.failed) or self.f1 - self.f1_vs_full >= MIN_FULL_F1 or (self.kl is not None and self.kl <= MAX_KL)
+        """Whether they say anything: full answers enough of the set, the distributions are close, or requests
+        failed.
+        """
+        return (
+            bool(self.failed)
+            or self.f1 - self.f1_vs_full >= MIN_FULL_F1
+            or (self.kl is not None and self.kl <= MAX_KL)
+        )
 
     def shortfall(self) -> str | None:
         """Why these figures verify nothing; None where they do."""
@@ -67,7 +79,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one strategy, written with its options: figures by set, and where, when and how exactly they were measured."""
+    """What is known of one strategy, written with its options: figures by set, and where, when and how
+    exactly they were measured.
+    """
 
     sets: Mapping[str, Figures]
     model: str
@@ -78,7 +92,9 @@ class Entry:
     samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
 
     def shortfalls(self) -> list[str]:
-        """One line for each set on which it falls short. Sets that tell nothing are left out, unless there are no others."""
+        """One line for each set on which it falls short. Sets that tell nothing are left out, unless there
+        are no others.
+        """
         telling = {name: figures for name, figures in self.sets.items() if figures.tells} or self.sets
         return [f"{name}: {why}" for name, figures in telling.items() if (why := figures.shortfall())]
 
@@ -93,9 +109,13 @@ class Entry:
 
 
 class Gate:
-    """Reads the files, again when they change; of ``places`` earlier ones win. The other arguments are of the engine."""
+    """Reads the files, again when they change; of ``places`` earlier ones win. The other arguments are of the
+    engine.
+    """
 
-    def __init__(self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str, samkv: str = "") -> None:
+    def __init__(
+        self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str, samkv: str = ""
+    ) -> None:
         self._places = tuple(places)
         self._fingerprint = fingerprint
         self._model = model
@@ -106,7 +126,9 @@ class Gate:
 
     @classmethod
     def of(cls, settings: Settings, *, model: str, fingerprint: str, dtype: str, samkv: str = "") -> Gate:
-        """Read the data folder's file, then the one that the folder ``model`` may bring. The arguments are those of `EngineInfo`."""
+        """Read the data folder's file, then the one that the folder ``model`` may bring. The arguments are
+        those of `EngineInfo`.
+        """
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
         return cls(places, fingerprint, model=Path(model).name, dtype=dtype, samkv=samkv)
 
@@ -123,7 +145,9 @@ class Gate:
 
     def verified(self) -> list[str]:
         """The strategies that may answer."""
-        return [label for label, entry in self.entries().items() if entry.verified and self._counts(label, entry)]
+        return [
+            label for label, entry in self.entries().items() if entry.verified and self._counts(label, entry)
+        ]
 
     def _counts(self, label: str, entry: Entry) -> bool:
         return entry.counts_for(self._dtype) and self._same_defaults(label, entry)
@@ -133,12 +157,16 @@ class Gate:
         return label.partition(":")[0] != "samkv" or entry.samkv == self._samkv
 
     def check(self, label: str) -> None:
-        """Raises InvalidRequest (code ``strategy_not_verified``) with what to do, unless the strategy is verified."""
+        """Raises InvalidRequest (code ``strategy_not_verified``) with what to do, unless the strategy is
+        verified.
+        """
         entry, known = self.entries().get(label), self.verified()
         if label in known:
             return
         if entry is None:
-            reason = f"has not been verified for {self._model}" + (f" (verified: {'; '.join(sorted(known))})" if known else "")
+            reason = f"has not been verified for {self._model}" + (
+                f" (verified: {'; '.join(sorted(known))})" if known else ""
+            )
         elif not self._same_defaults(label, entry):
             reason = f"was measured for {self._model} with another samkv profile than the engine has now"
         elif entry.verified:
@@ -163,20 +191,33 @@ class Gate:
 
 
 def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
-    """Entries from an evaluation's report (`ragserve.eval.summary`), of strategies that were measured beside `full`."""
+    """Entries from an evaluation's report (`ragserve.eval.summary`), of strategies that were measured beside
+    `full`.
+    """
     workload, environment = report["workload"], report["environment"]
     groups: dict[str, dict[str, Figures]] = {}
     names = Figures.__dataclass_fields__
     for row in report["rows"]:
         if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
-            groups.setdefault(row["strategy"], {})[row["set"]] = Figures(**{name: row[name] for name in names})
+            groups.setdefault(row["strategy"], {})[row["set"]] = Figures(
+                **{name: row[name] for name in names}
+            )
     hardware = environment["gpu"] or environment["cpu"]
-    where = workload["model"], environment["date"], hardware, workload["dtype"], environment["versions"], workload.get("samkv profile", "")
+    where = (
+        workload["model"],
+        environment["date"],
+        hardware,
+        workload["dtype"],
+        environment["versions"],
+        workload.get("samkv profile", ""),
+    )
     return {label: Entry(sets, *where) for label, sets in groups.items()}
 
 
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
-    """Add entries to a gate's file, replacing those of the same model and strategy; atomic. Raises InvalidRequest for a foreign file."""
+    """Add entries to a gate's file, replacing those of the same model and strategy; atomic. Raises
+    InvalidRequest for a foreign file.
+    """
     try:
         models = _models(place) if place.exists() else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -184,7 +225,9 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
     models.setdefault(fingerprint, {}).update({label: asdict(entry) for label, entry in entries.items()})
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"version": VERSION, "models": models}, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps({"version": VERSION, "models": models}, indent=1) + "\n", encoding="utf-8"
+    )
     temporary.replace(place)
 
 

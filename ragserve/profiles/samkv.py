@@ -1,8 +1,9 @@
-"""The profile of a model: what strategy `samkv` takes where a request says nothing, as `ragserve calibrate` found it, and how it was found.
+"""The profile of a model: what strategy `samkv` takes where a request says nothing, as `ragserve calibrate`
+found it, and how it was found.
 
-A file beside the model's weights (`place_of`), so that it goes where they go; in the data folder for a model whose folder cannot be written
-or is not there (a hub id). Where both have one the data folder's counts, as with the gate's record.
-"""
+A file beside the model's weights (`place_of`), so that it goes where they go; in the data folder for a model
+whose folder cannot be written or is not there (a hub id). Where both have one the data folder's counts, as
+with the gate's record."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SamkvProfile:
-    """``stable``, ``heads``, ``selection`` and ``options`` as `sglang_ext.context.selection.profile.Profile` has them; ``figures`` and
-    ``probes``: what was measured and on what."""
+    """``stable``, ``heads``, ``selection`` and ``options`` as `sglang_ext.context.selection.profile.Profile`
+    has them; ``figures`` and ``probes``: what was measured and on what."""
 
     stable: list[int]
     heads: list[list[int]]
@@ -40,7 +41,12 @@ class SamkvProfile:
     @property
     def engine(self) -> dict[str, Any]:
         """What the engine reads."""
-        return {"stable": self.stable, "heads": self.heads, "selection": self.selection, "options": self.options}
+        return {
+            "stable": self.stable,
+            "heads": self.heads,
+            "selection": self.selection,
+            "options": self.options,
+        }
 
 
 def _read(fields: dict[str, Any]) -> SamkvProfile:
@@ -55,7 +61,8 @@ SAMKV = ProfileFile(VERSION, "samkv profile", "ragserve calibrate --part samkv",
 
 
 def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
-    """The one that counts for the settings' model; None, and a warning, where there are only those of other models.
+    """The one that counts for the settings' model; None, and a warning, where there are only those of other
+    models.
 
     Raises InvalidRequest for a file that is no such profile.
     """
@@ -65,12 +72,19 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
         if found is not None:
             return found
     if beside.exists():
-        log.warning("%s is of another model than the weights beside it (%s) and is not used: run %s", beside, fingerprint, SAMKV.command)
+        log.warning(
+            "%s is of another model than the weights beside it (%s) and is not used: run %s",
+            beside,
+            fingerprint,
+            SAMKV.command,
+        )
     return None
 
 
 def place_of(settings: Settings, fingerprint: str) -> Path:
-    """Where a new one is written: beside the model if that can be, else in the data folder; there, too, where one would hide it."""
+    """Where a new one is written: beside the model if that can be, else in the data folder; there, too, where
+    one would hide it.
+    """
     own = settings.data_dir / FILE_NAME
     if SAMKV.load(own, fingerprint) is not None:
         return own

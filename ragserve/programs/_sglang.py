@@ -1,4 +1,6 @@
-"""SGLang seen from a program: an import that works everywhere, and an endpoint that shares the server's prefix cache."""
+"""SGLang seen from a program: an import that works everywhere, and an endpoint that shares the server's
+prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from typing import Any
 
 
 class _PrepareSglang(MetaPathFinder):
-    """Finds nothing itself: the import of ``sglang`` merely passes here first, which is the last moment to prepare for it."""
+    """Finds nothing itself: the import of ``sglang`` merely passes here first, which is the last moment to
+    prepare for it.
+    """
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname == "sglang":
             sys.meta_path.remove(self)
             from ragserve.engine.compat import prepare
@@ -24,18 +30,21 @@ class _PrepareSglang(MetaPathFinder):
 
 
 def prepare_on_import() -> None:
-    """Let ``import sglang`` call ``ragserve.engine.compat.prepare`` first, which costs an import of torch, and not before."""
-    if "sglang" not in sys.modules and not any(isinstance(finder, _PrepareSglang) for finder in sys.meta_path):
+    """Let ``import sglang`` call ``ragserve.engine.compat.prepare`` first, which costs an import of torch,
+    and not before.
+    """
+    if "sglang" not in sys.modules and not any(
+        isinstance(finder, _PrepareSglang) for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _PrepareSglang())
 
 
 def whole_answer(end: str) -> Any:
     """A choices method for ``sgl.select``: the choice with the highest probability as the whole answer.
 
-    SGLang's own methods compare averages a token, where a long choice whose end follows from its beginning beats a short one that is
-    likelier, or the first token alone. ``end`` is the end of an answer; choices carry it, so that "King" is not always likelier than
-    "King Harald", and the decision does not.
-    """
+    SGLang's own methods compare averages a token, where a long choice whose end follows from its beginning
+    beats a short one that is likelier, or the first token alone. ``end`` is the end of an answer; choices
+    carry it, so that "King" is not always likelier than "King Harald", and the decision does not."""
     from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
 
     class WholeAnswer(ChoicesSamplingMethod):
@@ -50,11 +59,15 @@ def whole_answer(end: str) -> Any:
 
 @lru_cache(maxsize=1)
 def endpoint_class() -> type[Any]:
-    """SGLang's ``RuntimeEndpoint`` with the cache key of a namespace added; made in a function, as importing SGLang takes seconds."""
+    """SGLang's ``RuntimeEndpoint`` with the cache key of a namespace added; made in a function, as importing
+    SGLang takes seconds.
+    """
     import sglang as sgl
 
     class NamespaceEndpoint(sgl.RuntimeEndpoint):
-        """Requests carry ``extra_key``, so that they find what /rag/query has prefilled for the namespace, and nobody else's."""
+        """Requests carry ``extra_key``, so that they find what /rag/query has prefilled for the namespace,
+        and nobody else's.
+        """
 
         def __init__(self, base_url: str, *, extra_key: str, **options: Any) -> None:
             super().__init__(base_url, **options)

@@ -12,18 +12,22 @@ from ragserve.client import Client
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from ragserve.programs.text import PromptText
+    from ragserve.programs.prompt_text import PromptText
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What was put into a state. ``passages`` are in the order of the prompt and numbered by ``index`` from 1; ``dropped`` did not fit."""
+    """What was put into a state. ``passages`` are in the order of the prompt and numbered by ``index`` from
+    1; ``dropped`` did not fit.
+    """
 
     passages: tuple[RetrievedPassage, ...]
     dropped: tuple[RetrievedPassage, ...] = ()
 
     def cited(self, answer: str) -> list[RetrievedPassage]:
-        """The passages an answer rests on, by the server's own rule: markers ``[n]``, else those that quote it, else all."""
+        """The passages an answer rests on, by the server's own rule: markers ``[n]``, else those that quote
+        it, else all.
+        """
         from ragserve.answering.citations import MarkerFilter, cite
 
         markers = MarkerFilter(len(self.passages))
@@ -35,9 +39,9 @@ class Context:
 class Rag:
     """One namespace of one server. Thread-safe, so forks of a program may share it.
 
-    The prompt is laid out as the server lays out /rag/query's, with the tokenizer that the server names; give ``tokenizer`` where that
-    path does not exist on this machine, and ``system`` where the prompt should not begin with the server's own system text.
-    """
+    The prompt is laid out as the server lays out /rag/query's, with the tokenizer that the server names; give
+    ``tokenizer`` where that path does not exist on this machine, and ``system`` where the prompt should not
+    begin with the server's own system text."""
 
     def __init__(
         self,
@@ -73,8 +77,12 @@ class Rag:
         key = payload(GenerateRequest("", [], self.namespace), "")["extra_key"]
         return endpoint_class()(self.url, api_key=self._api_key, extra_key=key)
 
-    def retrieve(self, question: str, k: int | None = None, *, filter: Mapping[str, Any] | None = None) -> list[RetrievedPassage]:
-        """The ``k`` passages nearest to the question (the server's ``top_k`` by default), best first. ``filter`` as in the REST API."""
+    def retrieve(
+        self, question: str, k: int | None = None, *, filter: Mapping[str, Any] | None = None
+    ) -> list[RetrievedPassage]:
+        """The ``k`` passages nearest to the question (the server's ``top_k`` by default), best first.
+        ``filter`` as in the REST API.
+        """
         return self._client.retrieve(question, namespace=self.namespace, k=k, filter=filter)
 
     def context(
@@ -90,13 +98,16 @@ class Rag:
         _must_be_empty(s)
         return self.insert(s, self.retrieve(question, k, filter=filter), reserve=reserve)
 
-    def insert(self, s: Any, passages: Iterable[RetrievedPassage | tuple[str, str]], *, reserve: int = 256) -> Context:
-        """Begin the state's prompt with the system text and these passages (or ``(title, text)`` pairs), in this order.
+    def insert(
+        self, s: Any, passages: Iterable[RetrievedPassage | tuple[str, str]], *, reserve: int = 256
+    ) -> Context:
+        """Begin the state's prompt with the system text and these passages (or ``(title, text)`` pairs), in
+        this order.
 
-        Passages that would leave fewer than ``reserve`` tokens of the model's context for questions and answers are dropped from the end
-        on. Raises ``InvalidRequest`` where the state already holds text: documents come first, as the model was trained; give each hop a
-        state of its own (``with s.copy() as hop:``) before anything is in ``s``.
-        """
+        Passages that would leave fewer than ``reserve`` tokens of the model's context for questions and
+        answers are dropped from the end on. Raises ``InvalidRequest`` where the state already holds text:
+        documents come first, as the model was trained; give each hop a state of its own (``with s.copy() as
+        hop:``) before anything is in ``s``."""
         _must_be_empty(s)
         layout = self._layout()
         numbered = [_passage(passage, index) for index, passage in enumerate(passages, 1)]
@@ -104,19 +115,26 @@ class Rag:
         s += layout.start() + "".join(layout.document(p.title, p.text) for p in numbered[:kept])
         return Context(tuple(numbered[:kept]), tuple(numbered[kept:]))
 
-    def answer(self, s: Any, question: str, name: str = "answer", *, max_tokens: int = 64, **options: Any) -> None:
-        """Append the question, and the answer as variable ``name``, greedy unless ``options`` (those of ``sgl.gen``) say otherwise.
+    def answer(
+        self, s: Any, question: str, name: str = "answer", *, max_tokens: int = 64, **options: Any
+    ) -> None:
+        """Append the question, and the answer as variable ``name``, greedy unless ``options`` (those of
+        ``sgl.gen``) say otherwise.
 
         Read it with :meth:`read`, or as ``s[name]``, which keeps the space that many models begin with.
         """
         self._generate(s, self._layout().question(question), name, max_tokens, options)
 
     def follow_up(self, s: Any, question: str, name: str, *, max_tokens: int = 64, **options: Any) -> None:
-        """As :meth:`answer`, for the next question on the same documents, after an answer that the state ends with."""
+        """As :meth:`answer`, for the next question on the same documents, after an answer that the state ends
+        with.
+        """
         self._generate(s, self._layout().follow_up(question), name, max_tokens, options)
 
     def choose(self, s: Any, question: str, choices: Sequence[str], name: str = "choice") -> None:
-        """Append the question and, as variable ``name``, the one of ``choices`` that is likeliest as the whole answer (``sgl.select``)."""
+        """Append the question and, as variable ``name``, the one of ``choices`` that is likeliest as the
+        whole answer (``sgl.select``).
+        """
         import sglang as sgl
 
         from ragserve.programs._sglang import whole_answer
@@ -124,15 +142,20 @@ class Rag:
         layout = self._layout()
         start, end = layout.answer_start(), layout.answer_end()
         s += layout.question(question)
-        s += sgl.select(name, choices=[start + choice + end for choice in choices], choices_method=whole_answer(end))
+        s += sgl.select(
+            name, choices=[start + choice + end for choice in choices], choices_method=whole_answer(end)
+        )
 
     @staticmethod
     def read(s: Any, name: str) -> str:
-        """A variable of the state without white space around it. Waits for it, and raises what went wrong on the way to it."""
+        """A variable of the state without white space around it. Waits for it, and raises what went wrong on
+        the way to it.
+        """
         try:
             return str(s[name]).strip()
         except KeyError:
-            # The interpreter runs in a thread of its own and keeps its error to itself; it sets it just before it ends.
+            # The interpreter runs in a thread of its own and keeps its error to itself; it sets it just
+            # before it ends.
             s.stream_executor.worker.join()
             error = s.error()
             if error is None:
@@ -145,10 +168,15 @@ class Rag:
         stop = options.pop("stop", ())
         stop = [stop] if isinstance(stop, str) else list(stop)
         s += text
-        s += sgl.gen(name, max_tokens=max_tokens, stop=stop + list(self._layout().stop), **{"temperature": 0.0, **options})
+        s += sgl.gen(
+            name,
+            max_tokens=max_tokens,
+            stop=stop + list(self._layout().stop),
+            **{"temperature": 0.0, **options},
+        )
 
     def _layout(self) -> PromptText:
-        from ragserve.programs.text import PromptText
+        from ragserve.programs.prompt_text import PromptText
 
         with self._lock:
             if self._text is None:

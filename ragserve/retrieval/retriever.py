@@ -1,4 +1,6 @@
-"""Question in, passages out: embeds the questions that arrive together in one batch, searches in threads, never blocks the event loop."""
+"""Question in, passages out: embeds the questions that arrive together in one batch, searches in threads,
+never blocks the event loop.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Retriever:
         self._waiting: list[tuple[str, asyncio.Future[np.ndarray]]] = []
         self._worker: asyncio.Task[None] | None = None
 
-    async def retrieve(self, namespace: str, question: str, k: int, *, filter: Filter | None = None) -> Retrieved:
+    async def retrieve(
+        self, namespace: str, question: str, k: int, *, filter: Filter | None = None
+    ) -> Retrieved:
         """The ``k`` nearest passages, or as many as there are.
 
         Raises ``NotFound`` for an unknown namespace and ``Conflict`` for one embedded with another model.
@@ -60,12 +64,16 @@ class Retriever:
         start = time.perf_counter()
         vector = await self.embed(question)
         embedded = time.perf_counter()
-        hits, version = await asyncio.get_running_loop().run_in_executor(self._search_threads, self._search, namespace, vector, k, filter)
+        hits, version = await asyncio.get_running_loop().run_in_executor(
+            self._search_threads, self._search, namespace, vector, k, filter
+        )
         done = time.perf_counter()
         return Retrieved(hits, version, embed_ms=(embedded - start) * 1e3, search_ms=(done - embedded) * 1e3)
 
     async def embed(self, text: str) -> np.ndarray:
-        """float32 [dim]. Texts that arrive while a batch is being embedded form the next one, so one client never waits for others."""
+        """float32 [dim]. Texts that arrive while a batch is being embedded form the next one, so one client
+        never waits for others.
+        """
         future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, future))
         if self._worker is None or self._worker.done():
@@ -90,7 +98,9 @@ class Retriever:
                 if not batch:
                     continue
                 try:
-                    vectors = await loop.run_in_executor(self._embed_thread, self._embedder.encode, [text for text, _ in batch])
+                    vectors = await loop.run_in_executor(
+                        self._embed_thread, self._embedder.encode, [text for text, _ in batch]
+                    )
                 except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who asked
                     for _, future in batch:
                         if not future.done():
@@ -104,7 +114,9 @@ class Retriever:
                 if not future.done():
                     future.set_exception(Unavailable("The server is shutting down.", hint="Retry."))
 
-    def _search(self, namespace: str, vector: np.ndarray, k: int, filter: Filter | None) -> tuple[list[Hit], int]:
+    def _search(
+        self, namespace: str, vector: np.ndarray, k: int, filter: Filter | None
+    ) -> tuple[list[Hit], int]:
         info = self._store.namespace(namespace)
         if info.embedder != self._embedder.name:
             raise Conflict(

@@ -1,1 +1,3 @@
-"""What ingestion learns of a document beside its KV, so that selecting and choosing what to recompute need neither K nor V."""
+"""What ingestion learns of a document beside its KV, so that selecting and choosing what to recompute need
+neither K nor V.
+"""

@@ -1,4 +1,6 @@
-"""Computes analyses inside the engine: one pass of a document alone, and behind each foreign context, through the model's own layers."""
+"""Computes analyses inside the engine: one pass of a document alone, and behind each foreign context, through
+the model's own layers.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,24 @@ from typing import Any
 
 import torch
 
-from ragserve_kernels import _common as kernels
+from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
 from sglang_ext.analysis import retrieval_heads as heads
+from sglang_ext.analysis.document_analysis import Analysis, Cut, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.analysis.summary import Analysis, Cut, quantize
 from sglang_ext.analysis.texts import Texts
 
 
 class Analyser:
-    """Analyses documents on one rank. Every method launches work on the current stream and takes part in the ranks' collectives."""
+    """Analyses documents on one rank. Every method launches work on the current stream and takes part in the
+    ranks' collectives.
+    """
 
-    def __init__(self, model_runner: Any, texts: Callable[[], Texts], cut: Cut, heads: Sequence[tuple[int, int]] = ()) -> None:
-        """``texts`` is asked once, before the first document: it loads the tokenizer. ``heads``: layer and KV head, of all ranks, of the
-        retrieval heads; none: they are found."""
+    def __init__(
+        self, model_runner: Any, texts: Callable[[], Texts], cut: Cut, heads: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """``texts`` is asked once, before the first document: it loads the tokenizer. ``heads``: layer and KV
+        head, of all ranks, of the retrieval heads; none: they are found."""
         self.cut = cut
         self._runner = model_runner
         self._load_texts = texts
@@ -77,8 +83,13 @@ class Analyser:
         run(self._runner, texts, observe)
         sensitivity = self._tp_group.all_reduce(moved) if self._world > 1 else moved
         stacked = {name: torch.stack([row[name] for row in rows]).cpu() for name in rows[0]}
-        none = torch.empty(n, 0, stacked["mean_k"].shape[-1], dtype=torch.int8), torch.empty(n, 0, dtype=torch.float16)
-        token_k, token_k_scale = (torch.stack(parts, dim=1).cpu() for parts in zip(*keys, strict=True)) if keys else none
+        none = (
+            torch.empty(n, 0, stacked["mean_k"].shape[-1], dtype=torch.int8),
+            torch.empty(n, 0, dtype=torch.float16),
+        )
+        token_k, token_k_scale = (
+            (torch.stack(parts, dim=1).cpu() for parts in zip(*keys, strict=True)) if keys else none
+        )
         analysis = Analysis(
             n,
             block,
@@ -94,7 +105,9 @@ class Analyser:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """This rank's retrieval heads, layer and KV head; found at the first call, in which all ranks take part."""
+        """This rank's retrieval heads, layer and KV head; found at the first call, in which all ranks take
+        part.
+        """
         if self._found is None:
             self._found = self.own(self._given or self.find_heads())
         return self._found
@@ -104,7 +117,9 @@ class Analyser:
         if self._own_way is None:
             contexts = self._foreign_contexts()
             score = heads.found(self._runner, self.texts.foreign, contexts, self.gathered)
-            count = heads.affordable(score.shape[0], score.shape[1], contexts[0][0][0].shape[2], self._itemsize)
+            count = heads.affordable(
+                score.shape[0], score.shape[1], contexts[0][0][0].shape[2], self._itemsize
+            )
             self._own_way = heads.best(score, count)
         return self._own_way
 
@@ -128,12 +143,17 @@ class Analyser:
         return 0 if self._tp_group is None else int(self._tp_group.rank_in_group)
 
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """[n, heads, ...] of all ranks: attention is averaged over all heads, so that every rank finds the same tokens."""
+        """[n, heads, ...] of all ranks: attention is averaged over all heads, so that every rank finds the
+        same tokens.
+        """
         return part if self._world == 1 else self._tp_group.all_gather(part.contiguous(), dim=1)
 
     def _foreign_contexts(self) -> list[list[Kv]]:
         if self._contexts is None:
-            texts = [Text(self._tensor(ids), torch.arange(len(ids), device=self._device)) for ids in self.texts.foreign]
+            texts = [
+                Text(self._tensor(ids), torch.arange(len(ids), device=self._device))
+                for ids in self.texts.foreign
+            ]
             contexts: list[list[Kv]] = [[] for _ in texts]
 
             def observe(layer: int, states: Sequence[LayerState]) -> None:

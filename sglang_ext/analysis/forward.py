@@ -1,7 +1,8 @@
-"""Forward passes over the decoder layers with attention over K and V in memory: SGLang's pools are neither read nor written.
+"""Forward passes over the decoder layers with attention over K and V in memory: SGLang's pools are neither
+read nor written.
 
-Layers are the outer loop and chunks of rows the inner one, so a pass holds Q, K and V of one layer only, whatever the length of its texts.
-"""
+Layers are the outer loop and chunks of rows the inner one, so a pass holds Q, K and V of one layer only,
+whatever the length of its texts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragserve_kernels import _common as kernels
+from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.model import decoder_layers, forward_batch
 
@@ -37,7 +38,9 @@ class Text:
 
 @dataclass(frozen=True)
 class LayerState:
-    """What one layer computed for a text: q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k rotated; the local heads."""
+    """What one layer computed for a text: q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k
+    rotated; the local heads.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,7 +49,8 @@ class LayerState:
 
 
 Observer = Callable[[int, Sequence[LayerState]], None]
-"""Called after each layer with its number and one state a text. The states are overwritten by the next layer."""
+"""Called after each layer with its number and one state a text. The states are overwritten by the next layer.
+"""
 
 
 class _Memory:
@@ -65,10 +69,15 @@ class _Memory:
     def states(self) -> list[LayerState]:
         return [state for state in self._states if state is not None]
 
-    def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any) -> torch.Tensor:
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+    ) -> torch.Tensor:
         """Attention of the rows from ``first`` on, which may end one text and begin others."""
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        k, v = (
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+        )
         out = torch.empty_like(q)
         last = self.first + len(q)
         for i in range(len(self._texts)):
@@ -79,7 +88,9 @@ class _Memory:
                 out[rows] = self._attend(i, layer.layer_id, start - self._starts[i], end - self._starts[i])
         return out.view(len(out), -1)
 
-    def _keep(self, i: int, start: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> None:
+    def _keep(
+        self, i: int, start: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> None:
         n = len(self._texts[i].ids)
         if start == 0:
             self._states[i] = LayerState(_rows(q, n), _rows(k, n), _rows(v, n), scaling)
@@ -112,14 +123,18 @@ class _Memory:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scaling: float) -> torch.Tensor:
-    """Causal attention of q [r, heads, head_dim], whose rows stand at keys ``start`` to ``start + r - 1`` of k and v."""
+    """Causal attention of q [r, heads, head_dim], whose rows stand at keys ``start`` to ``start + r - 1`` of
+    k and v.
+    """
     rows, end = len(q), start + len(q)
     if kernels.use_triton(q) and q.shape[-1] in kernels.HEAD_DIMS:
         slots = torch.arange(end, device=q.device)
         first = torch.zeros(1, dtype=torch.int64, device=q.device)
         bounds = torch.arange(2, device=q.device) * rows
         seen = torch.arange(start + 1, end + 1, dtype=torch.int32, device=q.device)
-        return prefix_rows_attention(q.contiguous(), k, v, slots, first, bounds, seen, max_rows=rows, scale=scaling)
+        return prefix_rows_attention(
+            q.contiguous(), k, v, slots, first, bounds, seen, max_rows=rows, scale=scaling
+        )
     mask = None
     if start:
         mask = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(start)

@@ -1,9 +1,10 @@
-"""Retrieval heads: the few KV heads whose keys tell where in a text something is, found once per model without any labelled data.
+"""Retrieval heads: the few KV heads whose keys tell where in a text something is, found once per model
+without any labelled data.
 
-A few words of a text are prefilled again, alone, for a place behind it. A retrieval head's query then meets its largest key where they
-stand in the text: in how many of such probes decides. Of these heads documents keep the keys of all tokens, which find a passage where
-the means of blocks do not (sglang_ext/context/README.md).
-"""
+A few words of a text are prefilled again, alone, for a place behind it. A retrieval head's query then meets
+its largest key where they stand in the text: in how many of such probes decides. Of these heads documents
+keep the keys of all tokens, which find a passage where the means of blocks do not
+(sglang_ext/context/README.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ _MOST = 16
 
 
 def affordable(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """How many heads' keys, one byte a value and a scale of two, stay within their share of the KV; at least one."""
+    """How many heads' keys, one byte a value and a scale of two, stay within their share of the KV; at least
+    one.
+    """
     return max(1, min(_MOST, int(_SHARE * 2 * layers * kv_heads * head_dim * itemsize / (head_dim + 2))))
 
 
@@ -32,9 +35,13 @@ def probes(n: int) -> range:
 
 
 def found(
-    model_runner: Any, texts: Sequence[Sequence[int]], contexts: Sequence[Sequence[Kv]], gather: Callable[[torch.Tensor], torch.Tensor]
+    model_runner: Any,
+    texts: Sequence[Sequence[int]],
+    contexts: Sequence[Sequence[Kv]],
+    gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """f32 [layers, kv_heads] of all ranks: in what share of the probes a head finds their place, plus how much it attends to it, below.
+    """f32 [layers, kv_heads] of all ranks: in what share of the probes a head finds their place, plus how
+    much it attends to it, below.
 
     ``contexts``: K and V of each text alone, by layer. ``gather`` joins the ranks' heads along dim 1.
     """
@@ -55,7 +62,9 @@ def found(
         for (number, start), state in zip(places, states, strict=True):
             key = contexts[number][layer][0].float()  # [n, kv_heads, head_dim]
             query = state.q[-1].float().unflatten(0, (key.shape[1], -1))  # [kv_heads, group, head_dim]
-            share = (torch.einsum("hgd,nhd->hgn", query, key) * state.scaling)[..., 3:].softmax(-1).amax(1)  # sinks left out
+            share = (
+                (torch.einsum("hgd,nhd->hgn", query, key) * state.scaling)[..., 3:].softmax(-1).amax(1)
+            )  # sinks left out
             inside = slice(start - 3, start + PROBE + _AFTER - 3)
             best = share.argmax(-1)
             hit = ((best >= inside.start) & (best < inside.stop)).float()
@@ -67,6 +76,8 @@ def found(
 
 
 def best(score: torch.Tensor, count: int) -> list[tuple[int, int]]:
-    """Layer and KV head of the ``count`` heads with the highest ``score`` [layers, kv_heads], in the order of layers."""
+    """Layer and KV head of the ``count`` heads with the highest ``score`` [layers, kv_heads], in the order of
+    layers.
+    """
     chosen = score.flatten().argsort(descending=True, stable=True)[:count]
     return sorted((int(i) // score.shape[1], int(i) % score.shape[1]) for i in chosen)

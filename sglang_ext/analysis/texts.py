@@ -1,4 +1,6 @@
-"""What the analysis needs of the tokenizer: two unrelated texts as token ids, and which tokens end a sentence."""
+"""What the analysis needs of the tokenizer: two unrelated texts as token ids, and which tokens end a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ _CLOSING = " \t\"'\u201d\u2019)]"
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """``foreign``: what a document is placed behind to see which of its tokens depend on what came before (METHODS, section 6).
-    ``ends`` bool [vocabulary]: tokens whose own text ends a sentence or holds a line break."""
+    """``foreign``: what a document is placed behind to see which of its tokens depend on what came before
+    (METHODS, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a sentence or holds a line
+    break."""
 
     foreign: list[list[int]]
     ends: torch.Tensor
@@ -30,16 +33,24 @@ class Texts:
         """From a Hugging Face tokenizer."""
         ids = torch.arange(vocabulary)[:, None].tolist()
         written = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return cls(foreign_contexts(tokenizer), torch.tensor([_ends(text) for text in written], dtype=torch.bool))
+        return cls(
+            foreign_contexts(tokenizer), torch.tensor([_ends(text) for text in written], dtype=torch.bool)
+        )
 
     @classmethod
     def drawn(cls, vocabulary: int) -> Texts:
-        """For an engine without a tokenizer: drawn token ids are as unrelated to any document; sentences are then 64 tokens."""
+        """For an engine without a tokenizer: drawn token ids are as unrelated to any document; sentences are
+        then 64 tokens.
+        """
         drawn = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-        return cls([[int(token) for token in row] for row in drawn], torch.zeros(vocabulary, dtype=torch.bool))
+        return cls(
+            [[int(token) for token in row] for row in drawn], torch.zeros(vocabulary, dtype=torch.bool)
+        )
 
     def begins(self, ids: Sequence[int]) -> torch.Tensor:
-        """u8 [tokens]: 1 where a sentence begins. A document's first token does, and every 64th of a long sentence."""
+        """u8 [tokens]: 1 where a sentence begins. A document's first token does, and every 64th of a long
+        sentence.
+        """
         tokens = torch.tensor(ids, dtype=torch.int64).clamp(max=len(self.ends) - 1)
         begins = torch.ones(len(tokens), dtype=torch.bool)
         begins[1:] = self.ends[tokens[:-1]]
@@ -48,14 +59,18 @@ class Texts:
         return (begins | ((place - start) % LONGEST == 0)).to(torch.uint8)
 
     def telling(self, question: torch.Tensor) -> torch.Tensor:
-        """A question's tokens without those that end sentences, which are everywhere; ``question`` and the result int64."""
+        """A question's tokens without those that end sentences, which are everywhere; ``question`` and the
+        result int64.
+        """
         return question[~self.ends[question.clamp(max=len(self.ends) - 1)]]
 
 
 def foreign_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:
     """Token ids of the two texts shipped with the package, each cut to ``limit`` tokens."""
     text = files("sglang_ext.analysis").joinpath("foreign.txt").read_text(encoding="utf-8")
-    ids: Sequence[list[int]] = [tokenizer(part.strip(), add_special_tokens=False).input_ids[:limit] for part in text.split("\n====\n")]
+    ids: Sequence[list[int]] = [
+        tokenizer(part.strip(), add_special_tokens=False).input_ids[:limit] for part in text.split("\n====\n")
+    ]
     return [list(part) for part in ids if part]
 
 

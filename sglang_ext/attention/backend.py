@@ -1,8 +1,9 @@
-"""The attention backend: prefill and dense decode steps are the wrapped backend's, sparse decode steps read chosen pages only.
+"""The attention backend: prefill and dense decode steps are the wrapped backend's, sparse decode steps read
+chosen pages only.
 
-A step runs as one of four variants (`requests.Variant`), each a CUDA graph of its own where graphs are on, so that a batch in which nobody
-is sparse costs what it costs without us. In the other variants all rows go through our kernels, the dense ones with all of their pages.
-"""
+A step runs as one of four variants (`requests.Variant`), each a CUDA graph of its own where graphs are on, so
+that a batch in which nobody is sparse costs what it costs without us. In the other variants all rows go
+through our kernels, the dense ones with all of their pages."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from ragserve_kernels._paged import KV
-from ragserve_kernels.page_select import Selection, page_select
+from ragserve_kernels.page_select import PageSelection, page_select
+from ragserve_kernels.paged import KV
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.page_stats import Statistics
-from sglang_ext.attention.planner import FORCED_PAGES, Planner, Step, Variant
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
+from sglang_ext.attention.step_planner import FORCED_PAGES, Step, StepPlanner, Variant
 from sglang_ext.attention.streaming_heads import load_pattern
-from sglang_ext.attention.tables import Shape, StepTables
+from sglang_ext.attention.tables import StepTables, TableShape
 
 log = logging.getLogger(__name__)
 
@@ -42,31 +43,48 @@ def _statistics(pool: Any, table: torch.Tensor, page: int, logical_page: int) ->
 
 
 class SparseDecodeBackend(AttentionBackend):
-    """Around the backend that SGLang would have used. One per scheduler process; all calls on the scheduler's thread."""
+    """Around the backend that SGLang would have used. One per scheduler process; all calls on the scheduler's
+    thread.
+    """
 
     def __init__(self, wrapped: Any, runner: Any, config: AttentionConfig) -> None:
         super().__init__()
         self.wrapped = wrapped
         self.config = config
-        for name in ("needs_cpu_seq_lens", "supports_ragged_verify_graph", "use_captured_forward_metadata_for_breakable_cuda_graph"):
+        for name in (
+            "needs_cpu_seq_lens",
+            "supports_ragged_verify_graph",
+            "use_captured_forward_metadata_for_breakable_cuda_graph",
+        ):
             setattr(self, name, getattr(wrapped, name))
         pool = self._pool = runner.token_to_kv_pool
         self._table = runner.req_to_token_pool.req_to_token
         self._page = runner.page_size
         self._device = torch.device(runner.device)
-        self.planner = Planner(config, self._page, runner.model_config.context_len)
+        self.planner = StepPlanner(config, self._page, runner.model_config.context_len)
         self.planner.check(config.options)
         group = runner.tp_group
         self.rank = int(group.rank_in_group)
         pattern = (
             None
             if config.heads is None
-            else load_pattern(config.heads, pool.layer_num, pool.head_num, rank=group.rank_in_group, world=group.world_size)
+            else load_pattern(
+                config.heads, pool.layer_num, pool.head_num, rank=group.rank_in_group, world=group.world_size
+            )
         )
         heads = runner.model_config.num_attention_heads // group.world_size
         capacity = max(FORCED_PAGES, config.max_budget // self._page) + 1
         pages = -(-self._table.shape[1] // self._page)
-        self._shape = Shape(pool.layer_num, heads, pool.head_num, pages, min(capacity, pages), self._page, pool.head_dim, pool.dtype)
+        self._shape = TableShape(
+            pool.layer_num,
+            heads,
+            pool.head_num,
+            pages,
+            min(capacity, pages),
+            self._page,
+            pool.head_dim,
+            pool.dtype,
+        )
         self.statistics = _statistics(pool, self._table, self._page, config.logical_page)
         log.info("page statistics take %.1f MiB", self.statistics.bytes / 2**20)
         self._pattern = None if pattern is None else pattern.to(self._device)
@@ -78,7 +96,9 @@ class SparseDecodeBackend(AttentionBackend):
         self._step: Step | None = None
         self._quantized = isinstance(pool, QuantizedKVPool)
         self._prefixes: torch.Tensor | None = None  # slots that the extend at hand reads and does not write
-        self.streaming_share = 0.0 if pattern is None else float(pattern.float().mean())  # of this rank's heads
+        self.streaming_share = (
+            0.0 if pattern is None else float(pattern.float().mean())
+        )  # of this rank's heads
 
     def __getattr__(self, name: str) -> Any:
         """What SGLang looks for beyond the base class is the wrapped backend's."""
@@ -89,7 +109,9 @@ class SparseDecodeBackend(AttentionBackend):
     # what a step is
 
     def seat(self, n: int) -> None:
-        """A decode step of ``n`` requests is to be planned: in the graphs' tables, or in the others, no page is chosen yet."""
+        """A decode step of ``n`` requests is to be planned: in the graphs' tables, or in the others, no page
+        is chosen yet.
+        """
         if self._seated is None or (self._seated is self._captured) != self._fits_graph(n):
             self.planner.forget()
 
@@ -105,7 +127,9 @@ class SparseDecodeBackend(AttentionBackend):
         tables.set_active(step.active)
 
     def begin_extend(self, prefixes: Iterable[tuple[int, int]]) -> None:
-        """The next forward is an extend: per request its row, and how many tokens of it are in the pool already."""
+        """The next forward is an extend: per request its row, and how many tokens of it are in the pool
+        already.
+        """
         held = [self._table[row, :tokens] for row, tokens in prefixes if tokens]
         self._prefixes = torch.cat(held).long() if held and self._quantized else None
 
@@ -114,11 +138,15 @@ class SparseDecodeBackend(AttentionBackend):
         self._step, self.variant, self._prefixes = None, Variant.DENSE, None
 
     def _is_wrapped(self, decode: bool) -> bool:
-        """Whether the wrapped backend does this pass: every extend, and dense decode steps where it can read the pool."""
+        """Whether the wrapped backend does this pass: every extend, and dense decode steps where it can read
+        the pool.
+        """
         return not decode or (self.variant is Variant.DENSE and not self._quantized)
 
     def progressive_use(self, n: int) -> torch.Tensor:
-        """What the progressive rows of the step just launched read, float [2, n] on the device: pages and weight, means over heads."""
+        """What the progressive rows of the step just launched read, float [2, n] on the device: pages and
+        weight, means over heads.
+        """
         tables = self._tables_for(n)
         return torch.stack((tables.used[:, :n].float().mean((0, 2)), tables.weight[:, :n].mean((0, 2))))
 
@@ -180,10 +208,19 @@ class SparseDecodeBackend(AttentionBackend):
         return self.wrapped.get_indexer_metadata(layer_id, forward_batch)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> torch.Tensor:
         decode = forward_batch.forward_mode.is_decode()
-        if self._quantized and not save_kv_cache:  # a model with a fused KV write; it shows at its first step, the engine's own warm-up
+        if (
+            self._quantized and not save_kv_cache
+        ):  # a model with a fused KV write; it shows at its first step, the engine's own warm-up
             raise NotImplementedError(
                 f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model with kv_bits=16"
             )
@@ -205,22 +242,41 @@ class SparseDecodeBackend(AttentionBackend):
     # the step itself
 
     def _before_forward(self, forward_batch: Any) -> None:
-        """Outside of any graph, on the forward's stream: the scheduler may write to the request table while a graph runs."""
+        """Outside of any graph, on the forward's stream: the scheduler may write to the request table while a
+        graph runs.
+        """
         if not forward_batch.forward_mode.is_decode():
             return
         n = forward_batch.batch_size
-        rows, lens, lens_cpu = forward_batch.req_pool_indices[:n], forward_batch.seq_lens[:n], forward_batch.seq_lens_cpu
+        rows, lens, lens_cpu = (
+            forward_batch.req_pool_indices[:n],
+            forward_batch.seq_lens[:n],
+            forward_batch.seq_lens_cpu,
+        )
         self.statistics.before_decode(rows, lens, lens_cpu)
         if not self._is_wrapped(decode=True):
             self._tables = self._tables_for(n)
-            self._tables.set_lengths(self._table, rows, lens, None if lens_cpu is None else int(lens_cpu[:n].max()))
+            self._tables.set_lengths(
+                self._table, rows, lens, None if lens_cpu is None else int(lens_cpu[:n].max())
+            )
 
     def _sparse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """q [batch, heads * head_dim]; k, v [batch, kv_heads, head_dim] of the newest tokens. Runs inside the graph where there is one."""
+        """q [batch, heads * head_dim]; k, v [batch, kv_heads, head_dim] of the newest tokens. Runs inside the
+        graph where there is one.
+        """
         tables = self._tables
-        if tables is None or kwargs:  # what a model passes beside q, k and v shows at its first step, which is the engine's own warm-up
+        if (
+            tables is None or kwargs
+        ):  # what a model passes beside q, k and v shows at its first step, which is the engine's own warm-up
             raise NotImplementedError(
                 f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs)) or 'no tables'}, and sparse decoding knows plain "
                 "attention only: serve this model with sparse_attention=off"
@@ -237,18 +293,37 @@ class SparseDecodeBackend(AttentionBackend):
                 pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
             keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
         stats, pages, lens, page = self.statistics.tables, tables.pages[:n], tables.lens[:n], self._page
-        chosen = Selection(tables.index[number, :n], tables.counts[number, :n])
+        chosen = PageSelection(tables.index[number, :n], tables.counts[number, :n])
         if self.variant in (Variant.SELECTED, Variant.PROGRESSIVE):
             page_select(
-                q, pages, lens, block_size=page, k_min=stats.k_min[number], k_max=stats.k_max[number], per_block=stats.per_page,
-                budget_tokens=self._shape.capacity * page, budgets=tables.budgets[:n], active=tables.active[:n], into=chosen,
-            )  # fmt: skip
+                q,
+                pages,
+                lens,
+                block_size=page,
+                k_min=stats.k_min[number],
+                k_max=stats.k_max[number],
+                per_block=stats.per_page,
+                budget_tokens=self._shape.capacity * page,
+                budgets=tables.budgets[:n],
+                active=tables.active[:n],
+                into=chosen,
+            )
         elif self.variant is Variant.REFRESHED:
             tables.queries[number, :n].copy_(q)
         out = sparse_decode(
-            q, keys, values, pages, lens, page_size=page, index=chosen.blocks, counts=chosen.counts, kinds=tables.kinds[number, :n],
-            sink_tokens=self.config.sink_tokens, local_tokens=self.config.local_tokens, scale=layer.scaling,
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            pages,
+            lens,
+            page_size=page,
+            index=chosen.blocks,
+            counts=chosen.counts,
+            kinds=tables.kinds[number, :n],
+            sink_tokens=self.config.sink_tokens,
+            local_tokens=self.config.local_tokens,
+            scale=layer.scaling,
+        )
         if self.variant is Variant.PROGRESSIVE:
             self._progressive(tables, q, keys, values, number, layer.scaling, out)
         elif self.variant is Variant.REFRESHED and number == self._shape.layers - 1:
@@ -262,12 +337,29 @@ class SparseDecodeBackend(AttentionBackend):
         for first in range(0, shape.layers, at_once):
             some = slice(first, first + at_once)
             page_select(
-                tables.queries[some, :n], tables.pages[:n], tables.lens[:n], block_size=page, k_min=stats.k_min[some],
-                k_max=stats.k_max[some], per_block=stats.per_page, budget_tokens=shape.capacity * page, budgets=tables.budgets[:n],
-                active=tables.active[:n], into=Selection(tables.index[some, :n], tables.counts[some, :n]),
-            )  # fmt: skip
+                tables.queries[some, :n],
+                tables.pages[:n],
+                tables.lens[:n],
+                block_size=page,
+                k_min=stats.k_min[some],
+                k_max=stats.k_max[some],
+                per_block=stats.per_page,
+                budget_tokens=shape.capacity * page,
+                budgets=tables.budgets[:n],
+                active=tables.active[:n],
+                into=PageSelection(tables.index[some, :n], tables.counts[some, :n]),
+            )
 
-    def _progressive(self, tables: StepTables, q: torch.Tensor, keys: KV, values: KV, number: int, scale: float, out: torch.Tensor) -> None:
+    def _progressive(
+        self,
+        tables: StepTables,
+        q: torch.Tensor,
+        keys: KV,
+        values: KV,
+        number: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         """Add the progressive heads to ``out``, where they are zero: their rows have no chosen pages."""
         n, stats, page = q.shape[0], self.statistics.tables, self._page
         pages, lens = tables.pages[:n], tables.ranked_lens[:n]
@@ -275,13 +367,29 @@ class SparseDecodeBackend(AttentionBackend):
             ranked = page_select(q, pages, lens, block_size=page, k_center=stats.k_center[number], rank=True)
         else:
             ranked = page_select(
-                q, pages, lens, block_size=page, k_min=stats.k_min[number], k_max=stats.k_max[number], per_block=stats.per_page, rank=True
+                q,
+                pages,
+                lens,
+                block_size=page,
+                k_min=stats.k_min[number],
+                k_max=stats.k_max[number],
+                per_block=stats.per_page,
+                rank=True,
             )
         counts = ranked.counts * tables.by_rank[number, :n]
         part = progressive_decode(
-            q, keys, values, pages, lens, ranked.blocks, counts, page_size=page, threshold=tables.thresholds[:n],
-            bound=self.config.bound, scale=scale,
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            pages,
+            lens,
+            ranked.blocks,
+            counts,
+            page_size=page,
+            threshold=tables.thresholds[:n],
+            bound=self.config.bound,
+            scale=scale,
+        )
         tables.used[number, :n].copy_(part.blocks_used)
         tables.weight[number, :n].copy_(part.weight)
         out += part.out

@@ -1,9 +1,9 @@
 """Which KV heads need all of the context: gates learned by DuoAttention's objective on synthetic passkeys.
 
-A head's attention becomes ``gate * full + (1 - gate) * streaming``, with gates from 0 to 1 per layer and KV head and the model frozen. Adam
-minimises the mean squared difference of the last hidden states from the unchanged model's at the tokens that repeat the passkeys, plus
-``penalty`` times the mean gate: heads that do not carry passkeys over the distance end near 0 and may stream.
-"""
+A head's attention becomes ``gate * full + (1 - gate) * streaming``, with gates from 0 to 1 per layer and KV
+head and the model frozen. Adam minimises the mean squared difference of the last hidden states from the
+unchanged model's at the tokens that repeat the passkeys, plus ``penalty`` times the mean gate: heads that do
+not carry passkeys over the distance end near 0 and may stream."""
 
 from __future__ import annotations
 
@@ -24,17 +24,23 @@ _NAME = "ragserve_gated_heads"
 _COLOURS = ["red", "blue", "green", "white", "black", "brown", "grey", "golden", "silver", "purple"]
 _THINGS = ["house", "river", "garden", "bridge", "tower", "engine", "letter", "window", "market", "island"]
 _FILLER = (
-    "The grass is green and the sky is blue. ", "The sun is yellow and rises in the east. ", "Here we go, there and back again. ",
-    "A ship came into the harbour late in the evening. ", "People talked about the weather and the price of bread. ",
-    "The road leads over the hills to the next village. ", "In winter the lake is covered with ice. ",
-)  # fmt: skip
+    "The grass is green and the sky is blue. ",
+    "The sun is yellow and rises in the east. ",
+    "Here we go, there and back again. ",
+    "A ship came into the harbour late in the evening. ",
+    "People talked about the weather and the price of bread. ",
+    "The road leads over the hills to the next village. ",
+    "In winter the lake is covered with ice. ",
+)
 SHARES = (0.25, 0.5, 0.75)
 _HELD_OUT_SEED = 1_000_003  # of texts that are not trained on
 
 
 @dataclass(frozen=True)
 class Passkeys:
-    """``ids`` of a long text with passkeys in it and of their repetition at its end; ``answers``: from which token on it repeats them."""
+    """``ids`` of a long text with passkeys in it and of their repetition at its end; ``answers``: from which
+    token on it repeats them.
+    """
 
     ids: list[int]
     answers: int
@@ -42,9 +48,9 @@ class Passkeys:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of a share of streaming heads, on texts not trained on, at the tokens that repeat passkeys: relative error of the hidden states and
-    agreement of the next token, both with the unchanged model; ``passkeys``: share of those tokens that come out right.
-    """
+    """Of a share of streaming heads, on texts not trained on, at the tokens that repeat passkeys: relative
+    error of the hidden states and agreement of the next token, both with the unchanged model; ``passkeys``:
+    share of those tokens that come out right."""
 
     share: float
     error: float
@@ -52,7 +58,9 @@ class Quality:
     passkeys: float
 
 
-def make_passkeys(encode: Callable[[str], list[int]], tokens: int, draw: random.Random, count: int = 5) -> Passkeys:
+def make_passkeys(
+    encode: Callable[[str], list[int]], tokens: int, draw: random.Random, count: int = 5
+) -> Passkeys:
     """About ``tokens`` tokens."""
     names = draw.sample([f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS], count)
     facts = [f"The code of the {name} is {draw.randrange(10_000, 100_000)}. " for name in names]
@@ -69,7 +77,9 @@ def make_passkeys(encode: Callable[[str], list[int]], tokens: int, draw: random.
 
 
 class GatedModel:
-    """A frozen Hugging Face causal model whose attention mixes full and streaming by ``gates`` [layers, kv_heads]."""
+    """A frozen Hugging Face causal model whose attention mixes full and streaming by ``gates`` [layers,
+    kv_heads].
+    """
 
     def __init__(self, path: str, *, device: str = "cpu", sink: int = 64, local: int = 256) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
@@ -78,10 +88,18 @@ class GatedModel:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         AttentionInterface.register(_NAME, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(self.device).eval().requires_grad_(False)
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            .to(self.device)
+            .eval()
+            .requires_grad_(False)
+        )
         self.model.set_attn_implementation(_NAME)
         config = self.model.config.get_text_config()
-        self.shape = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        self.shape = (
+            config.num_hidden_layers,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        )
         self._gates: torch.Tensor | None = None
 
     def encode(self, text: str) -> list[int]:
@@ -107,7 +125,16 @@ class GatedModel:
         found: torch.Tensor = self.model.get_output_embeddings()(states).argmax(-1)
         return found
 
-    def _attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    def _attend(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        scaling: float,
+        **_: Any,
+    ) -> Any:
         """q [1, heads, tokens, head_dim]; k, v [1, kv_heads, tokens, head_dim]."""
         full = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         if self._gates is not None:
@@ -115,16 +142,28 @@ class GatedModel:
             distance = place[:, None] - place[None]
             seen = (distance >= 0) & ((place[None] < self.sink) | (distance < self.local))
             near = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
-            gate = self._gates[module.layer_idx].to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[None, :, None, None]
+            gate = (
+                self._gates[module.layer_idx]
+                .to(q.dtype)
+                .repeat_interleave(q.shape[1] // k.shape[1])[None, :, None, None]
+            )
             full = gate * full + (1 - gate) * near
         return full.transpose(1, 2), None
 
 
 def learn(
-    model: GatedModel, *, steps: int, tokens: int, penalty: float = 0.05, rate: float = 0.02, seed: int = 0,
+    model: GatedModel,
+    *,
+    steps: int,
+    tokens: int,
+    penalty: float = 0.05,
+    rate: float = 0.02,
+    seed: int = 0,
     progress: Callable[[int, float, float], None] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Gates float32 [layers, kv_heads] on the CPU. ``progress`` gets the step, the relative error of the states, and the mean gate."""
+) -> torch.Tensor:
+    """Gates float32 [layers, kv_heads] on the CPU. ``progress`` gets the step, the relative error of the
+    states, and the mean gate.
+    """
     draw = random.Random(seed)
     gates = torch.ones(model.shape, device=model.device, requires_grad=True)
     optimiser = torch.optim.Adam([gates], lr=rate)
@@ -148,7 +187,9 @@ def learn(
 
 @torch.no_grad()
 def evaluate(model: GatedModel, streaming: torch.Tensor, texts: Sequence[Passkeys]) -> Quality:
-    """With the heads of ``streaming`` (bool [layers, kv_heads]) streaming and the others attending to everything."""
+    """With the heads of ``streaming`` (bool [layers, kv_heads]) streaming and the others attending to
+    everything.
+    """
     error, agreed, right, total = 0.0, 0, 0, 0
     for text in texts:
         want = model.hidden(text)
@@ -163,14 +204,22 @@ def evaluate(model: GatedModel, streaming: torch.Tensor, texts: Sequence[Passkey
 
 
 def calibrate(
-    out: Path, *, model: str, share: float, steps: int, tokens: int, penalty: float, held_out: int, device: str,
+    out: Path,
+    *,
+    model: str,
+    share: float,
+    steps: int,
+    tokens: int,
+    penalty: float,
+    held_out: int,
+    device: str,
     progress: Callable[[int, float, float], None] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Learn gates, write the pattern of ``share`` streaming heads to ``out``, and say what shares of streaming heads cost.
+) -> list[dict[str, Any]]:
+    """Learn gates, write the pattern of ``share`` streaming heads to ``out``, and say what shares of
+    streaming heads cost.
 
-    A row per share, ``share`` and SHARES among them, and way of choosing the heads: by their gates, or by chance. ``device``: a torch
-    device, or "auto": cuda if there is one.
-    """
+    A row per share, ``share`` and SHARES among them, and way of choosing the heads: by their gates, or by
+    chance. ``device``: a torch device, or "auto": cuda if there is one."""
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     gated = GatedModel(model, device=where)
     gates = learn(gated, steps=steps, tokens=tokens, penalty=penalty, progress=progress)

@@ -13,12 +13,14 @@ from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, DecodeOptions
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """``options``: of requests that do not say. ``logical_page``: tokens that share one min and max key. ``max_budget``: tokens, the
-    largest budget a request may ask for: tables are that wide. ``heads``: pattern file of the streaming heads, which attend to their
-    first ``sink_tokens`` and latest ``local_tokens`` tokens.
+    """``options``: of requests that do not say. ``logical_page``: tokens that share one min and max key.
+    ``max_budget``: tokens, the largest budget a request may ask for: tables are that wide. ``heads``: pattern
+    file of the streaming heads, which attend to their first ``sink_tokens`` and latest ``local_tokens``
+    tokens.
 
-    ``bound`` and ``ranking``: of progressive decoding, see `ragserve_kernels.progressive_decode`; "center" ranks pages by the centre of
-    their bounding box (one score per page), "minmax" by the best upper bound of their logical pages.
+    ``bound`` and ``ranking``: of progressive decoding, see `ragserve_kernels.progressive_decode`; "center"
+    ranks pages by the centre of their bounding box (one score per page), "minmax" by the best upper bound of
+    their logical pages.
 
     ``kv_bits``: of the KV pool, 16 for the plain one, 8 or 4 for `sglang_ext.attention.quantized_pool`.
     """
@@ -35,11 +37,15 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         if self.bound not in ("lowest", "round") or self.ranking not in ("minmax", "center"):
-            raise ValueError(f"bound is {self.bound!r} and ranking {self.ranking!r}: expected lowest or round, and minmax or center")
+            raise ValueError(
+                f"bound is {self.bound!r} and ranking {self.ranking!r}: expected lowest or round, and minmax or center"
+            )
         if self.kv_bits not in (16, 8, 4):
             raise ValueError(f"kv_bits is {self.kv_bits}: expected 16, 8 or 4")
         if self.max_budget < self.options.budget:
-            raise ValueError(f"the largest budget, {self.max_budget} tokens, is below the default one, {self.options.budget}")
+            raise ValueError(
+                f"the largest budget, {self.max_budget} tokens, is below the default one, {self.options.budget}"
+            )
 
 
 def from_environment() -> AttentionConfig | None:

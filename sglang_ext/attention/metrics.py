@@ -1,4 +1,6 @@
-"""Prometheus metrics of sparse decoding, in the registry that SGLang exposes. Made on first use: see `ragserve.metrics`."""
+"""Prometheus metrics of sparse decoding, in the registry that SGLang exposes. Made on first use: see
+`ragserve.metrics`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ class DecodeMetrics:
         from prometheus_client import Counter, Histogram
 
         self.steps = Counter(
-            "ragserve_decode_steps", "Decode steps by the request's mode and whether they were sparse.", ["mode", "sparse"]
+            "ragserve_decode_steps",
+            "Decode steps by the request's mode and whether they were sparse.",
+            ["mode", "sparse"],
         )
         self.pages = Counter(
-            "ragserve_decode_pages", "KV pages, means over layers and heads, by mode: held by the context, or read.", ["mode", "kind"]
+            "ragserve_decode_pages",
+            "KV pages, means over layers and heads, by mode: held by the context, or read.",
+            ["mode", "kind"],
         )
         self.weight = Histogram(
             "ragserve_decode_weight",

@@ -1,8 +1,9 @@
-"""Page statistics of the KV pool, kept with the pages: whoever holds a page, now or through the prefix cache, finds its statistics right.
+"""Page statistics of the KV pool, kept with the pages: whoever holds a page, now or through the prefix cache,
+finds its statistics right.
 
-The rule: statistics of a full page are made from the pool, for all layers at once, after the forward pass that filled it. A page that is
-not full is its request's newest, which is attended to whatever it scores. Freed pages need nothing: their next owner fills them first.
-"""
+The rule: statistics of a full page are made from the pool, for all layers at once, after the forward pass
+that filled it. A page that is not full is its request's newest, which is attended to whatever it scores.
+Freed pages need nothing: their next owner fills them first."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ragserve_kernels._common import KVLayers, forced_naive
+from ragserve_kernels.dispatch import KVLayers, forced_naive
 from ragserve_kernels.page_stats import PageStats, page_stats
 
 _CHECKED_AT_ONCE = 512  # pages: a check of a large pool must not need much memory
@@ -38,10 +39,11 @@ class Statistics:
         return sum(table.numel() * table.element_size() for table in tables)
 
     def after_extend(self, spans: Iterable[tuple[int, int, int]]) -> None:
-        """Pages filled by a forward pass: per request its row, and from and to which token its KV was written.
+        """Pages filled by a forward pass: per request its row, and from and to which token its KV was
+        written.
 
-        The page before the first new token is made again as well: a request may end with a page just full, and nobody was there to do it.
-        """
+        The page before the first new token is made again as well: a request may end with a page just full,
+        and nobody was there to do it."""
         filled = []
         for row, start, end in spans:
             first, last = max(0, start - 1) // self._page, end // self._page
@@ -53,8 +55,8 @@ class Statistics:
     def after_request(self, row: int, tokens: int) -> None:
         """A request ends whose first ``tokens`` tokens may be cached: its last page may be just full.
 
-        With the overlap scheduler the last token's KV is written by a step that may still run: hence after all that was launched there.
-        """
+        With the overlap scheduler the last token's KV is written by a step that may still run: hence after
+        all that was launched there."""
         if not tokens or tokens % self._page:
             return
         page = (self._table[row, tokens - self._page : tokens - self._page + 1] // self._page).to(torch.int32)
@@ -72,7 +74,9 @@ class Statistics:
             self._stream = torch.cuda.current_stream(self.tables.k_min.device)
 
     def before_decode(self, rows: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor | None) -> None:
-        """Pages that the step before filled: those of requests whose newest token, not yet written, begins a page."""
+        """Pages that the step before filled: those of requests whose newest token, not yet written, begins a
+        page.
+        """
         if lens_cpu is not None and not bool(((lens_cpu > 1) & ((lens_cpu - 1) % self._page == 0)).any()):
             return
         pages = self._table[rows, (lens - 2).clamp_min(0)] // self._page
@@ -96,8 +100,14 @@ class Statistics:
         return (self._table[row, : count * self._page : self._page] // self._page).to(torch.int32)
 
     def differing(self, pages: torch.Tensor) -> list[int]:
-        """Those of the full ``pages`` [n] whose statistics are not what the pool gives, by the plain implementation."""
-        return [page for some in torch.unique(pages.to(torch.int32)).split(_CHECKED_AT_ONCE) for page in self._differing(some)]
+        """Those of the full ``pages`` [n] whose statistics are not what the pool gives, by the plain
+        implementation.
+        """
+        return [
+            page
+            for some in torch.unique(pages.to(torch.int32)).split(_CHECKED_AT_ONCE)
+            for page in self._differing(some)
+        ]
 
     def _differing(self, pages: torch.Tensor) -> list[int]:
         if not len(pages):

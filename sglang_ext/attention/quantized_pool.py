@@ -1,9 +1,10 @@
-"""A KV pool of 8 or 4 bits: SGLang's plain pool with quantised rows, and one layer of plain KV that prefill reads.
+"""A KV pool of 8 or 4 bits: SGLang's plain pool with quantised rows, and one layer of plain KV that prefill
+reads.
 
-Decode steps read the codes themselves (`ragserve_kernels.sparse_decode`, `progressive_decode`), dense ones too. SGLang's own backends,
-which do the prefill, read plain KV: for each layer of an extend the rows of its cached prefixes are dequantised into a workspace that all
-layers share, at their own slots; the rows that the extend writes stand there as they are, and quantised in the pool.
-"""
+Decode steps read the codes themselves (`ragserve_kernels.sparse_decode`, `progressive_decode`), dense ones
+too. SGLang's own backends, which do the prefill, read plain KV: for each layer of an extend the rows of its
+cached prefixes are dequantised into a workspace that all layers share, at their own slots; the rows that the
+extend writes stand there as they are, and quantised in the pool."""
 
 from __future__ import annotations
 
@@ -31,16 +32,22 @@ class QuantizedKVPool(MHATokenToKVPool):
     def _create_buffers(self) -> None:
         rows, heads = self.size + self.page_size, self.head_num
         if self.use_hnd or self.v_head_dim != self.head_dim or self.is_quantized_kv_cache:
-            raise ValueError(f"KV of {self.bits} bits is for plain multi-head attention laid out token by token: use kv_bits=16")
+            raise ValueError(
+                f"KV of {self.bits} bits is for plain multi-head attention laid out token by token: use kv_bits=16"
+            )
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            self._codes = QuantizedKV.empty(2 * self.layer_num * rows, heads, self.head_dim, bits=self.bits, device=self.device)
+            self._codes = QuantizedKV.empty(
+                2 * self.layer_num * rows, heads, self.head_dim, bits=self.bits, device=self.device
+            )
             self._workspace = torch.zeros(2, rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
         self._codes.codes.zero_()
         self._codes.params.zero_()
         both = (2, self.layer_num, rows, heads, -1)
         codes, params = self._codes.codes.view(both), self._codes.params.view(both)
-        self._k, self._v = ([QuantizedKV(c, p, self.bits) for c, p in zip(codes[i], params[i], strict=True)] for i in (0, 1))
+        self._k, self._v = (
+            [QuantizedKV(c, p, self.bits) for c, p in zip(codes[i], params[i], strict=True)] for i in (0, 1)
+        )
         self._key_codes, self._key_params = codes[0], params[0]
         self.k_buffer, self.v_buffer = [k.codes for k in self._k], [v.codes for v in self._v]
         self._init_data_ptrs_and_strides()
@@ -58,7 +65,9 @@ class QuantizedKVPool(MHATokenToKVPool):
         return self._k[layer - self.start_layer], self._v[layer - self.start_layer]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Quantise rows k, v [tokens, kv_heads, head_dim] into ``slots`` [tokens]; the workspace stays as it is."""
+        """Quantise rows k, v [tokens, kv_heads, head_dim] into ``slots`` [tokens]; the workspace stays as it
+        is.
+        """
         keys, values = self.quantized(layer)
         shape = (len(slots), self.head_num, self.head_dim)
         quantize_kv(k.reshape(shape), slots, keys)
@@ -73,12 +82,22 @@ class QuantizedKVPool(MHATokenToKVPool):
     # SGLang's interface
 
     def set_kv_buffer(
-        self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor, k_scale: Any = None, v_scale: Any = None,
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
         layer_id_override: int | None = None,
-    ) -> None:  # fmt: skip
-        """What an extend writes: quantised into the pool, and as it is into the workspace, where the same pass reads it."""
+    ) -> None:
+        """What an extend writes: quantised into the pool, and as it is into the workspace, where the same
+        pass reads it.
+        """
         slots = unwrap_write_loc(loc_info)[0]
-        self.store(layer.layer_id if layer_id_override is None else layer_id_override, slots, cache_k, cache_v)
+        self.store(
+            layer.layer_id if layer_id_override is None else layer_id_override, slots, cache_k, cache_v
+        )
         shape = (len(slots), self.head_num, self.head_dim)
         for plain, rows in zip(self._workspace, (cache_k, cache_v), strict=True):
             plain[slots] = rows.reshape(shape).to(self.dtype)
@@ -111,14 +130,25 @@ class QuantizedKVPool(MHATokenToKVPool):
         return PageStats(k_min, torch.zeros_like(k_min), torch.zeros_like(k_min[:, :pages]))
 
     def page_statistics(self, pages: torch.Tensor, into: PageStats) -> None:
-        """Those of ``pages`` int32 [n] from their dequantised keys; for a negative number those of page 0, which nobody owns."""
+        """Those of ``pages`` int32 [n] from their dequantised keys; for a negative number those of page 0,
+        which nobody owns.
+        """
         for some in pages.clamp_min(0).long().split(_PAGES_AT_ONCE):
             slots = some[:, None] * self.page_size + torch.arange(self.page_size, device=pages.device)
-            codes, params = self._key_codes[:, slots], self._key_params[:, slots]  # [layers, pages, page_size, kv_heads, ...]
+            codes, params = (
+                self._key_codes[:, slots],
+                self._key_params[:, slots],
+            )  # [layers, pages, page_size, kv_heads, ...]
             flat = QuantizedKV(codes.flatten(0, 2), params.flatten(0, 2), self.bits)
-            keys = dequantize_kv(flat).to(self.dtype).view(self.layer_num, len(some), into.per_page, -1, self.head_num, self.head_dim)
+            keys = (
+                dequantize_kv(flat)
+                .to(self.dtype)
+                .view(self.layer_num, len(some), into.per_page, -1, self.head_num, self.head_dim)
+            )
             low, high = keys.amin(3), keys.amax(3)  # [layers, pages, per_page, kv_heads, head_dim]
-            rows = (some[:, None] * into.per_page + torch.arange(into.per_page, device=pages.device)).flatten()
+            rows = (
+                some[:, None] * into.per_page + torch.arange(into.per_page, device=pages.device)
+            ).flatten()
             into.k_min[:, rows] = low.flatten(1, 2)
             into.k_max[:, rows] = high.flatten(1, 2)
             into.k_center[:, some] = ((low.amin(2).float() + high.amax(2).float()) / 2).to(self.dtype)
@@ -129,9 +159,11 @@ def quantized_pool(bits: int) -> type[QuantizedKVPool]:
     return type(f"QuantizedKVPool{bits}", (QuantizedKVPool,), {"bits": bits})
 
 
-def cell_bytes(plain: int, *, layers: int, kv_heads: int, head_dim: int, page_size: int, logical_page: int, bits: int) -> int:
-    """Bytes that a token's slot takes with sparse decoding, where SGLang counts ``plain`` for its K and V in all layers: the codes, their
-    scales and the workspace where they are quantised, and the page statistics.
+def cell_bytes(
+    plain: int, *, layers: int, kv_heads: int, head_dim: int, page_size: int, logical_page: int, bits: int
+) -> int:
+    """Bytes that a token's slot takes with sparse decoding, where SGLang counts ``plain`` for its K and V in
+    all layers: the codes, their scales and the workspace where they are quantised, and the page statistics.
     """
     statistics = plain * (1 / logical_page + 1 / page_size / 2)
     if bits == 16:

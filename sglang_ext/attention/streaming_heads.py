@@ -11,7 +11,9 @@ PATTERN_VERSION = 1
 
 
 def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str) -> None:
-    """Write the gates (float [layers, kv_heads], 1: needs all of the context) and the pattern that makes ``share`` of the heads stream."""
+    """Write the gates (float [layers, kv_heads], 1: needs all of the context) and the pattern that makes
+    ``share`` of the heads stream.
+    """
     pattern = streaming_heads(gates, share)
     text = json.dumps(
         {
@@ -43,12 +45,18 @@ def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world
         raw = json.loads(path.read_text(encoding="utf-8"))
         version, pattern = raw["v"], torch.tensor(raw["streaming"], dtype=torch.bool)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no pattern file ({error!r}): make one with `ragserve calibrate-heads`") from None
+        raise ValueError(
+            f"{path} is no pattern file ({error!r}): make one with `ragserve calibrate-heads`"
+        ) from None
     if version != PATTERN_VERSION:
-        raise ValueError(f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve calibrate-heads`")
+        raise ValueError(
+            f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve calibrate-heads`"
+        )
     total = kv_heads * world
     if pattern.dim() != 2 or pattern.shape[0] != layers or total % pattern.shape[1]:
-        raise ValueError(f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected [{layers}, {total}]")
+        raise ValueError(
+            f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected [{layers}, {total}]"
+        )
     # With more ranks than KV heads, several ranks hold copies of one head.
     pattern = pattern.repeat_interleave(total // pattern.shape[1], dim=1)
     return pattern[:, rank * kv_heads : (rank + 1) * kv_heads].contiguous()

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
-from sglang_ext.attention.planner import Row
+from sglang_ext.attention.step_planner import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of one rank: ``pages`` that the longest request has, ``capacity`` pages of the largest budget and one that may join them."""
+class TableShape:
+    """Of one rank: ``pages`` that the longest request has, ``capacity`` pages of the largest budget and one
+    that may join them.
+    """
 
     layers: int
     heads: int
@@ -25,9 +27,13 @@ class Shape:
 
 
 class StepTables:
-    """Tables for up to ``size`` rows. Rows past a batch are FULL ones: what a graph's padding attends to is one dummy token."""
+    """Tables for up to ``size`` rows. Rows past a batch are FULL ones: what a graph's padding attends to is
+    one dummy token.
+    """
 
-    def __init__(self, size: int, shape: Shape, device: torch.device, pattern: torch.Tensor | None) -> None:
+    def __init__(
+        self, size: int, shape: TableShape, device: torch.device, pattern: torch.Tensor | None
+    ) -> None:
         layers, kv_heads = shape.layers, shape.kv_heads
 
         def zeros(*dims: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -43,7 +49,9 @@ class StepTables:
         self.counts = zeros(layers, size, kv_heads)
         self.kinds = zeros(layers, size, kv_heads)
         self.by_rank = zeros(layers, size, kv_heads)  # 1: the head attends progressively
-        self.queries = zeros(layers, size, shape.heads, shape.head_dim, dtype=shape.dtype)  # of a step at whose end pages are chosen
+        self.queries = zeros(
+            layers, size, shape.heads, shape.head_dim, dtype=shape.dtype
+        )  # of a step at whose end pages are chosen
         self.used = zeros(layers, size, kv_heads)
         self.weight = zeros(layers, size, shape.heads, dtype=torch.float32)
         self._rows = zeros(4, size)
@@ -55,9 +63,8 @@ class StepTables:
         self._active_now: tuple[bool, ...] = ()
 
     def set_rows(self, rows: tuple[Row, ...], kept: tuple[int, ...] = ()) -> None:
-        """Other requests, or other ones of them sparse: their kinds and limits; the pages chosen for rows that were at ``kept`` move along,
-        all others are forgotten.
-        """
+        """Other requests, or other ones of them sparse: their kinds and limits; the pages chosen for rows
+        that were at ``kept`` move along, all others are forgotten."""
         page = self._shape.page_size
         values = torch.zeros(4, self.size, dtype=torch.int32)
         thresholds = torch.ones(self.size)
@@ -100,8 +107,12 @@ class StepTables:
             self.index[:, row, :, count] = page
             self.counts[:, row] = count + 1
 
-    def set_lengths(self, req_to_token: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, longest: int | None) -> None:
-        """Lengths and pages of requests that hold ``rows`` [n] of the request table; ``longest`` of them where the host knows it."""
+    def set_lengths(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, longest: int | None
+    ) -> None:
+        """Lengths and pages of requests that hold ``rows`` [n] of the request table; ``longest`` of them
+        where the host knows it.
+        """
         n, page = len(rows), self._shape.page_size
         self.lens[:n].copy_(lens)
         torch.mul(self.lens[:n], self.progressive[:n], out=self.ranked_lens[:n])

@@ -12,7 +12,9 @@ import torch
 Ints = npt.NDArray[np.int64]
 
 
-PADDING_SLOT = 0  # SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not keep
+# SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not
+# keep
+PADDING_SLOT = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

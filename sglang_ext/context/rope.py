@@ -1,8 +1,8 @@
 """Moving cached keys to another position.
 
-K is cached rotated for the document's own positions 0..n-1. Rotations add up: K at position p + d is K at p rotated by d, exactly,
-where the angle is linear in the position (plain, linearly scaled and llama3-scaled RoPE). Models whose rotation is not are refused.
-"""
+K is cached rotated for the document's own positions 0..n-1. Rotations add up: K at position p + d is K at p
+rotated by d, exactly, where the angle is linear in the position (plain, linearly scaled and llama3-scaled
+RoPE). Models whose rotation is not are refused."""
 
 from __future__ import annotations
 
@@ -30,16 +30,22 @@ class Rotation:
         return self._frequencies
 
     def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, fp32 [..., rotary_dim / 2], of shifts int64 [...]. Angles are fp64: fp32 loses digits beyond some thousand."""
+        """cos and sin, fp32 [..., rotary_dim / 2], of shifts int64 [...]. Angles are fp64: fp32 loses digits
+        beyond some thousand.
+        """
         angle = shifts.to(torch.float64)[..., None] * self._frequencies.to(shifts.device)
         return angle.cos().float(), angle.sin().float()
 
     def rotate(self, k: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-        """k [tokens, heads, head_dim] moved by shifts int64 [tokens] positions; computed in fp32, returned in k's dtype."""
+        """k [tokens, heads, head_dim] moved by shifts int64 [tokens] positions; computed in fp32, returned in
+        k's dtype.
+        """
         return self.turn(k, *self.angles(shifts))
 
     def turn(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """k [tokens, heads, head_dim] rotated by angles whose cos and sin are given, [tokens, rotary_dim / 2] each."""
+        """k [tokens, heads, head_dim] rotated by angles whose cos and sin are given, [tokens, rotary_dim / 2]
+        each.
+        """
         cos, sin = cos[:, None, :], sin[:, None, :]
         turned, rest = k[..., : self.rotary_dim].float(), k[..., self.rotary_dim :]
         if self.neox:
@@ -52,7 +58,9 @@ class Rotation:
 
 
 def rotation_of(model: Any) -> Rotation:
-    """The rotation of an SGLang model. Raises UnsupportedRope, naming the kind, where positions cannot be shifted."""
+    """The rotation of an SGLang model. Raises UnsupportedRope, naming the kind, where positions cannot be
+    shifted.
+    """
     layers = decoder_layers(model)
     embeddings = [getattr(getattr(layer, "self_attn", None), "rotary_emb", None) for layer in layers]
     rope = embeddings[0]
@@ -65,7 +73,9 @@ def rotation_of(model: Any) -> Rotation:
     if kind == "LinearScalingRotaryEmbedding":
         factors = list(rope.scaling_factors)
         if len(factors) != 1:
-            raise UnsupportedRope("this model scales its rotary positions in several ways at once: use strategy 'prefix' or 'full'")
+            raise UnsupportedRope(
+                "this model scales its rotary positions in several ways at once: use strategy 'prefix' or 'full'"
+            )
         frequencies = rope._compute_inv_freq(rope.base) / float(factors[0])
     else:
         frequencies = rope._compute_inv_freq(rope.base)

@@ -11,7 +11,9 @@ from sglang.srt.utils import get_num_new_pages
 
 
 class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's page-aligned allocator with its two Triton kernels replaced by PyTorch: page sizes above 1 without a GPU."""
+    """SGLang's page-aligned allocator with its two Triton kernels replaced by PyTorch: page sizes above 1
+    without a GPU.
+    """
 
     free_pages: torch.Tensor  # int64, page numbers
 
@@ -25,20 +27,32 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots int64 [extend_num_tokens] that continue each request's last page, or None when the pool is exhausted."""
-        if self.need_sort and extend_num_tokens // self.page_size + len(prefix_lens) + 1 > len(self.free_pages):
+        """Slots int64 [extend_num_tokens] that continue each request's last page, or None when the pool is
+        exhausted.
+        """
+        if self.need_sort and extend_num_tokens // self.page_size + len(prefix_lens) + 1 > len(
+            self.free_pages
+        ):
             self.merge_and_sort_free()
         if num_new_pages is None:
-            num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu)
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
         if num_new_pages > len(self.free_pages):
             return None
         slots = torch.empty((extend_num_tokens,), dtype=torch.int64, device=self.device)
-        alloc_extend_naive(prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device)
+        alloc_extend_naive(
+            prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device
+        )
         self.free_pages = self.free_pages[num_new_pages:]
         return slots
 
-    def alloc_decode(self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
-        """One slot per request, int64 [batch]: the next of its last page, or the first of a new page where that is full."""
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One slot per request, int64 [batch]: the next of its last page, or the first of a new page where
+        that is full.
+        """
         if self.need_sort and len(seq_lens) > len(self.free_pages):
             self.merge_and_sort_free()
         starts_page = (seq_lens - 1) % self.page_size == 0
@@ -51,8 +65,12 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         return slots
 
 
-def make_allocator(size: int, *, page_size: int, **kwargs: Any) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
-    """The allocator for a page size; the signature is the one SGLang calls an out-of-tree platform's allocator with."""
+def make_allocator(
+    size: int, *, page_size: int, **kwargs: Any
+) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+    """The allocator for a page size; the signature is the one SGLang calls an out-of-tree platform's
+    allocator with.
+    """
     if page_size == 1:
         return TokenToKVPoolAllocator(size, **kwargs)
     return _TorchPagedAllocator(size, page_size=page_size, **kwargs)

@@ -1,4 +1,6 @@
-"""The CPU platform's class. SGLang loads it while it is itself being imported, so everything else of SGLang is imported on use."""
+"""The CPU platform's class. SGLang loads it while it is itself being imported, so everything else of SGLang
+is imported on use.
+"""
 
 from __future__ import annotations
 

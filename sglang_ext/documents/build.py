@@ -1,4 +1,6 @@
-"""Builds the document cache of a scheduler process: SGLang's tree, the tiers below it and the runtime that composes from them."""
+"""Builds the document cache of a scheduler process: SGLang's tree, the tiers below it and the runtime that
+composes from them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def create_cache(context: Any) -> Any:
     """`RadixCacheFactory`. Raises ValueError for engine settings that composed contexts do not work with."""
     from sglang_ext.context.scheduler.runtime import ContextRuntime
     from sglang_ext.documents.radix import DocumentRadixCache
-    from sglang_ext.documents.store import TierStore
+    from sglang_ext.documents.tier_store import TierStore
     from sglang_ext.documents.types import DiskConfig, KvShape
 
     args = context.server_args
@@ -38,18 +40,25 @@ def create_cache(context: Any) -> Any:
         if getattr(args, flag) != wanted:
             raise ValueError(f"the ragserve cache does not work with {flag}={getattr(args, flag)!r}: {why}")
     if context.is_hybrid_swa or context.is_hybrid_ssm or context.enable_hierarchical_cache:
-        raise ValueError("the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: turn that off")
+        raise ValueError(
+            "the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: turn that off"
+        )
     config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
     runner = context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
     if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
         raise ValueError("the ragserve cache needs KV laid out token by token: unset SGLANG_USE_HND_KVCACHE")
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
-    fingerprint = model_fingerprint(args.model_path, f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}")
+    fingerprint = model_fingerprint(
+        args.model_path, f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}"
+    )
     folder = config.get("disk_dir")
     disk = (
         DiskConfig(
-            Path(folder), int(config.get("disk_bytes", 16 * 2**30)), backend=config.get("backend", "file"), extra=config.get("extra")
+            Path(folder),
+            int(config.get("disk_bytes", 16 * 2**30)),
+            backend=config.get("backend", "file"),
+            extra=config.get("extra"),
         )
         if folder
         else None
@@ -73,7 +82,9 @@ def create_cache(context: Any) -> Any:
         tiers=tiers,
         fingerprint=fingerprint,
         block=BLOCK,
-        analysis=_analysis_config(config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size),
+        analysis=_analysis_config(
+            config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size
+        ),
         texts=lambda: _texts(args, runner.model_config.vocab_size),
         tp_group=context.tp_group,
     )
@@ -81,7 +92,7 @@ def create_cache(context: Any) -> Any:
 
 
 def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int) -> Any:
-    from sglang_ext.analysis.summary import Cut
+    from sglang_ext.analysis.document_analysis import Cut
     from sglang_ext.context.scheduler.runtime import ANALYSIS_BYTES, AnalysisConfig
     from sglang_ext.context.selection.profile import Profile
 
@@ -102,23 +113,31 @@ def _texts(args: Any, vocabulary: int) -> Any:
     from sglang_ext.analysis.texts import Texts
 
     try:
-        tokenizer = get_tokenizer(args.tokenizer_path, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code)
+        tokenizer = get_tokenizer(
+            args.tokenizer_path, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
+        )
     except (OSError, ValueError) as error:
-        log.warning("no tokenizer at %s (%s): documents are analysed behind drawn tokens, without sentences", args.tokenizer_path, error)
+        log.warning(
+            "no tokenizer at %s (%s): documents are analysed behind drawn tokens, without sentences",
+            args.tokenizer_path,
+            error,
+        )
         return Texts.drawn(vocabulary)
     return Texts.of(tokenizer, vocabulary)
 
 
 def model_fingerprint(path: str, details: str) -> str:
-    """16 hex digits over what decides a model's KV: its configuration, weight files (name, size, both ends) and ``details``.
+    """16 hex digits over what decides a model's KV: its configuration, weight files (name, size, both ends)
+    and ``details``.
 
-    Reading both ends of each file instead of all of it keeps the start of a large model fast; safetensors keep their table of contents
-    in front.
-    """
+    Reading both ends of each file instead of all of it keeps the start of a large model fast; safetensors
+    keep their table of contents in front."""
     digest = hashlib.blake2b(details.encode(), digest_size=8)
     folder = Path(path)
     files = (
-        sorted(p for pattern in ("config.json", "*.safetensors", "*.bin", "*.gguf") for p in folder.glob(pattern))
+        sorted(
+            p for pattern in ("config.json", "*.safetensors", "*.bin", "*.gguf") for p in folder.glob(pattern)
+        )
         if folder.is_dir()
         else []
     )

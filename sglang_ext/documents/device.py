@@ -1,4 +1,6 @@
-"""Documents on the device: whose they are, which running requests will cache more, and how they are removed from every tier."""
+"""Documents on the device: whose they are, which running requests will cache more, and how they are removed
+from every tier.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,29 @@ from weakref import WeakSet
 from sglang_ext.documents.radix import is_document_key
 from sglang_ext.protocol import prefix_key
 
-_SWEEP_AT = 10_000  # documents remembered as on the device before those that the tree has evicted are forgotten
+_SWEEP_AT = (
+    10_000  # documents remembered as on the device before those that the tree has evicted are forgotten
+)
 
 
 class DeviceDocuments:
-    """One object per scheduler process, on its thread. Removing means all tiers: a document's other tiers are told, too."""
+    """One object per scheduler process, on its thread. Removing means all tiers: a document's other tiers are
+    told, too.
+    """
 
     def __init__(self, model_runner: Any, tree: Any, tiers: Any) -> None:
         self._runner = model_runner
         self._tree = tree
         self._tiers = tiers
         self._namespaces: dict[str, str] = {}  # of documents on the device or on their way there
-        self._doomed: set[str] = set()  # removed while a running request held them: gone for everyone else, freed when it ends
+        self._doomed: set[str] = (
+            set()
+        )  # removed while a running request held them: gone for everyone else, freed when it ends
         self._caching: WeakSet[Any] = WeakSet()  # running requests whose KV will be cached for others
         self._evictions_told = 0
-        self.on_removed: Callable[[Sequence[str] | None], None] = lambda keys: None  # documents by key; None: perhaps any
+        self.on_removed: Callable[[Sequence[str] | None], None] = lambda keys: (
+            None
+        )  # documents by key; None: perhaps any
 
     def document_request(self, req: Any, namespace: str) -> None:
         """A document is going to be prefilled; its key is the request's."""
@@ -50,7 +60,8 @@ class DeviceDocuments:
             self.sweep()
 
     def remove(self, keys: Sequence[str], namespace: str) -> int:
-        """Evict documents from every tier, and the namespace's exact prefixes, which may hold them; how many documents were in a tier.
+        """Evict documents from every tier, and the namespace's exact prefixes, which may hold them; how many
+        documents were in a tier.
 
         What a running request still reads is freed when that ends.
         """
@@ -81,7 +92,9 @@ class DeviceDocuments:
         self.on_removed(None)
 
     def evict(self, tiers: Sequence[str]) -> None:
-        """Drop documents from the device (all that no request reads) or from host memory; the tiers below keep them."""
+        """Drop documents from the device (all that no request reads) or from host memory; the tiers below
+        keep them.
+        """
         if "device" in tiers:
             for key in self.document_tokens():
                 self._tree.remove_key(key)
@@ -90,13 +103,17 @@ class DeviceDocuments:
             self._tiers.drop_host()
 
     def sweep(self) -> None:
-        """Free removed documents whose last reader has gone, and forget whose those were that the tree has evicted."""
+        """Free removed documents whose last reader has gone, and forget whose those were that the tree has
+        evicted.
+        """
         self._free_doomed()
         known = {*self._tree.tokens_by_key(), *(req.extra_key for req in self._caching)}
         self._namespaces = {key: owner for key, owner in self._namespaces.items() if key in known}
 
     def request_ended(self) -> None:
-        """Perhaps it was the last reader of a removed document; perhaps its own documents are on the device now."""
+        """Perhaps it was the last reader of a removed document; perhaps its own documents are on the device
+        now.
+        """
         self._free_doomed()
         metrics = self._tiers.metrics
         metrics.bytes.labels("device").set(self._tree.document_tokens * self.slot_bytes)
@@ -113,7 +130,9 @@ class DeviceDocuments:
 
         tokens = sum(self.document_tokens().values())
         if tokens != self._tree.document_tokens:
-            raise IntegrityError(f"{tokens} document tokens on the device, {self._tree.document_tokens} counted")
+            raise IntegrityError(
+                f"{tokens} document tokens on the device, {self._tree.document_tokens} counted"
+            )
 
     def document_tokens(self) -> dict[str, int]:
         """Tokens on the device by document key."""
@@ -122,7 +141,9 @@ class DeviceDocuments:
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot over all layers."""
-        return int(sum(self._runner.token_to_kv_pool.get_kv_size_bytes())) // max(1, self._tree.token_to_kv_pool_allocator.size)
+        return int(sum(self._runner.token_to_kv_pool.get_kv_size_bytes())) // max(
+            1, self._tree.token_to_kv_pool_allocator.size
+        )
 
     @property
     def pool_bytes(self) -> int:

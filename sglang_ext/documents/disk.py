@@ -1,7 +1,7 @@
 """The disk tier: documents on top of SGLang's ``HiCacheStorage``, whichever backend it is.
 
-Everything that comes up is checked here, against the document's record and each page's CRC, because other backends check nothing.
-"""
+Everything that comes up is checked here, against the document's record and each page's CRC, because other
+backends check nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.files import DocumentFiles, Found, verify_document
-from sglang_ext.documents.page_format import Layout, PageError, Record
+from sglang_ext.documents.page_files import DocumentFiles, PageFile, verify_document
+from sglang_ext.documents.page_format import PageError, PageLayout, Record
 from sglang_ext.documents.types import OWN_BACKEND, DiskConfig, StoreInUse
 
 logger = logging.getLogger(__name__)
@@ -42,15 +42,21 @@ class Faults:
                 self._logged[reason] = now
         self._on_count(reason)
         if not quiet:
-            logger.warning("document cache, %s: %s (further ones of this kind within a minute are only counted)", reason, message)
+            logger.warning(
+                "document cache, %s: %s (further ones of this kind within a minute are only counted)",
+                reason,
+                message,
+            )
 
 
 class DiskTier(ABC):
-    """Called from the store's thread (``find``, ``remove``) and from its IO threads. ``faults`` hears of every miss that should not be."""
+    """Called from the store's thread (``find``, ``remove``) and from its IO threads. ``faults`` hears of
+    every miss that should not be.
+    """
 
     has_folder = False  # documents can be listed, and the budget is ours to keep
 
-    def __init__(self, layout: Layout, faults: Faults) -> None:
+    def __init__(self, layout: PageLayout, faults: Faults) -> None:
         self.layout = layout
         self.faults = faults
 
@@ -62,24 +68,35 @@ class DiskTier(ABC):
         """A ``write`` follows; called under the store's lock, which orders it against removals."""
 
     @abstractmethod
-    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None, summary: bytes) -> bool:
-        """Record bytes, all pages (uint8 [page_bytes]) and the summary (empty: none); ``numbers``: the pages' places in the host pool,
-        None outside it."""
+    def write(
+        self,
+        record: Record,
+        data: bytes,
+        pages: Sequence[torch.Tensor],
+        numbers: Sequence[int] | None,
+        summary: bytes,
+    ) -> bool:
+        """Record bytes, all pages (uint8 [page_bytes]) and the summary (empty: none); ``numbers``: the pages'
+        places in the host pool, None outside it."""
 
     @abstractmethod
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
-        """Give a document another record and summary, its pages left as they are. Raises OSError or PageError."""
+        """Give a document another record and summary, its pages left as they are. Raises OSError or
+        PageError.
+        """
 
     @abstractmethod
     def read_summary(self, record: Record) -> bytes | None:
         """The summary's bytes, unchecked; None for a miss. Raises OSError or PageError."""
 
     @abstractmethod
-    def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[bool]:
+    def read(
+        self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
+    ) -> list[bool]:
         """Fill the targets; one answer per block, unchecked."""
 
     @abstractmethod
-    def verify(self, found: Found) -> Record:
+    def verify(self, found: PageFile) -> Record:
         """Read everything of a document. Raises PageError or OSError."""
 
     @abstractmethod
@@ -111,14 +128,19 @@ class DiskTier(ABC):
         try:
             data = self.read_summary(record)
         except (PageError, OSError) as error:
-            self.faults(error.reason if isinstance(error, PageError) else "io", f"reading the summary of document {record.key}: {error}")
+            self.faults(
+                error.reason if isinstance(error, PageError) else "io",
+                f"reading the summary of document {record.key}: {error}",
+            )
             return None
         if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
             self.faults("crc", f"the summary of document {record.key} fails its CRC")
             return None
         return data
 
-    def load(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> str:
+    def load(
+        self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
+    ) -> str:
         """Fill the targets and check every page; the reason of failure, or an empty string."""
         answers = self.read(record, blocks, targets, numbers)
         for block, target, found in zip(blocks, targets, answers, strict=True):
@@ -135,7 +157,7 @@ class FileTier(DiskTier):
 
     has_folder = True
 
-    def __init__(self, files: DocumentFiles, layout: Layout, faults: Faults, *, fsync: bool) -> None:
+    def __init__(self, files: DocumentFiles, layout: PageLayout, faults: Faults, *, fsync: bool) -> None:
         super().__init__(layout, faults)
         from sglang_ext.documents.file_storage import DocumentFileStorage
 
@@ -152,15 +174,26 @@ class FileTier(DiskTier):
             return None
         record = page_format.decode(data.numpy().tobytes(), layout=self.layout, key=key)
         if record.namespace != namespace:
-            raise PageError("namespace", f"a document of namespace {record.namespace!r} lies under {namespace!r}")
+            raise PageError(
+                "namespace", f"a document of namespace {record.namespace!r} lies under {namespace!r}"
+            )
         if found.size != record.file_bytes:
-            raise PageError("truncated", f"document {key}: {found.size} bytes, a whole file has {record.file_bytes}")
+            raise PageError(
+                "truncated", f"document {key}: {found.size} bytes, a whole file has {record.file_bytes}"
+            )
         return record
 
     def begin(self, key: str, namespace: str) -> None:
         self.files.begin(namespace, key)
 
-    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None, summary: bytes) -> bool:
+    def write(
+        self,
+        record: Record,
+        data: bytes,
+        pages: Sequence[torch.Tensor],
+        numbers: Sequence[int] | None,
+        summary: bytes,
+    ) -> bool:
         from sglang_ext.documents.file_storage import RECORD, SUMMARY, storage_key
 
         parts: list[int | str] = [RECORD, *range(record.n_pages), *([SUMMARY] if summary else [])]
@@ -174,7 +207,9 @@ class FileTier(DiskTier):
     def read_summary(self, record: Record) -> bytes | None:
         return self.files.read_summary(record)
 
-    def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[bool]:
+    def read(
+        self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
+    ) -> list[bool]:
         from sglang_ext.documents.file_storage import storage_key
 
         keys = [storage_key(record.namespace, record.key, block) for block in blocks]
@@ -204,19 +239,23 @@ class FileTier(DiskTier):
 
     # only where there is a folder
 
-    def locate(self, key: str, namespace: str | None) -> Found | None:
+    def locate(self, key: str, namespace: str | None) -> PageFile | None:
         """By path, in the namespace or, without one, in each there is."""
         names = self.files.namespaces() if namespace is None else [namespace]
-        return next((found for found in (self.files.find(name, key) for name in names) if found is not None), None)
+        return next(
+            (found for found in (self.files.find(name, key) for name in names) if found is not None), None
+        )
 
-    def scan(self) -> Iterator[Found]:
+    def scan(self) -> Iterator[PageFile]:
         return self.files.scan()
 
-    def verify(self, found: Found) -> Record:
+    def verify(self, found: PageFile) -> Record:
         return verify_document(self.files, found, self.layout)
 
 
-def open_disk(config: DiskConfig, layout: Layout, faults: Faults, make_other: Callable[[], DiskTier]) -> DiskTier:
+def open_disk(
+    config: DiskConfig, layout: PageLayout, faults: Faults, make_other: Callable[[], DiskTier]
+) -> DiskTier:
     """The tier for a configuration. Raises StoreInUse when another process owns the folder."""
     if config.backend != OWN_BACKEND:
         return make_other()
@@ -225,6 +264,8 @@ def open_disk(config: DiskConfig, layout: Layout, faults: Faults, make_other: Ca
     prepare()
     files = DocumentFiles(Path(str(config.path)), rank=layout.rank, world=layout.world)
     if not files.acquire():
-        raise StoreInUse(f"the document folder {config.path} is used by another server: give each its own, or stop the other one")
+        raise StoreInUse(
+            f"the document folder {config.path} is used by another server: give each its own, or stop the other one"
+        )
     files.sweep()
     return FileTier(files, layout, faults, fsync=config.fsync == "document")

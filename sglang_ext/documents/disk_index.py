@@ -10,7 +10,9 @@ from sglang_ext.documents.page_format import Record
 from sglang_ext.documents.types import IntegrityError
 
 RECORD_CACHE_BYTES = 32 * 2**20
-MAX_FOREIGN = 65_536  # documents remembered of a backend that keeps its own limits; others are asked for again
+MAX_FOREIGN = (
+    65_536  # documents remembered of a backend that keeps its own limits; others are asked for again
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -20,10 +22,11 @@ class DiskEntry:
 
 
 class DiskIndex:
-    """Documents on disk, least recently used first. Not thread-safe: the store's lock is held by every caller.
+    """Documents on disk, least recently used first. Not thread-safe: the store's lock is held by every
+    caller.
 
-    ``used`` counts whole files, ``reserved`` those being written; together they stay within ``budget`` (None: the backend's own matter).
-    """
+    ``used`` counts whole files, ``reserved`` those being written; together they stay within ``budget`` (None:
+    the backend's own matter)."""
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
@@ -47,8 +50,12 @@ class DiskIndex:
     def get(self, key: str) -> DiskEntry | None:
         return self._entries.get(key)
 
-    def add(self, key: str, namespace: str, size: int, record: Record | None = None, *, oldest: bool = False) -> None:
-        """Note a document on disk, or that it changed. ``oldest`` puts it before all others, for those found by the scan."""
+    def add(
+        self, key: str, namespace: str, size: int, record: Record | None = None, *, oldest: bool = False
+    ) -> None:
+        """Note a document on disk, or that it changed. ``oldest`` puts it before all others, for those found
+        by the scan.
+        """
         self.drop(key)
         self._entries[key] = DiskEntry(namespace, size)
         self.used += size
@@ -84,10 +91,11 @@ class DiskIndex:
             self._forget_record(next(iter(self._records)))
 
     def over_budget(self, extra: int = 0) -> list[tuple[str, DiskEntry]] | None:
-        """Documents to delete so that ``extra`` more bytes fit, oldest first; None when even all of them would not do.
+        """Documents to delete so that ``extra`` more bytes fit, oldest first; None when even all of them
+        would not do.
 
-        With ``extra`` 0 the answer is as many as there are: a write in progress may be all that is left of a budget made smaller.
-        """
+        With ``extra`` 0 the answer is as many as there are: a write in progress may be all that is left of a
+        budget made smaller."""
         if self.budget is None:
             return []
         surplus = self.used + self.reserved + extra - self.budget
@@ -111,9 +119,14 @@ class DiskIndex:
             raise IntegrityError("more disk bytes were released than reserved")
         if not self._records.keys() <= self._entries.keys():
             raise IntegrityError("a record is kept of a document that is not on disk")
-        # Until the scan ends the sum grows without anything being written; writes wait for it. A write that a smaller budget overtook
-        # is the only thing left then, and goes as soon as it is done.
-        if self.complete and self.budget is not None and self.used and self.used + self.reserved > self.budget:
+        # Until the scan ends the sum grows without anything being written; writes wait for it. A write that a
+        # smaller budget overtook is the only thing left then, and goes as soon as it is done.
+        if (
+            self.complete
+            and self.budget is not None
+            and self.used
+            and self.used + self.reserved > self.budget
+        ):
             raise IntegrityError(f"{self.used + self.reserved} bytes on disk, {self.budget} allowed")
 
     def _forget_record(self, key: str) -> None:

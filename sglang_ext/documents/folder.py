@@ -1,8 +1,7 @@
 """A document folder without a server: figures, verification, removal. No torch, no SGLang, no model.
 
-While a server owns the folder, ``stat`` and ``verify`` are safe; removing is left to the server, whose memory would still have the
-documents (``FolderInUse``).
-"""
+While a server owns the folder, ``stat`` and ``verify`` are safe; removing is left to the server, whose memory
+would still have the documents (``FolderInUse``)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.documents.files import DocumentFiles, ranks, verify_document
+from sglang_ext.documents.page_files import DocumentFiles, ranks, verify_document
 from sglang_ext.documents.page_format import PageError, token_array, valid_key, valid_namespace
 
 
@@ -45,7 +44,9 @@ class FolderReport:
 
 
 def stat(root: Path) -> dict[str, Any]:
-    """Documents and file bytes, in all and by namespace, summed over tensor-parallel ranks; and whether a server owns the folder."""
+    """Documents and file bytes, in all and by namespace, summed over tensor-parallel ranks; and whether a
+    server owns the folder.
+    """
     spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
     folders = ranks(root)
     for folder in folders:
@@ -81,21 +82,28 @@ def verify(root: Path) -> FolderReport:
 
 
 def remove(root: Path, key: str, *, namespace: str | None = None) -> bool:
-    """Remove a document, in one namespace or wherever it is; whether there was one. Raises FolderInUse, ValueError for a malformed name."""
+    """Remove a document, in one namespace or wherever it is; whether there was one. Raises FolderInUse,
+    ValueError for a malformed name.
+    """
     _check(namespace, key)
     folders = _owned(root)
     try:
-        pairs = [(folder, name) for folder in folders for name in ([namespace] if namespace is not None else folder.namespaces())]
+        pairs = [
+            (folder, name)
+            for folder in folders
+            for name in ([namespace] if namespace is not None else folder.namespaces())
+        ]
         return any([folder.remove(name, key) for folder, name in pairs])  # noqa: C419 - from every rank, not from the first only
     finally:
         _release(folders)
 
 
 def remove_texts(root: Path, token_ids: Collection[Sequence[int]], *, namespace: str) -> int:
-    """Remove the documents of a namespace that are these token ids, computed by whatever model; how many files.
+    """Remove the documents of a namespace that are these token ids, computed by whatever model; how many
+    files.
 
-    Reads the records, a few KiB each, of all documents of the namespace. Raises FolderInUse, ValueError for a malformed name.
-    """
+    Reads the records, a few KiB each, of all documents of the namespace. Raises FolderInUse, ValueError for a
+    malformed name."""
     _check(namespace)
     wanted = {token_array(ids).tobytes() for ids in token_ids}
     folders = _owned(root)
@@ -115,7 +123,9 @@ def remove_texts(root: Path, token_ids: Collection[Sequence[int]], *, namespace:
 
 
 def clear(root: Path, *, namespace: str | None = None) -> int:
-    """Remove all documents (of a namespace); how many files. Raises FolderInUse, ValueError for a malformed name."""
+    """Remove all documents (of a namespace); how many files. Raises FolderInUse, ValueError for a malformed
+    name.
+    """
     _check(namespace)
     folders = _owned(root)
     try:

@@ -1,9 +1,10 @@
-"""SGLang's own storage backends, by their names: sglang-file (its `file`), nixl, mooncake, hf3fs, aibrix, eic, simm, mori and dynamic.
+"""SGLang's own storage backends, by their names: sglang-file (its `file`), nixl, mooncake, hf3fs, aibrix,
+eic, simm, mori and dynamic.
 
-They store values of one size, know no documents and mostly cannot delete, so here a document is: its pages, then as many values of page
-size as its summary and its record need. The record comes last and carries every page's CRC: what was not finished is not found, what is
-damaged is a miss. Keys are ``<document key>@<part>``; the namespace is in the key's digest and in the record.
-"""
+They store values of one size, know no documents and mostly cannot delete, so here a document is: its pages,
+then as many values of page size as its summary and its record need. The record comes last and carries every
+page's CRC: what was not finished is not found, what is damaged is a miss. Keys are ``<document key>@<part>``;
+the namespace is in the key's digest and in the record."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ import torch
 
 from sglang_ext.documents import page_format
 from sglang_ext.documents.disk import DiskTier, Faults
-from sglang_ext.documents.files import Found
 from sglang_ext.documents.host import HostTier
-from sglang_ext.documents.page_format import Layout, PageError, Record
+from sglang_ext.documents.page_files import PageFile
+from sglang_ext.documents.page_format import PageError, PageLayout, Record
 from sglang_ext.documents.types import SGLANG_FILE, DiskConfig
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,17 @@ _SUMMARY = "s"
 
 
 def by_pool_index(config: DiskConfig) -> bool:
-    """Whether this backend reads and writes the host pool by page number; its records then go through spare pages of the pool."""
-    return config.backend in _BY_POOL_INDEX or (config.backend == "dynamic" and bool((config.extra or {}).get("interface_v1")))
+    """Whether this backend reads and writes the host pool by page number; its records then go through spare
+    pages of the pool.
+    """
+    return config.backend in _BY_POOL_INDEX or (
+        config.backend == "dynamic" and bool((config.extra or {}).get("interface_v1"))
+    )
 
 
 class HostPoolView:
-    """Our host pool as SGLang's backends see a host pool: pages in page-first order, a token's index = page * page_size + offset.
+    """Our host pool as SGLang's backends see a host pool: pages in page-first order, a token's index = page *
+    page_size + offset.
 
     A page's two halves are its K and its V, each over all layers.
     """
@@ -85,13 +91,18 @@ class HostPoolView:
         return [pointer for start in starts for pointer in (start, start + half)], [half] * (2 * len(starts))
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        return self._host.shape.page_bytes // 2 % page_size_bytes == 0 and self.kv_buffer.data_ptr() % page_size_bytes == 0
+        return (
+            self._host.shape.page_bytes // 2 % page_size_bytes == 0
+            and self.kv_buffer.data_ptr() % page_size_bytes == 0
+        )
 
 
 class BackendTier(DiskTier):
     """Documents in one of SGLang's backends. It keeps its own limits; what it drops is a miss here."""
 
-    def __init__(self, config: DiskConfig, layout: Layout, faults: Faults, host: HostTier, *, model_name: str) -> None:
+    def __init__(
+        self, config: DiskConfig, layout: PageLayout, faults: Faults, host: HostTier, *, model_name: str
+    ) -> None:
         super().__init__(layout, faults)
         self._host = host
         self._by_index = by_pool_index(config)
@@ -122,16 +133,36 @@ class BackendTier(DiskTier):
             data += more
         record = page_format.decode(data, layout=self.layout, key=key)
         if namespace and record.namespace != namespace:
-            raise PageError("namespace", f"document {key} belongs to namespace {record.namespace!r}, not {namespace!r}")
+            raise PageError(
+                "namespace", f"document {key} belongs to namespace {record.namespace!r}, not {namespace!r}"
+            )
         return record
 
-    def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], numbers: Sequence[int] | None, summary: bytes) -> bool:
+    def write(
+        self,
+        record: Record,
+        data: bytes,
+        pages: Sequence[torch.Tensor],
+        numbers: Sequence[int] | None,
+        summary: bytes,
+    ) -> bool:
         keys = [f"{record.key}@{block}" for block in range(record.n_pages)]
         if self._by_index and numbers is None:
-            self.faults("refused", f"document {record.key} does not fit on host, from where this backend takes its pages")
+            self.faults(
+                "refused",
+                f"document {record.key} does not fit on host, from where this backend takes its pages",
+            )
             return False
-        stored = self._set_pool(keys, numbers) if self._by_index and numbers is not None else self._set_tensors(keys, pages)
-        stored = stored and self._set_values(record.key, _SUMMARY, summary) and self._set_values(record.key, _RECORD, data)
+        stored = (
+            self._set_pool(keys, numbers)
+            if self._by_index and numbers is not None
+            else self._set_tensors(keys, pages)
+        )
+        stored = (
+            stored
+            and self._set_values(record.key, _SUMMARY, summary)
+            and self._set_values(record.key, _RECORD, data)
+        )
         if not stored:
             self.faults("backend", f"the storage backend did not take document {record.key}")
         return stored
@@ -143,10 +174,14 @@ class BackendTier(DiskTier):
         return self._set_values(record.key, _SUMMARY, summary) and self._set_values(record.key, _RECORD, data)
 
     def read_summary(self, record: Record) -> bytes | None:
-        data = self._get_values([f"{record.key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))])
+        data = self._get_values(
+            [f"{record.key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))]
+        )
         return None if data is None else data[: record.summary_bytes]
 
-    def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[bool]:
+    def read(
+        self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
+    ) -> list[bool]:
         keys = [f"{record.key}@{block}" for block in blocks]
         try:
             if self._by_index:
@@ -174,12 +209,16 @@ class BackendTier(DiskTier):
             return False
         return any(answer is not False for answer in answers)
 
-    def verify(self, found: Found) -> Record:
+    def verify(self, found: PageFile) -> Record:
         record = self.find(found.key, found.namespace)
         if record is None:
             raise FileNotFoundError(found.key)
         number = self._host.scratch[2] if self._by_index else -1
-        target = self._host.page_view(number) if self._by_index else torch.empty(self.layout.page_bytes, dtype=torch.uint8)
+        target = (
+            self._host.page_view(number)
+            if self._by_index
+            else torch.empty(self.layout.page_bytes, dtype=torch.uint8)
+        )
         for block in range(record.n_pages):
             reason = self.load(record, [block], [target], [number])
             if reason:
@@ -205,7 +244,9 @@ class BackendTier(DiskTier):
         return (torch.tensor(numbers, dtype=torch.int64)[:, None] * block + torch.arange(block)).flatten()
 
     def _get_values(self, keys: list[str]) -> bytes | None:
-        """Values of page size, joined; None unless all are there. One caller at a time: they share a spare page of the pool."""
+        """Values of page size, joined; None unless all are there. One caller at a time: they share a spare
+        page of the pool.
+        """
         with self._reading:
             return self._read_values(keys)
 
@@ -234,7 +275,9 @@ class BackendTier(DiskTier):
         """Store bytes as values of page size, the last one padded."""
         size = self.layout.page_bytes
         for i in range(self._values(len(data))):
-            value = torch.frombuffer(bytearray(data[i * size : (i + 1) * size].ljust(size, b"\0")), dtype=torch.uint8)
+            value = torch.frombuffer(
+                bytearray(data[i * size : (i + 1) * size].ljust(size, b"\0")), dtype=torch.uint8
+            )
             name = f"{key}@{part}{i}"
             if self._by_index:
                 scratch = self._host.scratch[1]  # the writer's; the first one is the reader's
@@ -259,7 +302,7 @@ class BackendTier(DiskTier):
             return False
 
 
-def _create(config: DiskConfig, layout: Layout, view: HostPoolView, model_name: str) -> Any:
+def _create(config: DiskConfig, layout: PageLayout, view: HostPoolView, model_name: str) -> Any:
     from sglang_ext.cpu.torchvision import prepare
 
     prepare()
@@ -281,7 +324,9 @@ def _create(config: DiskConfig, layout: Layout, view: HostPoolView, model_name: 
     )
     own_file = config.backend == SGLANG_FILE
     with _folder(config.path if own_file else None):
-        storage = StorageBackendFactory.create_backend("file" if own_file else config.backend, storage_config, view)
+        storage = StorageBackendFactory.create_backend(
+            "file" if own_file else config.backend, storage_config, view
+        )
     storage.register_mem_pool_host(view)
     return storage
 
@@ -305,7 +350,9 @@ def _folder(path: Path | None) -> Iterator[None]:
 
 
 def _deleter(storage: Any) -> Any:
-    """A function that deletes one key, or None. SGLang's interface has none, so each backend that can is known here."""
+    """A function that deletes one key, or None. SGLang's interface has none, so each backend that can is
+    known here.
+    """
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     if isinstance(storage, HiCacheFile):

@@ -37,7 +37,10 @@ class HostEntry:
     @property
     def metadata_bytes(self) -> int:
         """Memory of everything but the pages."""
-        return sum(sys.getsizeof(part) for part in (self, self.key, self.token_ids, self.pages, self.loading, self.summary))
+        return sum(
+            sys.getsizeof(part)
+            for part in (self, self.key, self.token_ids, self.pages, self.loading, self.summary)
+        )
 
     @property
     def free_to_go(self) -> bool:
@@ -102,7 +105,8 @@ class HostTier:
         return entry
 
     def allocate(self, count: int, keep: HostEntry) -> list[int] | None:
-        """Page numbers, after evicting least recently used documents where needed; None, and nothing evicted, if that would not do.
+        """Page numbers, after evicting least recently used documents where needed; None, and nothing evicted,
+        if that would not do.
 
         The caller owns the pages until ``attach`` or ``give_back``.
         """
@@ -123,7 +127,9 @@ class HostTier:
         return pages
 
     def attach(self, entry: HostEntry, blocks: Sequence[int], pages: Sequence[int]) -> None:
-        """Make allocated pages the document's; a block that has one already keeps it, and the page is free again."""
+        """Make allocated pages the document's; a block that has one already keeps it, and the page is free
+        again.
+        """
         for block, page in zip(blocks, pages, strict=True):
             if entry.pages[block] == _ABSENT:
                 entry.pages[block] = page
@@ -154,7 +160,9 @@ class HostTier:
         self.settle(entry)
 
     def revive(self, entry: HostEntry) -> None:
-        """The same document came back while its old pages were still read: they are what it would write again."""
+        """The same document came back while its old pages were still read: they are what it would write
+        again.
+        """
         del self.doomed[entry.key]
         entry.doomed = False
         self.entries[entry.key] = entry
@@ -193,15 +201,25 @@ class HostTier:
         for owner, pages in owners:
             for page in pages:
                 if page in seen or not 0 <= page < self.capacity:
-                    raise IntegrityError(f"host page {page} belongs to {owner} and to {seen.get(page, 'nobody: out of range')}")
+                    raise IntegrityError(
+                        f"host page {page} belongs to {owner} and to {seen.get(page, 'nobody: out of range')}"
+                    )
                 seen[page] = owner
         if len(seen) != self.capacity:
             raise IntegrityError(f"{self.capacity - len(seen)} host pages are lost")
-        loading = [page for entry in (*self.entries.values(), *self.doomed.values()) for page in _loading_pages(entry)]
+        loading = [
+            page
+            for entry in (*self.entries.values(), *self.doomed.values())
+            for page in _loading_pages(entry)
+        ]
         if sorted(loading) != sorted(self._moving):
             raise IntegrityError("host pages are on their way for no document")
         for entry in self.entries.values():
-            if entry.doomed or min(entry.pins, entry.holds) < 0 or (entry.free_to_go and not entry.resident()):
+            if (
+                entry.doomed
+                or min(entry.pins, entry.holds) < 0
+                or (entry.free_to_go and not entry.resident())
+            ):
                 raise IntegrityError(f"document {entry.key} should not be in the host tier")
         for entry in self.doomed.values():
             if not entry.doomed or entry.free_to_go:
@@ -230,11 +248,21 @@ def _absent(blocks: int) -> array[int]:
 
 
 def _loading_pages(entry: HostEntry) -> list[int]:
-    return [page for part in {id(part): part for part in entry.loading.values()}.values() for page in part.pages]
+    return [
+        page for part in {id(part): part for part in entry.loading.values()}.values() for page in part.pages
+    ]
 
 
-def fill_pages(pool: torch.Tensor, shape: KvShape, blocks: Sequence[int], pages: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
-    """Copy blocks of a document's K and V, [layers, n, kv_heads, head_dim], into pool pages; what lies behind its end becomes zero.
+def fill_pages(
+    pool: torch.Tensor,
+    shape: KvShape,
+    blocks: Sequence[int],
+    pages: Sequence[int],
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """Copy blocks of a document's K and V, [layers, n, kv_heads, head_dim], into pool pages; what lies behind
+    its end becomes zero.
 
     From a CUDA device the copies are only enqueued on the current stream.
     """
@@ -242,7 +270,12 @@ def fill_pages(pool: torch.Tensor, shape: KvShape, blocks: Sequence[int], pages:
     at = 0
     while at < len(blocks):
         count = 1
-        while at + count < len(blocks) and count < step and _follows(blocks, at, count) and _follows(pages, at, count):
+        while (
+            at + count < len(blocks)
+            and count < step
+            and _follows(blocks, at, count)
+            and _follows(pages, at, count)
+        ):
             count += 1
         target = pool[pages[at] : pages[at] + count]
         first = blocks[at] * shape.block
@@ -287,4 +320,6 @@ def _register(pool: torch.Tensor) -> None:
 def _unregister(pool: torch.Tensor) -> None:
     code = torch.cuda.cudart().cudaHostUnregister(pool.data_ptr())
     if int(code) != 0:
-        logger.warning("cudaHostUnregister failed with %d; the memory comes back when the process ends", int(code))
+        logger.warning(
+            "cudaHostUnregister failed with %d; the memory comes back when the process ends", int(code)
+        )

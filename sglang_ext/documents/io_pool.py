@@ -1,4 +1,6 @@
-"""Two threads for the disk: reads first, and never more than one write at a time, so that a read always finds a thread."""
+"""Two threads for the disk: reads first, and never more than one write at a time, so that a read always finds
+a thread.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Job = Callable[[], None]
 
 
 class IoPool:
-    """Runs jobs in order of submission within each kind. A job that raises is logged: jobs account for their own failures."""
+    """Runs jobs in order of submission within each kind. A job that raises is logged: jobs account for their
+    own failures.
+    """
 
     def __init__(self, name: str, threads: int = THREADS) -> None:
         self._wake = threading.Condition()
@@ -23,7 +27,9 @@ class IoPool:
         self._writing = False
         self._busy = 0
         self._closed = False
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of the document tiers, `ragserve_kv_*`, labelled by tier: device, host or disk.
 
-Created on first use, in the process that uses them: SGLang sets prometheus_client's multi-process folder when its server starts.
-"""
+Created on first use, in the process that uses them: SGLang sets prometheus_client's multi-process folder when
+its server starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,27 @@ class KvMetrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        self.hits = Counter("ragserve_kv_hits", "Documents found, by the fastest tier that has all of their KV.", ["tier"])
-        self.misses = Counter("ragserve_kv_misses", "Documents asked for whose KV is in no tier.")
-        self.evictions = Counter("ragserve_kv_evictions", "Documents evicted to stay within a tier's budget.", ["tier"])
-        self.bytes = Gauge("ragserve_kv_bytes", "Bytes of documents in a tier.", ["tier"], multiprocess_mode="livesum")
-        self.moved = Counter("ragserve_kv_moved_bytes", "Bytes moved: to_host, to_disk, from_disk.", ["direction"])
-        self.load_seconds = Histogram(
-            "ragserve_kv_load_seconds", "Seconds to bring blocks of a document from disk to host.", buckets=_SECONDS
+        self.hits = Counter(
+            "ragserve_kv_hits", "Documents found, by the fastest tier that has all of their KV.", ["tier"]
         )
-        self.faults = Counter("ragserve_kv_faults", "What turned a hit into a miss or kept a document off the disk.", ["reason"])
+        self.misses = Counter("ragserve_kv_misses", "Documents asked for whose KV is in no tier.")
+        self.evictions = Counter(
+            "ragserve_kv_evictions", "Documents evicted to stay within a tier's budget.", ["tier"]
+        )
+        self.bytes = Gauge(
+            "ragserve_kv_bytes", "Bytes of documents in a tier.", ["tier"], multiprocess_mode="livesum"
+        )
+        self.moved = Counter(
+            "ragserve_kv_moved_bytes", "Bytes moved: to_host, to_disk, from_disk.", ["direction"]
+        )
+        self.load_seconds = Histogram(
+            "ragserve_kv_load_seconds",
+            "Seconds to bring blocks of a document from disk to host.",
+            buckets=_SECONDS,
+        )
+        self.faults = Counter(
+            "ragserve_kv_faults", "What turned a hit into a miss or kept a document off the disk.", ["reason"]
+        )
 
 
 @lru_cache(maxsize=1)

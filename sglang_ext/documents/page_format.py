@@ -1,9 +1,10 @@
-"""Page format, version 3: a document's record, and the check of each of its pages. No torch, no SGLang: the CLI reads it too.
+"""Page format, version 3: a document's record, and the check of each of its pages. No torch, no SGLang: the
+CLI reads it too.
 
-A document file is its record, padded to 4,096 bytes, its pages, each ``page_bytes``, and its summary, if it has one: bytes that this
-module does not look into (`sglang_ext.analysis` does), known by their length and CRC. Other storage backends keep the record as
-a value of its own. Integers are little-endian; README.md has the table.
-"""
+A document file is its record, padded to 4,096 bytes, its pages, each ``page_bytes``, and its summary, if it
+has one: bytes that this module does not look into (`sglang_ext.analysis` does), known by their length and
+CRC. Other storage backends keep the record as a value of its own. Integers are little-endian; README.md has
+the table."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class PageError(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """What decides whether pages can be used by this process at all."""
 
     fingerprint: str
@@ -62,12 +63,23 @@ class Layout:
     page_bytes: int
 
     def sizes(self) -> tuple[int, ...]:
-        return (self.dtype_code, self.rank, self.world, self.layers, self.kv_heads, self.head_dim, self.block, self.page_bytes)
+        return (
+            self.dtype_code,
+            self.rank,
+            self.world,
+            self.layers,
+            self.kv_heads,
+            self.head_dim,
+            self.block,
+            self.page_bytes,
+        )
 
 
 @dataclass(frozen=True)
 class Record:
-    """One document: whose it is, its token ids (int32), the CRC-32 of every page (uint32), and the length and CRC-32 of its summary."""
+    """One document: whose it is, its token ids (int32), the CRC-32 of every page (uint32), and the length and
+    CRC-32 of its summary.
+    """
 
     key: str
     namespace: str
@@ -115,9 +127,13 @@ def record_bytes(namespace: str, key: str, n_tokens: int, n_pages: int) -> int:
 
 
 def pages_of_file(size: int, namespace: str, key: str, *, block: int, page_bytes: int) -> int:
-    """Most pages that a document file of ``size`` bytes can have, from its size alone; exact where its summary is less than a page."""
+    """Most pages that a document file of ``size`` bytes can have, from its size alone; exact where its
+    summary is less than a page.
+    """
     pages = size // page_bytes
-    while pages > 0 and record_bytes(namespace, key, (pages - 1) * block + 1, pages) + pages * page_bytes > size:
+    while (
+        pages > 0 and record_bytes(namespace, key, (pages - 1) * block + 1, pages) + pages * page_bytes > size
+    ):
         pages -= 1
     return pages
 
@@ -136,7 +152,14 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def encode(key: str, namespace: str, token_ids: array[int], crcs: array[int], layout: Layout, summary: bytes = b"") -> bytes:
+def encode(
+    key: str,
+    namespace: str,
+    token_ids: array[int],
+    crcs: array[int],
+    layout: PageLayout,
+    summary: bytes = b"",
+) -> bytes:
     """The record, padded; its own CRC covers all of it. ``summary``: the bytes that will follow the pages."""
     n_tokens, n_pages = len(token_ids), len(crcs)
     total = record_bytes(namespace, key, n_tokens, n_pages)
@@ -167,7 +190,9 @@ def encode(key: str, namespace: str, token_ids: array[int], crcs: array[int], la
         len(summary),
         summary_crc(key, summary) if summary else 0,
     )
-    data = bytearray(b"".join((fixed, _little_endian(crcs), _little_endian(token_ids), name, key_text)).ljust(total, b"\0"))
+    data = bytearray(
+        b"".join((fixed, _little_endian(crcs), _little_endian(token_ids), name, key_text)).ljust(total, b"\0")
+    )
     struct.pack_into("<I", data, _CRC_OFFSET, zlib.crc32(data))
     return bytes(data)
 
@@ -186,17 +211,37 @@ def record_length(fixed: bytes) -> int:
     return int(total)
 
 
-def decode(data: bytes, *, layout: Layout | None, key: str | None = None) -> Record:
+def decode(data: bytes, *, layout: PageLayout | None, key: str | None = None) -> Record:
     """The record in ``data`` (at least ``record_length`` bytes).
 
-    Raises PageError unless it is whole and, where given, of this layout and key. Checked in the order of README.md's table.
-    """
+    Raises PageError unless it is whole and, where given, of this layout and key. Checked in the order of
+    README.md's table."""
     total = record_length(data[:FIXED_BYTES])
     if len(data) < total:
         raise PageError("truncated", f"the record has {total} bytes, here are {len(data)}")
     body = bytearray(data[:total])
-    (_, _, _, crc, dtype_code, fingerprint, key_digest, rank, world, layers, kv_heads, head_dim, block, n_tokens, n_pages, page_bytes,
-     name_bytes, key_bytes, summary_bytes, summary) = _FIXED.unpack_from(body)  # fmt: skip
+    (
+        _,
+        _,
+        _,
+        crc,
+        dtype_code,
+        fingerprint,
+        key_digest,
+        rank,
+        world,
+        layers,
+        kv_heads,
+        head_dim,
+        block,
+        n_tokens,
+        n_pages,
+        page_bytes,
+        name_bytes,
+        key_bytes,
+        summary_bytes,
+        summary,
+    ) = _FIXED.unpack_from(body)
     struct.pack_into("<I", body, _CRC_OFFSET, 0)
     if zlib.crc32(body) != crc:
         raise PageError("record", "the record fails its CRC")
@@ -209,7 +254,10 @@ def decode(data: bytes, *, layout: Layout | None, key: str | None = None) -> Rec
     if at + name_bytes + key_bytes > total or n_tokens < 1 or block < 1 or n_pages != -(-n_tokens // block):
         raise PageError("record", "the record's counts do not agree")
     tail = bytes(body[at : at + name_bytes + key_bytes])
-    namespace, found_key = tail[:name_bytes].decode(errors="replace"), tail[name_bytes:].decode(errors="replace")
+    namespace, found_key = (
+        tail[:name_bytes].decode(errors="replace"),
+        tail[name_bytes:].decode(errors="replace"),
+    )
     if key_digest != digest(found_key) or (key is not None and found_key != key):
         raise PageError("key", "pages of another document")
     return Record(

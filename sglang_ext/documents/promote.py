@@ -43,15 +43,21 @@ class Promoter:
             for part in {id(part): part for part in entry.loading.values()}.values():
                 self._end(entry, part, "closed")
 
-    def _load_entry(self, entry: HostEntry, record: Record | None, blocks: Sequence[int] | None) -> LoadTicket:
+    def _load_entry(
+        self, entry: HostEntry, record: Record | None, blocks: Sequence[int] | None
+    ) -> LoadTicket:
         tiers, io = self._tiers, self._tiers.io
         wanted = range(len(entry.pages)) if blocks is None else sorted(set(blocks))
         if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < len(entry.pages):
             tiers.host.settle(entry)
-            raise IndexError(f"document {entry.key} has blocks 0 to {len(entry.pages) - 1}, asked for {wanted[0]} to {wanted[-1]}")
+            raise IndexError(
+                f"document {entry.key} has blocks 0 to {len(entry.pages) - 1}, asked for {wanted[0]} to {wanted[-1]}"
+            )
         absent = [block for block in wanted if entry.pages[block] < 0]
         missing = [block for block in absent if block not in entry.loading]
-        parts = list({id(part): part for block in absent if (part := entry.loading.get(block)) is not None}.values())
+        parts = list(
+            {id(part): part for block in absent if (part := entry.loading.get(block)) is not None}.values()
+        )
         own: list[LoadPart] = []
         if missing:
             if record is None:

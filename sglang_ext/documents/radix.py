@@ -1,8 +1,8 @@
 """SGLang's radix cache with composed requests beside ordinary ones.
 
-Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots are freed when it ends. A
-document request's KV enters the tree under the document's key, and is handed to `on_document` before that, for the other tiers.
-"""
+Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots
+are freed when it ends. A document request's KV enters the tree under the document's key, and is handed to
+`on_document` before that, for the other tiers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,11 @@ class DocumentRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.before_release(req, kv_len_to_handle)
         if self.is_composed(req):
-            # One call: with pages the composed slots and the extended ones may share a page, which is freed once per call.
-            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
+            # One call: with pages the composed slots and the extended ones may share a page, which is freed
+            # once per call.
+            self.token_to_kv_pool_allocator.free(
+                self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
+            )
             self.on_finished()
             return
         is_insert = is_insert and not _is_private(req)
@@ -78,7 +81,9 @@ class DocumentRadixCache(RadixCache):
         self.document_tokens = 0
 
     def remove_key(self, extra_key: str) -> bool:
-        """Free every node under this extra key that no running request has locked. Whether that was all of them."""
+        """Free every node under this extra key that no running request has locked. Whether that was all of
+        them.
+        """
         roots = [node for node in self.root_node.children.values() if node.key.extra_key == extra_key]
         nodes = [node for root in roots for node in _subtree(root)]
         free = [node for node in nodes if node.lock_ref == 0]  # a locked node's parents are locked as well
@@ -94,7 +99,9 @@ class DocumentRadixCache(RadixCache):
         return torch.cat([node.value for node in nodes]) if nodes else torch.empty(0, dtype=torch.int64)
 
     def peek(self, ids: array[int], extra_key: str) -> int:
-        """How many of the first ``ids`` are cached under this key. SGLang's own look-up would split nodes and make them young."""
+        """How many of the first ``ids`` are cached under this key. SGLang's own look-up would split nodes and
+        make them young.
+        """
         key, node, found = RadixKey(ids, extra_key=extra_key), self.root_node, 0
         while len(key):
             child = node.children.get(key.child_key(self.page_size))
@@ -108,16 +115,19 @@ class DocumentRadixCache(RadixCache):
         return found
 
     def document(self, ids: array[int], extra_key: str) -> tuple[list[torch.Tensor], TreeNode] | None:
-        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Makes it young, as a look-up does.
+        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Makes it
+        young, as a look-up does.
 
-        SGLang's own look-up joins the parts on the device and halves its way through the ids, for each of a request's documents. The last
-        node may hold a token more than the document: one was decoded while SGLang had yet to learn that the document's request was over.
-        """
+        SGLang's own look-up joins the parts on the device and halves its way through the ids, for each of a
+        request's documents. The last node may hold a token more than the document: one was decoded while
+        SGLang had yet to learn that the document's request was over."""
         node, at, parts, now = self.root_node, 0, [], time.monotonic()
         while at < len(ids):
             rest = ids[at:] if at else ids
             child = (
-                node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size)) if len(rest) >= self.page_size else None
+                node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size))
+                if len(rest) >= self.page_size
+                else None
             )
             if child is None:
                 return None
@@ -146,7 +156,9 @@ def is_document_key(extra_key: str | None) -> bool:
 
 
 def _is_private(req: Any) -> bool:
-    """Whether what this request computes is for nobody else, by its strategy or because it was removed before it was cached."""
+    """Whether what this request computes is for nobody else, by its strategy or because it was removed before
+    it was cached.
+    """
     return bool(getattr(req, "ragserve_private", False))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_ext.documents.disk import DiskTier
-from sglang_ext.documents.files import Found
+from sglang_ext.documents.page_files import PageFile
 from sglang_ext.documents.page_format import PageError, pages_of_file
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import BadDocument, DiskConfig, VerifyReport
@@ -34,7 +34,9 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
         "hits": {tier: tiers.counts[f"hits_{tier}"] for tier in ("device", "host", "disk")},
         "misses": tiers.counts["misses"],
         "evictions": {"host": host.evictions, "disk": index.evictions},
-        "moved_bytes": {direction: tiers.moved[direction] for direction in ("to_host", "to_disk", "from_disk")},
+        "moved_bytes": {
+            direction: tiers.moved[direction] for direction in ("to_host", "to_disk", "from_disk")
+        },
         "faults": dict(tiers.faults.counts),
         "dropped_writes": tiers.counts["dropped_writes"],
     }
@@ -58,7 +60,7 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
     return figures
 
 
-def verify(disk: DiskTier | None, listed: Sequence[Found], integrity: str) -> VerifyReport:
+def verify(disk: DiskTier | None, listed: Sequence[PageFile], integrity: str) -> VerifyReport:
     """Read these documents whole; one that was removed since it was listed is left out."""
     documents, pages, total, bad = 0, 0, 0, []
     for found in listed if disk is not None else ():
@@ -83,7 +85,11 @@ def _host_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:
     spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for entry in tiers.host.entries.values():
         resident = len(entry.resident())
-        figures = {"documents": min(resident, 1), "pages": resident, "bytes": resident * tiers.shape.page_bytes}
+        figures = {
+            "documents": min(resident, 1),
+            "pages": resident,
+            "bytes": resident * tiers.shape.page_bytes,
+        }
         spaces[entry.namespace].update(figures)
     return {name: dict(figures) for name, figures in sorted(spaces.items())}
 
@@ -92,6 +98,8 @@ def _disk_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:
     spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
     shape = tiers.shape
     for key, entry in tiers.index.items():
-        pages = pages_of_file(entry.size, entry.namespace, key, block=shape.block, page_bytes=shape.page_bytes)
+        pages = pages_of_file(
+            entry.size, entry.namespace, key, block=shape.block, page_bytes=shape.page_bytes
+        )
         spaces[entry.namespace].update({"documents": 1, "bytes": entry.size, "pages": pages})
     return {name: dict(figures) for name, figures in sorted(spaces.items())}

@@ -1,4 +1,6 @@
-"""Summaries of documents (bytes; `sglang_ext.analysis` knows what they say): kept beside the pages on host, stored with them on disk."""
+"""Summaries of documents (bytes; `sglang_ext.analysis` knows what they say): kept beside the pages on host,
+stored with them on disk.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from sglang_ext.documents.tiers import Tiers
 
 @dataclass
 class SummaryTicket:
-    """The progress of reading a summary; ``data`` is final once ``done()``, None where there is none that can be used."""
+    """The progress of reading a summary; ``data`` is final once ``done()``, None where there is none that can
+    be used.
+    """
 
     data: bytes | None = None
     finished: threading.Event = field(default_factory=threading.Event)
@@ -45,12 +49,19 @@ class Summaries:
             return SummaryTicket.known(self._replacing[key])
         record = tiers.record(key) if tiers.find_on_disk(key, None) is not None else None
         ticket = SummaryTicket()
-        if record is None or not record.summary_bytes or tiers.io is None or not tiers.io.read(lambda: self._read(record, ticket)):
+        if (
+            record is None
+            or not record.summary_bytes
+            or tiers.io is None
+            or not tiers.io.read(lambda: self._read(record, ticket))
+        ):
             return SummaryTicket.known(None)
         return ticket
 
     def put(self, key: str, data: bytes) -> bool:
-        """Keep a summary with a document that is in a tier; whether there is one. What is on disk without it is written anew."""
+        """Keep a summary with a document that is in a tier; whether there is one. What is on disk without it
+        is written anew.
+        """
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
         if entry is not None:
@@ -74,12 +85,19 @@ class Summaries:
             ticket.finished.set()
 
     def _replace(self, key: str, data: bytes) -> None:
-        """An IO job: store the document with its summary, unless it was removed meanwhile or does not fit any more."""
+        """An IO job: store the document with its summary, unless it was removed meanwhile or does not fit any
+        more.
+        """
         tiers, disk, reserved = self._tiers, self._tiers.disk, 0
         try:
             with tiers.lock:
                 old = tiers.record(key) if key in tiers.index else None
-                if disk is None or old is None or old.summary_bytes or not tiers.make_disk_room(old.file_bytes + len(data)):
+                if (
+                    disk is None
+                    or old is None
+                    or old.summary_bytes
+                    or not tiers.make_disk_room(old.file_bytes + len(data))
+                ):
                     return
                 if key not in tiers.index:
                     return  # it had to make room itself
@@ -99,7 +117,10 @@ class Summaries:
                 elif done:
                     disk.remove(key, old.namespace, new)
         except (PageError, OSError) as error:
-            tiers.faults(error.reason if isinstance(error, PageError) else "io", f"storing the summary of document {key}: {error}")
+            tiers.faults(
+                error.reason if isinstance(error, PageError) else "io",
+                f"storing the summary of document {key}: {error}",
+            )
         finally:
             with tiers.lock:
                 tiers.index.reserved -= reserved

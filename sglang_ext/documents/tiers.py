@@ -1,4 +1,6 @@
-"""What the parts of the store share: the tiers, the lock over them, and the operations that touch both host and disk accounting."""
+"""What the parts of the store share: the tiers, the lock over them, and the operations that touch both host
+and disk accounting.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from collections.abc import Iterator
 
 from sglang_ext.documents.disk import DiskTier, Faults, FileTier
 from sglang_ext.documents.disk_index import DiskEntry, DiskIndex
-from sglang_ext.documents.files import Found
 from sglang_ext.documents.host import HostTier
 from sglang_ext.documents.io_pool import IoPool
 from sglang_ext.documents.metrics import KvMetrics
-from sglang_ext.documents.page_format import Layout, PageError, Record, valid_key, valid_namespace
+from sglang_ext.documents.page_files import PageFile
+from sglang_ext.documents.page_format import PageError, PageLayout, Record, valid_key, valid_namespace
 from sglang_ext.documents.types import KvShape
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,14 @@ class Tiers:
     """Every method but ``scan`` and ``sweep`` wants ``lock`` held."""
 
     def __init__(
-        self, shape: KvShape, layout: Layout, host: HostTier, index: DiskIndex, disk: DiskTier | None, faults: Faults, metrics: KvMetrics
+        self,
+        shape: KvShape,
+        layout: PageLayout,
+        host: HostTier,
+        index: DiskIndex,
+        disk: DiskTier | None,
+        faults: Faults,
+        metrics: KvMetrics,
     ) -> None:
         self.lock = threading.RLock()
         self.shape = shape
@@ -37,10 +46,14 @@ class Tiers:
         self.io = IoPool("ragserve-kv") if disk is not None else None
         self.counts: Counter[str] = Counter()  # hits_device, hits_host, hits_disk, misses, dropped_writes
         self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk
-        self.writing: set[str] = set()  # not to be found by path: neither finished nor, when removed meanwhile, ever to be
+        self.writing: set[str] = (
+            set()
+        )  # not to be found by path: neither finished nor, when removed meanwhile, ever to be
         self.closed = False
         self._stopping = False
-        self._trashed = self._swept = 0  # removals of whole namespaces, and how many of them have given their space back
+        self._trashed = self._swept = (
+            0  # removals of whole namespaces, and how many of them have given their space back
+        )
         self._host_evictions = 0
 
     def find_on_disk(self, key: str, namespace: str | None) -> DiskEntry | None:
@@ -48,7 +61,12 @@ class Tiers:
         known = self.index.get(key)
         if known is not None:
             return known if namespace in (None, known.namespace) else None
-        if self.disk is None or key in self.writing or not valid_key(key) or not (namespace is None or valid_namespace(namespace)):
+        if (
+            self.disk is None
+            or key in self.writing
+            or not valid_key(key)
+            or not (namespace is None or valid_namespace(namespace))
+        ):
             return None
         if not isinstance(self.disk, FileTier):
             record = self._read_record(key, namespace or "")
@@ -94,7 +112,9 @@ class Tiers:
         return True
 
     def make_disk_room(self, extra: int) -> bool:
-        """Delete least recently used documents until ``extra`` more bytes fit into the disk budget; False when they cannot."""
+        """Delete least recently used documents until ``extra`` more bytes fit into the disk budget; False
+        when they cannot.
+        """
         victims = self.index.over_budget(extra)
         if victims is None:
             return False
@@ -112,12 +132,16 @@ class Tiers:
         self._host_evictions = self.host.evictions
 
     def scan(self) -> None:
-        """Learn what the folder holds, oldest first in the order of eviction, then enforce the budget. Reads no document. An IO job."""
+        """Learn what the folder holds, oldest first in the order of eviction, then enforce the budget. Reads
+        no document. An IO job.
+        """
         disk = self.disk
         if not isinstance(disk, FileTier):
             return
         try:
-            listed = [found for found in disk.scan() if valid_key(found.key) and valid_namespace(found.namespace)]
+            listed = [
+                found for found in disk.scan() if valid_key(found.key) and valid_namespace(found.namespace)
+            ]
         except OSError as error:
             self.faults("io", f"listing the document folder: {error}")
             listed = []
@@ -128,7 +152,10 @@ class Tiers:
                     return
                 for found in batch:
                     # Removals hold the lock too: what is still there now is there.
-                    if found.key not in self.index and disk.files.find(found.namespace, found.key) is not None:
+                    if (
+                        found.key not in self.index
+                        and disk.files.find(found.namespace, found.key) is not None
+                    ):
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
         with self.lock:
             self.index.complete = True
@@ -188,6 +215,6 @@ class Locked:
         self._tiers.lock.release()
 
 
-def _batches(found: list[Found]) -> Iterator[list[Found]]:
+def _batches(found: list[PageFile]) -> Iterator[list[PageFile]]:
     for at in range(0, len(found), _SCAN_BATCH):
         yield found[at : at + _SCAN_BATCH]

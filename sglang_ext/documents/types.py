@@ -1,8 +1,8 @@
 """Plain types of the document cache: shapes, what a document is, what a lookup and a load answer.
 
-Words: a *page* holds one *block* (``block`` consecutive tokens) of one document, over all layers, K and V. A *document* is known by its
-key, a digest of namespace, model, tokenizer and token ids; the token ids are compared all the same.
-"""
+Words: a *page* holds one *block* (``block`` consecutive tokens) of one document, over all layers, K and V. A
+*document* is known by its key, a digest of namespace, model, tokenizer and token ids; the token ids are
+compared all the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from sglang_ext.documents.page_format import Layout, valid_key, valid_namespace
+from sglang_ext.documents.page_format import PageLayout, valid_key, valid_namespace
 
 DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 OWN_BACKEND = "file"
@@ -22,7 +22,9 @@ SGLANG_FILE = "sglang-file"  # SGLang's own backend called `file`, which checks 
 
 
 class IntegrityError(RuntimeError):
-    """A page is in no place or in two, or a counter disagrees with what it counts: a bug, never the user's fault."""
+    """A page is in no place or in two, or a counter disagrees with what it counts: a bug, never the user's
+    fault.
+    """
 
 
 class StoreInUse(RuntimeError):
@@ -43,11 +45,15 @@ class KvShape:
         if min(self.layers, self.kv_heads, self.head_dim, self.block) < 1:
             raise ValueError(f"every size of a KV shape is at least 1: {self}")
         if self.dtype not in DTYPE_CODES:
-            raise ValueError(f"KV of {self.dtype} cannot be kept: supported are float32, float16 and bfloat16")
+            raise ValueError(
+                f"KV of {self.dtype} cannot be kept: supported are float32, float16 and bfloat16"
+            )
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """[2 (K, V), layers, kv_heads, block, head_dim]: K first, then V; one head's block of one layer is contiguous."""
+        """[2 (K, V), layers, kv_heads, block, head_dim]: K first, then V; one head's block of one layer is
+        contiguous.
+        """
         return (2, self.layers, self.kv_heads, self.block, self.head_dim)
 
     @property
@@ -58,9 +64,9 @@ class KvShape:
         """Pages of a document of ``n_tokens``; the last one is padded with zeros."""
         return -(-n_tokens // self.block)
 
-    def layout(self, fingerprint: str, rank: int, world: int) -> Layout:
+    def layout(self, fingerprint: str, rank: int, world: int) -> PageLayout:
         """What the page format must find in a record for its pages to be ours."""
-        return Layout(
+        return PageLayout(
             fingerprint=fingerprint,
             rank=rank,
             world=world,
@@ -75,7 +81,9 @@ class KvShape:
 
 @dataclass(frozen=True)
 class DocumentMeta:
-    """``token_ids`` are the document's alone, ``fingerprint`` that of model, tokenizer and KV dtype. Raises ValueError when malformed."""
+    """``token_ids`` are the document's alone, ``fingerprint`` that of model, tokenizer and KV dtype. Raises
+    ValueError when malformed.
+    """
 
     key: str
     namespace: str
@@ -89,7 +97,9 @@ class DocumentMeta:
         if not valid_namespace(self.namespace):
             raise ValueError(f"not a namespace: {self.namespace!r}")
         if self.n_tokens < 1 or self.n_tokens != len(self.token_ids):
-            raise ValueError(f"document {self.key}: n_tokens {self.n_tokens}, but {len(self.token_ids)} token ids")
+            raise ValueError(
+                f"document {self.key}: n_tokens {self.n_tokens}, but {len(self.token_ids)} token ids"
+            )
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,16 @@ class DiskConfig:
     budget_bytes: int = 64 * 2**30
     """File bytes this rank may use, records included. Other backends keep their own limits."""
     backend: str = OWN_BACKEND
-    """`file` (ours: checked document files), `sglang-file` (SGLang's), or another name of SGLang's StorageBackendFactory: nixl, mooncake,
-    hf3fs, aibrix, eic, simm, mori, dynamic."""
+    """`file` (ours: checked document files), `sglang-file` (SGLang's), or another name of SGLang's
+    StorageBackendFactory: nixl, mooncake, hf3fs, aibrix, eic, simm, mori, dynamic."""
     queue_bytes: int = 256 * 2**20
-    """Page bytes waiting to be written. Further documents wait on host, without a place in the queue, until there is room."""
+    """Page bytes waiting to be written. Further documents wait on host, without a place in the queue, until
+    there is room.
+    """
     fsync: Literal["none", "document"] = "none"
-    """`none`: after a power cut a torn file is a miss (its CRCs say so). `document`: each file reaches the medium before it is counted."""
+    """`none`: after a power cut a torn file is a miss (its CRCs say so). `document`: each file reaches the
+    medium before it is counted.
+    """
     extra: dict[str, Any] | None = None
     """Passed to other backends as SGLang's ``hicache_storage_backend_extra_config``."""
 
@@ -119,7 +133,9 @@ class DiskConfig:
 
 @dataclass(frozen=True)
 class Resident:
-    """Where a document is. Every block is on host or on disk, or both; a document that misses a block is a miss as a whole."""
+    """Where a document is. Every block is on host or on disk, or both; a document that misses a block is a
+    miss as a whole.
+    """
 
     n_tokens: int
     blocks_on_host: torch.Tensor  # bool [blocks]
@@ -153,7 +169,9 @@ class LoadTicket:
 
     @property
     def bytes_(self) -> int:
-        """Page bytes moved from disk for this ticket, those that another ticket had asked for before left out."""
+        """Page bytes moved from disk for this ticket, those that another ticket had asked for before left
+        out.
+        """
         return sum(part.bytes_ for part in self._parts if part.counted_by is self)
 
     def own(self, parts: Sequence[LoadPart]) -> None:

@@ -1,9 +1,8 @@
 """Write-through: documents on their way to disk, in bounded memory and without ever making the caller wait.
 
-A document on host is written from its host pages, which stay until then. When the queue is full it waits on host for its turn, and is
-lost to the disk (counted as ``dropped_writes``) only if the host must evict it first. A document that found no room on host is copied
-aside if the queue has room for it, or dropped.
-"""
+A document on host is written from its host pages, which stay until then. When the queue is full it waits on
+host for its turn, and is lost to the disk (counted as ``dropped_writes``) only if the host must evict it
+first. A document that found no room on host is copied aside if the queue has room for it, or dropped."""
 
 from __future__ import annotations
 
@@ -38,8 +37,12 @@ class _Write:
 class WriteBack:
     """Every method but ``drain`` wants the store's lock held."""
 
-    def __init__(self, tiers: Tiers, *, queue_bytes: int, late_summary: Callable[[str, bytes], object]) -> None:
-        """``late_summary``: called with the lock held for a document whose summary came while it was being written without."""
+    def __init__(
+        self, tiers: Tiers, *, queue_bytes: int, late_summary: Callable[[str, bytes], object]
+    ) -> None:
+        """``late_summary``: called with the lock held for a document whose summary came while it was being
+        written without.
+        """
         self._tiers = tiers
         self._late_summary = late_summary
         self._limit = queue_bytes
@@ -75,7 +78,14 @@ class WriteBack:
         entry.holds += 1
         self._submit(write)
 
-    def offer_aside(self, meta: DocumentMeta, token_ids: array[int], k: torch.Tensor, v: torch.Tensor, summary: bytes = b"") -> bool:
+    def offer_aside(
+        self,
+        meta: DocumentMeta,
+        token_ids: array[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        summary: bytes = b"",
+    ) -> bool:
         """Write a document that has no room on host; False when the queue has none either."""
         tiers = self._tiers
         if meta.key in self._writes or meta.key in tiers.index:
@@ -90,7 +100,14 @@ class WriteBack:
         if k.is_cuda:
             torch.cuda.current_stream(k.device).synchronize()
         self._submit(
-            _Write(meta.key, meta.namespace, token_ids, size, staged=staged.view(len(blocks), -1).view(torch.uint8), summary=summary)
+            _Write(
+                meta.key,
+                meta.namespace,
+                token_ids,
+                size,
+                staged=staged.view(len(blocks), -1).view(torch.uint8),
+                summary=summary,
+            )
         )
         return True
 
@@ -153,7 +170,10 @@ class WriteBack:
                 if write.cancelled:
                     return
                 if not tiers.make_disk_room(record.file_bytes):
-                    tiers.faults("too_large", f"document {write.key} needs {record.file_bytes} bytes on disk, more than the budget has")
+                    tiers.faults(
+                        "too_large",
+                        f"document {write.key} needs {record.file_bytes} bytes on disk, more than the budget has",
+                    )
                     return
                 reserved = record.file_bytes
                 tiers.index.reserved += reserved
@@ -190,11 +210,15 @@ class WriteBack:
         else:
             numbers = None
             views = list(write.staged) if write.staged is not None else []
-        crcs = array("I", (page_format.page_crc(write.key, block, view.numpy()) for block, view in enumerate(views)))
+        crcs = array(
+            "I", (page_format.page_crc(write.key, block, view.numpy()) for block, view in enumerate(views))
+        )
         summary = write.summary if write.entry is None else write.entry.summary
         data = page_format.encode(write.key, write.namespace, write.token_ids, crcs, layout, summary)
         crc = page_format.summary_crc(write.key, summary) if summary else 0
-        record = Record(write.key, write.namespace, write.token_ids, crcs, len(data), layout.page_bytes, len(summary), crc)
+        record = Record(
+            write.key, write.namespace, write.token_ids, crcs, len(data), layout.page_bytes, len(summary), crc
+        )
         return record, data, views, numbers, summary
 
     def _finish(self, write: _Write) -> None:

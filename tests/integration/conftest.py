@@ -44,7 +44,9 @@ def builder() -> PromptBuilder:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`ragserve serve` with its defaults and the small model, shared by all tests: use a namespace of your own."""
+    """`ragserve serve` with its defaults and the small model, shared by all tests: use a namespace of your
+    own.
+    """
     data_dir = tmp_path_factory.mktemp("server") / "data"
     with running_server(data_dir=data_dir) as running, running.client() as client:
         yield Server(running, client)
@@ -58,11 +60,21 @@ def start_server():  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="session")
 def locked_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with an API key ("secret"), sparse decoding for requests that ask for it in pages of 64, and a KV pool of 8 bits."""
+    """A server with an API key ("secret"), sparse decoding for requests that ask for it in pages of 64, and a
+    KV pool of 8 bits.
+    """
     data_dir = tmp_path_factory.mktemp("locked-server") / "data"
-    sparse = {"sparse_attention": "on", "decode_mode": "dense", "decode_dense_below": 0, "decode_page_size": 64}
+    sparse = {
+        "sparse_attention": "on",
+        "decode_mode": "dense",
+        "decode_dense_below": 0,
+        "decode_page_size": 64,
+    }
     chunks = {"engine_args": '{"chunked_prefill_size": 256}'}
-    with running_server(data_dir=data_dir, api_key="secret", kv_bits=8, **sparse, **chunks) as running, running.client() as client:
+    with (
+        running_server(data_dir=data_dir, api_key="secret", kv_bits=8, **sparse, **chunks) as running,
+        running.client() as client,
+    ):
         yield Server(running, client)
 
 

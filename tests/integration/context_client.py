@@ -14,17 +14,29 @@ TOLERANCE = 2e-4  # logprobs in float32; the engine's kernels add up in another 
 
 
 def generate(
-    client: Any, ids: list[int], plan: ContextPlan | None = None, n_new: int = NEW, timeout: float = 300, **fields: Any
+    client: Any,
+    ids: list[int],
+    plan: ContextPlan | None = None,
+    n_new: int = NEW,
+    timeout: float = 300,
+    **fields: Any,
 ) -> dict[str, Any]:
     """One answer, greedy; with logprobs unless the request is a document's."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True}
     if plan is not None:
         sampling["custom_params"] = {PLAN_FIELD: plan.to_json()}
-    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": plan is None or plan.operation == "compose", **fields}
+    body = {
+        "input_ids": ids,
+        "sampling_params": sampling,
+        "return_logprob": plan is None or plan.operation == "compose",
+        **fields,
+    }
     return dict(client.post("/generate", json=body, timeout=timeout).json())
 
 
-def plan_of(spans: list[tuple[int, int]], strategy: str = "concat", namespace: str = "context", **options: Any) -> ContextPlan:
+def plan_of(
+    spans: list[tuple[int, int]], strategy: str = "concat", namespace: str = "context", **options: Any
+) -> ContextPlan:
     return ContextPlan("compose", namespace, strategy, tuple(Span(a, b) for a, b in spans), options)
 
 
@@ -49,7 +61,8 @@ def composed(
     on_document: Callable[[str, list[int]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """As the product does: what is missing is prefilled as documents of their own, and the request sent again.
+    """As the product does: what is missing is prefilled as documents of their own, and the request sent
+    again.
 
     ``on_document(namespace, ids)`` hears of each. Raises LookupError when the documents do not stay cached.
     """

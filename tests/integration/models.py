@@ -1,4 +1,6 @@
-"""Small models with random weights, made on disk: what the embedded one is not (multi-head attention, scaled rotary positions)."""
+"""Small models with random weights, made on disk: what the embedded one is not (multi-head attention, scaled
+rotary positions).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,27 @@ from typing import Any
 
 from tests.conftest import MODEL
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
-def random_llama(folder: Path, *, heads: int = 4, kv_heads: int = 4, rope: dict[str, Any] | None = None, positions: int = 2048) -> Path:
-    """A two-layer Llama with the embedded model's tokenizer. Weights are drawn wide: with the usual small ones attention is nearly
-    uniform, and an answer would not depend on where a key stands."""
+def random_llama(
+    folder: Path,
+    *,
+    heads: int = 4,
+    kv_heads: int = 4,
+    rope: dict[str, Any] | None = None,
+    positions: int = 2048,
+) -> Path:
+    """A two-layer Llama with the embedded model's tokenizer. Weights are drawn wide: with the usual small
+    ones attention is nearly uniform, and an answer would not depend on where a key stands."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

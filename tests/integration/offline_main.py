@@ -1,4 +1,6 @@
-"""Run by test_offline inside a network namespace that has nothing but a loopback interface: ingest, serve another model, ask."""
+"""Run by test_offline inside a network namespace that has nothing but a loopback interface: ingest, serve
+another model, ask.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,18 @@ def main(work: Path, model: str) -> None:
     must_be_cut_off()
     (work / "a.txt").write_text("The lighthouse of Orrin was built in 1871 by Mara Tell.")
     data = work / "data"
-    command = [sys.executable, "-m", "ragserve.cli", "ingest", str(work / "a.txt"), "--namespace", "n", "--data-dir", str(data), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ragserve.cli",
+        "ingest",
+        str(work / "a.txt"),
+        "--namespace",
+        "n",
+        "--data-dir",
+        str(data),
+        "--json",
+    ]
     ingested = subprocess.run([*command, "--model", model], check=True, capture_output=True, text=True)
     with running_server(data_dir=data, model=model) as server, server.client() as client:
         question = {"query": "Who built the lighthouse?", "namespace": "n", "max_new_tokens": 8}
@@ -45,7 +58,12 @@ def main(work: Path, model: str) -> None:
         sampling = {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}}
         raw = client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": sampling})
         info = client.get("/info").json()
-    out = {"ingested": json.loads(ingested.stdout), "status": answer.status_code, "answer": answer.json(), "info": info}
+    out = {
+        "ingested": json.loads(ingested.stdout),
+        "status": answer.status_code,
+        "answer": answer.json(),
+        "info": info,
+    }
     out |= {"full": full.json(), "composed": {"status": composed.status_code, "text": composed.text}}
     print(json.dumps(out | {"raw": {"status": raw.status_code, "text": raw.text}}))
 

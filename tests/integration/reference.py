@@ -1,4 +1,6 @@
-"""The truth for composed contexts, in transformers: documents prefilled alone, keys rotated, caches concatenated layer by layer."""
+"""The truth for composed contexts, in transformers: documents prefilled alone, keys rotated, caches
+concatenated layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Reference:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
         self.layers = self.model.config.num_hidden_layers
 
     @torch.no_grad()
@@ -41,10 +45,20 @@ class Reference:
 
     @torch.no_grad()
     def composed(
-        self, ids: list[int], spans: list[tuple[int, int]], n_new: int, *, kept: list[list[int]] | None = None, rotate: bool = True
+        self,
+        ids: list[int],
+        spans: list[tuple[int, int]],
+        n_new: int,
+        *,
+        kept: list[list[int]] | None = None,
+        rotate: bool = True,
     ) -> Generated:
-        """Greedy continuation of a prompt whose spans were prefilled alone; ``kept``: positions per layer (default all)."""
-        return self._continue(ids[spans[-1][1] :], spans[-1][1], self._cache(ids, spans, kept, rotate=rotate), n_new)
+        """Greedy continuation of a prompt whose spans were prefilled alone; ``kept``: positions per layer
+        (default all).
+        """
+        return self._continue(
+            ids[spans[-1][1] :], spans[-1][1], self._cache(ids, spans, kept, rotate=rotate), n_new
+        )
 
     @torch.no_grad()
     def attention(self, ids: list[int], spans: list[tuple[int, int]]) -> torch.Tensor:
@@ -54,7 +68,10 @@ class Reference:
         self.model.set_attn_implementation("eager")
         try:
             out = self.model(
-                torch.tensor([ids[start:]]), past_key_values=self._cache(ids, spans), position_ids=positions, output_attentions=True
+                torch.tensor([ids[start:]]),
+                past_key_values=self._cache(ids, spans),
+                position_ids=positions,
+                output_attentions=True,
             )
         finally:
             self.model.set_attn_implementation("sdpa")
@@ -62,23 +79,37 @@ class Reference:
 
     @torch.no_grad()
     def sensitivity(self, document: list[int], foreign: list[list[int]]) -> torch.Tensor:
-        """[tokens]: how much the values change behind each of the foreign texts, squared and summed (METHODS, section 6)."""
+        """[tokens]: how much the values change behind each of the foreign texts, squared and summed (METHODS,
+        section 6).
+        """
         alone, moved = self.alone(document), torch.zeros(len(document))
         for text in foreign:
             cache: Any = self.model(torch.tensor([text]), use_cache=True).past_key_values
             positions = torch.arange(len(text), len(text) + len(document))[None]
-            after = self.model(torch.tensor([document]), past_key_values=cache, position_ids=positions, use_cache=True).past_key_values
+            after = self.model(
+                torch.tensor([document]), past_key_values=cache, position_ids=positions, use_cache=True
+            ).past_key_values
             for layer, (_, v) in enumerate(alone):
                 moved += (after.layers[layer].values[:, :, len(text) :] - v).square().sum((0, 1, 3))
         return moved
 
-    def _cache(self, ids: list[int], spans: list[tuple[int, int]], kept: list[list[int]] | None = None, *, rotate: bool = True) -> Any:
+    def _cache(
+        self,
+        ids: list[int],
+        spans: list[tuple[int, int]],
+        kept: list[list[int]] | None = None,
+        *,
+        rotate: bool = True,
+    ) -> Any:
         from transformers import DynamicCache
 
         parts = [self.alone(ids[a:b]) for a, b in spans]
         cache: Any = DynamicCache()
         for layer in range(self.layers):
-            k = torch.cat([self.moved(p[layer][0], a if rotate else 0) for (a, _), p in zip(spans, parts, strict=True)], 2)
+            k = torch.cat(
+                [self.moved(p[layer][0], a if rotate else 0) for (a, _), p in zip(spans, parts, strict=True)],
+                2,
+            )
             v = torch.cat([p[layer][1] for p in parts], 2)
             if kept is not None:
                 k, v = k[:, :, kept[layer]], v[:, :, kept[layer]]
@@ -96,7 +127,9 @@ class Reference:
         out, step, position = Generated([], []), ids, start
         for _ in range(n_new):
             positions = torch.arange(position, position + len(step))[None]
-            logits = self.model(torch.tensor([step]), past_key_values=cache, position_ids=positions, use_cache=True).logits[0, -1]
+            logits = self.model(
+                torch.tensor([step]), past_key_values=cache, position_ids=positions, use_cache=True
+            ).logits[0, -1]
             logprobs = logits.log_softmax(-1)
             token = int(logits.argmax())
             out.ids.append(token)
@@ -105,7 +138,9 @@ class Reference:
         return out
 
 
-def chosen_sentences(reference: Reference, tokenizer: Any, ids: list[int], spans: list[tuple[int, int]], share: float) -> list[int]:
+def chosen_sentences(
+    reference: Reference, tokenizer: Any, ids: list[int], spans: list[tuple[int, int]], share: float
+) -> list[int]:
     """Positions that rule `sentences` recomputes of a context that is kept whole."""
     late = reference.attention(ids, spans)[reference.layers // 2 :].amax(1).sum(0)
     foreign = foreign_contexts(tokenizer)

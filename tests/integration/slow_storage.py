@@ -1,4 +1,6 @@
-"""A storage backend for SGLang's `dynamic` option whose reads take as long as a file says: what waits for the disk can be watched."""
+"""A storage backend for SGLang's `dynamic` option whose reads take as long as a file says: what waits for the
+disk can be watched.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class SlowStorage(HiCacheStorage):
-    """One file per value under ``extra["folder"]``. Reading pages first sleeps the seconds in the file ``delay`` there, if it exists."""
+    """One file per value under ``extra["folder"]``. Reading pages first sleeps the seconds in the file
+    ``delay`` there, if it exists.
+    """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self._folder = Path(storage_config.extra_config["folder"])
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[torch.Tensor | None]:
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
         delay = self._folder / "delay"
         if delay.exists():
             time.sleep(float(delay.read_text()))
@@ -27,7 +33,9 @@ class SlowStorage(HiCacheStorage):
         path = self._folder / key
         return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if path.exists() else None
 
-    def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         for key, value in zip(keys, values, strict=True):
             (self._folder / key).write_bytes(value.numpy().tobytes())
         return True

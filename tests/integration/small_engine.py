@@ -1,8 +1,8 @@
-"""A server with a tiny random model and tiers so small that all of them evict all the time; and what is true of it at any moment.
+"""A server with a tiny random model and tiers so small that all of them evict all the time; and what is true
+of it at any moment.
 
-SGLang checks its own slots whenever it is idle, here also while it is busy, and ends the scheduler when one is lost: a test that goes on
-has lost none.
-"""
+SGLang checks its own slots whenever it is idle, here also while it is busy, and ends the scheduler when one
+is lost: a test that goes on has lost none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,15 @@ class Engine:
     def __init__(self, start: Any, model: Path, folder: Path) -> None:
         self._start, self.model, self.folder = start, model, folder
         self._stack = contextlib.ExitStack()
-        about = {"model": "small", "hardware": "", "dtype": "float32", "date": "", "versions": {}, "probes": {}, "figures": {}}
+        about = {
+            "model": "small",
+            "hardware": "",
+            "dtype": "float32",
+            "date": "",
+            "versions": {},
+            "probes": {},
+            "figures": {},
+        }
         SAMKV.save(model / FILE_NAME, model_fingerprint(str(model), ""), SamkvProfile(**PROFILE, **about))
         self.reference = Reference(model)
         self.answers: dict[Any, Generated] = {}
@@ -64,12 +72,15 @@ class Engine:
         self.up()
 
     def up(self) -> None:
-        # The tests set narrower budgets; the disk's must hold everything when the folder is scanned after a kill.
+        # The tests set narrower budgets; the disk's must hold everything when the folder is scanned after a
+        # kill.
         flags = {"max_total_tokens": SLOTS, "kv_host_bytes": HOST_PAGES * PAGE, "kv_disk_bytes": 2**30}
         flags["engine_args"] = '{"chunked_prefill_size": 64}'
         strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
         env = {"DUMPER_SERVER_PORT": "reuse", **strict}
-        self.server = self._stack.enter_context(self._start(data_dir=self.folder, model=self.model, env=env, **flags))
+        self.server = self._stack.enter_context(
+            self._start(data_dir=self.folder, model=self.model, env=env, **flags)
+        )
         self.client = self._stack.enter_context(self.server.client())
         self.fingerprint = self.control("info")["fingerprint"]
 

@@ -1,4 +1,6 @@
-"""The truth for sparse decoding, in transformers: attention with a mask over the pages that a rule chooses from the keys themselves."""
+"""The truth for sparse decoding, in transformers: attention with a mask over the pages that a rule chooses
+from the keys themselves.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ class Chosen:
 class SparseReference(Reference):
     """Greedy continuations whose decode steps attend as ``decode`` says; prefill is dense.
 
-    With ``bits`` below 16, KV is quantised when it is written: decode steps see nothing else, a prefill sees its own chunk as it is.
-    ``starts``: where the chunks of the prompt begin.
-    """
+    With ``bits`` below 16, KV is quantised when it is written: decode steps see nothing else, a prefill sees
+    its own chunk as it is. ``starts``: where the chunks of the prompt begin."""
 
     def __init__(
-        self, path: Path, page: int, logical: int, streaming: torch.Tensor | None = None, sink: int = 0, local: int = 0, bits: int = 16
+        self,
+        path: Path,
+        page: int,
+        logical: int,
+        streaming: torch.Tensor | None = None,
+        sink: int = 0,
+        local: int = 0,
+        bits: int = 16,
     ) -> None:
         from transformers import AttentionInterface
 
@@ -53,7 +61,16 @@ class SparseReference(Reference):
         self.step, self.chosen = -1, {}
         return super()._continue(question, start, cache, n_new)
 
-    def _attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    def _attend(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        scaling: float,
+        **_: Any,
+    ) -> Any:
         """q [1, heads, new, head_dim]; k, v [1, kv_heads, tokens, head_dim], the new ones last."""
         new, tokens, layer = q.shape[2], k.shape[2], module.layer_idx
         stored_k, stored_v = self._stored(k), self._stored(v)
@@ -66,7 +83,9 @@ class SparseReference(Reference):
                 seen_v = torch.cat((stored_v[:, :, :first], v[:, :, first : first + end - start]), 2)
                 visible = torch.ones(end - start, seen_k.shape[2], dtype=torch.bool).tril(first)
                 parts.append(
-                    scaled_dot_product_attention(q[:, :, start:end], seen_k, seen_v, attn_mask=visible, scale=scaling, enable_gqa=True)
+                    scaled_dot_product_attention(
+                        q[:, :, start:end], seen_k, seen_v, attn_mask=visible, scale=scaling, enable_gqa=True
+                    )
                 )
             return torch.cat(parts, 2).transpose(1, 2), None
         k, v = stored_k, stored_v
@@ -82,7 +101,9 @@ class SparseReference(Reference):
             now = self.chosen.get(layer)
             if now is None or self.step - now.step >= options.reuse or newest > now.newest + 1:
                 now = self.chosen[layer] = self._choose(q[0, :, 0], k[0], self.step)
-            if options.reuse > 1 and self.step + 1 - now.step == options.reuse:  # for the next step on, by this one's query
+            if (
+                options.reuse > 1 and self.step + 1 - now.step == options.reuse
+            ):  # for the next step on, by this one's query
                 self.chosen[layer] = self._choose(q[0, :, 0], k[0], self.step + 1)
             for head, pages in enumerate(now.pages):
                 kept = torch.isin(torch.arange(tokens) // self.page, torch.tensor([*pages, newest]))
@@ -91,7 +112,9 @@ class SparseReference(Reference):
                 visible[head] = kept
         group = q.shape[1] // k.shape[1]
         shown = visible.repeat_interleave(group, 0)[None, :, None]
-        return scaled_dot_product_attention(q, k, v, attn_mask=shown, scale=scaling, enable_gqa=True).transpose(1, 2), None
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=shown, scale=scaling, enable_gqa=True
+        ).transpose(1, 2), None
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, kv_heads, tokens, head_dim] as the pool gives it back."""
@@ -103,10 +126,14 @@ class SparseReference(Reference):
         return dequantize_kv(pool).transpose(0, 1)[None]
 
     def _choose(self, q: torch.Tensor, k: torch.Tensor, step: int) -> Chosen:
-        return Chosen(step, (k.shape[1] - 1) // self.page, [self._best(q, k, head) for head in range(k.shape[0])])
+        return Chosen(
+            step, (k.shape[1] - 1) // self.page, [self._best(q, k, head) for head in range(k.shape[0])]
+        )
 
     def _best(self, q: torch.Tensor, k: torch.Tensor, head: int) -> list[int]:
-        """Pages of one KV head: the first and the newest, and those of the others with the highest upper bound of a score."""
+        """Pages of one KV head: the first and the newest, and those of the others with the highest upper
+        bound of a score.
+        """
         group = q.shape[0] // k.shape[0]
         queries = q[head * group : (head + 1) * group]
         last = (k.shape[1] - 1) // self.page
@@ -114,7 +141,9 @@ class SparseReference(Reference):
         for page in range(1, last):
             runs = k[head, page * self.page : (page + 1) * self.page].view(-1, self.logical, k.shape[2])
             low, high = runs.amin(1), runs.amax(1)
-            bound = torch.maximum(queries[:, None] * low, queries[:, None] * high).sum(-1)  # [group, logical pages]
+            bound = torch.maximum(queries[:, None] * low, queries[:, None] * high).sum(
+                -1
+            )  # [group, logical pages]
             scores.append(float(bound.max()))
         free = self.decode.budget // self.page - 2
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:free]
@@ -127,14 +156,38 @@ class SparseReference(Reference):
         return (position < sink) | (position // self.page >= max(tokens - self.local, 0) // self.page)
 
     def _progressive(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """By the plain operations, over the cache as it is: what is checked is that the engine feeds them the same."""
+        """By the plain operations, over the cache as it is: what is checked is that the engine feeds them the
+        same.
+        """
         tokens = k.shape[1]
         pages = -(-tokens // self.page)
-        padded = [torch.cat((x.transpose(0, 1), torch.zeros(pages * self.page - tokens, *x.transpose(0, 1).shape[1:]))) for x in (k, v)]
+        padded = [
+            torch.cat(
+                (x.transpose(0, 1), torch.zeros(pages * self.page - tokens, *x.transpose(0, 1).shape[1:]))
+            )
+            for x in (k, v)
+        ]
         low, high, _, _ = summarise(padded[0], self.logical)
         table = torch.arange(pages, dtype=torch.int32)[None]
         lens = torch.tensor([tokens], dtype=torch.int32)
-        ranking = page_select(q, table, lens, block_size=self.page, k_min=low, k_max=high, per_block=self.page // self.logical, rank=True)
+        ranking = page_select(
+            q,
+            table,
+            lens,
+            block_size=self.page,
+            k_min=low,
+            k_max=high,
+            per_block=self.page // self.logical,
+            rank=True,
+        )
         return progressive_decode(
-            q, *padded, table, lens, *ranking, page_size=self.page, threshold=self.decode.threshold, bound="round", scale=scaling
-        ).out  # fmt: skip
+            q,
+            *padded,
+            table,
+            lens,
+            *ranking,
+            page_size=self.page,
+            threshold=self.decode.threshold,
+            bound="round",
+            scale=scaling,
+        ).out

@@ -27,7 +27,16 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) 
     for file in MODEL.iterdir():
         if file.name != SAMKV_FILE:
             (model / file.name).symlink_to(file.resolve())
-    command = [sys.executable, "-m", "ragserve.cli", "calibrate", "--data-dir", str(tmp_path), "--strategies", "epic:first=8"]
+    command = [
+        sys.executable,
+        "-m",
+        "ragserve.cli",
+        "calibrate",
+        "--data-dir",
+        str(tmp_path),
+        "--strategies",
+        "epic:first=8",
+    ]
     command += ["--model", str(model), "--sets", "1", "--questions", "1"]
     done = subprocess.run(
         [*command, "--max-tokens", "1000", "--repeats", "1", "--context-length", "2048"],
@@ -56,20 +65,34 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) 
 
 
 def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
-    """The profile is made up, so that what is cached alone decides: composing is cheap, a document that is nowhere is not."""
+    """The profile is made up, so that what is cached alone decides: composing is cheap, a document that is
+    nowhere is not.
+    """
     fingerprint = model_fingerprint(str(MODEL), "")
     files = (server.data_dir / GATE_FILE, server.data_dir / COSTS_FILE)
-    texts = [f"The lighthouse of Corran {number} was built by Ida Marsh in 18{number}. It is made of granite." * 3 for number in (10, 20)]
-    body = {"query": "Who built the lighthouse?", "namespace": "auto", "documents": [{"title": "Corran", "text": text} for text in texts]}
+    texts = [
+        f"The lighthouse of Corran {number} was built by Ida Marsh in 18{number}. It is made of granite." * 3
+        for number in (10, 20)
+    ]
+    body = {
+        "query": "Who built the lighthouse?",
+        "namespace": "auto",
+        "documents": [{"title": "Corran", "text": text} for text in texts],
+    }
 
     def ask(strategy: str, **options: Any) -> dict[str, Any]:
-        response = server.client.post("/rag/query", json={**body, "strategy": strategy, "strategy_options": options, "max_new_tokens": 4})
+        response = server.client.post(
+            "/rag/query",
+            json={**body, "strategy": strategy, "strategy_options": options, "max_new_tokens": 4},
+        )
         assert response.status_code == 200, response.text
         return dict(response.json()["context"])
 
     try:
         record(files[0], fingerprint, {"concat": Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32")})
-        costs = Costs((10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d")
+        costs = Costs(
+            (10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d"
+        )
         COSTS.save(files[1], fingerprint, costs)
         cold = ask("auto")
         assert (cold["strategy"], "3 of 3 documents cached nowhere" in cold["choice"]) == ("prefix", True)

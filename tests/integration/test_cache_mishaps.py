@@ -1,4 +1,6 @@
-"""Damaged files, a full disk, deletion at a bad moment and death, to the document cache inside the real engine."""
+"""Damaged files, a full disk, deletion at a bad moment and death, to the document cache inside the real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def damaged(path: Path, how: str, other: Path) -> None:
         ("without any folder", "missing"),
     ],
 )
-def test_a_damaged_document_is_a_miss_counted_logged_and_prefilled_again(fresh: Engine, how: str, reason: str) -> None:
+def test_a_damaged_document_is_a_miss_counted_logged_and_prefilled_again(
+    fresh: Engine, how: str, reason: str
+) -> None:
     texts = [6, 7]
     ids, spans = fresh.prompt(texts)
     fresh.right("concat", texts, result(composed(fresh.client, ids, spans, namespace="left", n_new=NEW)))
@@ -98,7 +102,9 @@ def test_a_full_disk_is_counted_and_logged_and_answers_stay_right(fresh: Engine)
     assert "document cache, disk_full" in fresh.server.log.read_text()
     texts = [1]
     prompt, spans = fresh.prompt(texts)
-    fresh.right("concat", texts, result(generate(fresh.client, prompt, plan_of(spans, namespace="left"), n_new=NEW)))
+    fresh.right(
+        "concat", texts, result(generate(fresh.client, prompt, plan_of(spans, namespace="left"), n_new=NEW))
+    )
     fresh.control("evict", tiers=["device", "host"])
     assert missing_of(generate(fresh.client, [*ids, 5], plan_of([(0, 600)], namespace="left"))) == [0]
 
@@ -119,7 +125,9 @@ def removed_while_it_decodes(engine: Engine, ids: list[int], sampling: dict[str,
 
 
 def test_a_document_removed_while_it_is_computed_is_not_cached(fresh: Engine) -> None:
-    removed_while_it_decodes(fresh, TEXTS[6], {"custom_params": {PLAN_FIELD: ContextPlan("document", "left").to_json()}})
+    removed_while_it_decodes(
+        fresh, TEXTS[6], {"custom_params": {PLAN_FIELD: ContextPlan("document", "left").to_json()}}
+    )
     figures = fresh.control("stat")
     assert figures["device"]["documents"] == figures["host"]["documents"] == figures["disk"]["documents"] == 0
     ids, spans = fresh.prompt([6])
@@ -133,7 +141,9 @@ def test_an_exact_prompt_with_a_document_removed_meanwhile_is_not_cached(fresh: 
     answer = generate(fresh.client, ids, n_new=NEW, **left)
     fresh.right("plain", [6], result(answer))
     assert answer["meta_info"]["cached_tokens"] == 0
-    assert generate(fresh.client, ids, n_new=NEW, **left)["meta_info"]["cached_tokens"] > 0, "asked for after the removal, it is"
+    assert generate(fresh.client, ids, n_new=NEW, **left)["meta_info"]["cached_tokens"] > 0, (
+        "asked for after the removal, it is"
+    )
 
 
 def test_nothing_is_kept_of_what_strategy_full_computes(fresh: Engine) -> None:
@@ -160,11 +170,15 @@ def test_identical_texts_of_two_namespaces_are_two_documents(fresh: Engine) -> N
     fresh.control("remove_namespace", namespace="left")
     assert missing_of(generate(fresh.client, ids, plan_of(spans, namespace="left"))) == [0, 1, 2]
     fresh.control("evict", tiers=["device", "host"])
-    fresh.right("concat", texts, result(generate(fresh.client, ids, plan_of(spans, namespace="right"), n_new=NEW)))
+    fresh.right(
+        "concat", texts, result(generate(fresh.client, ids, plan_of(spans, namespace="right"), n_new=NEW))
+    )
 
 
 def test_documents_on_the_device_do_not_keep_a_context_out(fresh: Engine) -> None:
-    """Pool 700: four documents of 100 and a context of 400 do not fit together, but from host the context does alone."""
+    """Pool 700: four documents of 100 and a context of 400 do not fit together, but from host the context
+    does alone.
+    """
     fresh.control("budget", host_bytes=HOST_PAGES * PAGE)
     ids = [DRAW.randrange(10, 8000) for _ in range(370)]
     spans = [(0, 120), (120, 240), (240, 360)]
@@ -176,7 +190,9 @@ def test_documents_on_the_device_do_not_keep_a_context_out(fresh: Engine) -> Non
 # what ends
 
 
-def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives_its_server(fresh: Engine) -> None:
+def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives_its_server(
+    fresh: Engine,
+) -> None:
     engine = fresh
     engine.control("budget", disk_bytes=2**30)
     texts = [5, 6]
@@ -192,7 +208,9 @@ def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives
     writing.join(60)
     engine.down()
     engine.up()
-    answer = generate(engine.client, ids, plan_of(spans, namespace="left"), n_new=NEW)  # no document request first
+    answer = generate(
+        engine.client, ids, plan_of(spans, namespace="left"), n_new=NEW
+    )  # no document request first
     engine.right("concat", texts, result(answer))
     assert set(json.loads(answer["meta_info"][PLAN_FIELD][0])["by_tier"]) == {"disk"}
     figures = engine.check()
@@ -207,7 +225,12 @@ def _write_until_it_dies(url: str) -> None:
     draw = random.Random(9)
     with httpx.Client(base_url=url, timeout=60) as client, contextlib.suppress(httpx.HTTPError):
         while True:
-            generate(client, [draw.randrange(10, 8000) for _ in range(300)], ContextPlan("document", "written"), n_new=1)
+            generate(
+                client,
+                [draw.randrange(10, 8000) for _ in range(300)],
+                ContextPlan("document", "written"),
+                n_new=1,
+            )
 
 
 def _family(engine: Engine) -> list[psutil.Process]:

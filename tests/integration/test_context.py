@@ -1,4 +1,6 @@
-"""Composed contexts on the real engine against plain prefill and a transformers reference, token for token and logprob for logprob."""
+"""Composed contexts on the real engine against plain prefill and a transformers reference, token for token
+and logprob for logprob.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / f"{name}_8.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def prompt(builder: PromptBuilder, row: dict[str, Any], n_documents: int) -> tuple[list[int], list[tuple[int, int]]]:
-    documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"][:n_documents])]
+def prompt(
+    builder: PromptBuilder, row: dict[str, Any], n_documents: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    documents = [
+        PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"][:n_documents])
+    ]
     built = builder.build(row["question"], documents, max_prompt_tokens=8000)
     return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
 
@@ -37,26 +43,36 @@ def test_documents_prefilled_alone_equal_concatenated_rotated_caches(
     got = composed(server.client, ids, spans)
     assert_same(result(got), want)
     exact = reference.plain(ids, NEW)
-    assert max(abs(a - b) for a, b in zip(exact.logprobs, want.logprobs, strict=True)) > 0.01, "the test must tell them apart"
+    assert max(abs(a - b) for a, b in zip(exact.logprobs, want.logprobs, strict=True)) > 0.01, (
+        "the test must tell them apart"
+    )
     report = json.loads(got["meta_info"][PLAN_FIELD][0])
     assert report["kept"] == report["document_tokens"] == spans[-1][1] - spans[0][1]
     assert report["recomputed"] == 0
     assert got["meta_info"]["cached_tokens"] == 0, "composed tokens are no prefix hits"
 
 
-def test_one_span_kept_whole_equals_plain_prefill(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_one_span_kept_whole_equals_plain_prefill(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("onehop")[1], 1)
     whole = [(0, spans[-1][1])]
     assert_same(result(composed(server.client, ids, whole)), reference.plain(ids, NEW))
 
 
-def test_without_rotation_keys_stay_where_their_documents_began(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_without_rotation_keys_stay_where_their_documents_began(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[1], 3)
-    assert_same(result(composed(server.client, ids, spans, rotate=False)), reference.composed(ids, spans, NEW, rotate=False))
+    assert_same(
+        result(composed(server.client, ids, spans, rotate=False)),
+        reference.composed(ids, spans, NEW, rotate=False),
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0}), ("random", {"share": 1.0})]
+    ("strategy", "options"),
+    [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0}), ("random", {"share": 1.0})],
 )
 def test_recomputing_everything_equals_full(
     server: Any, builder: PromptBuilder, reference: Reference, strategy: str, options: dict[str, Any]
@@ -67,7 +83,9 @@ def test_recomputing_everything_equals_full(
     assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == spans[-1][1] - spans[0][1]
 
 
-def test_recomputing_the_last_document_alone_is_exact_for_it(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_recomputing_the_last_document_alone_is_exact_for_it(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
     """With one document before it, recomputing the second gives what plain prefill gives."""
     ids, spans = prompt(builder, rows("crossdoc")[3], 2)
     joined = [(0, spans[1][1]), spans[2]]  # system and first document as one span
@@ -79,15 +97,25 @@ def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, r
     ids, spans = prompt(builder, rows("crossdoc")[4], 3)
     draw = random.Random(7)
     kept = [sorted(draw.sample(range(spans[-1][1]), 150)) for _ in range(reference.layers)]
-    assert_same(result(composed(server.client, ids, spans, kept=kept)), reference.composed(ids, spans, NEW, kept=kept))
+    assert_same(
+        result(composed(server.client, ids, spans, kept=kept)), reference.composed(ids, spans, NEW, kept=kept)
+    )
 
 
-def test_kept_tokens_closed_up_are_a_shorter_prompt(server: Any, builder: PromptBuilder, reference: Reference) -> None:
-    """With everything kept computed again the context is plain prefill of the kept tokens; of whole documents, their composition."""
+def test_kept_tokens_closed_up_are_a_shorter_prompt(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
+    """With everything kept computed again the context is plain prefill of the kept tokens; of whole
+    documents, their composition.
+    """
     ids, spans = prompt(builder, rows("onehop")[1], 3)
     question = ids[spans[-1][1] :]
     whole = [*range(spans[0][1]), *range(*spans[2])]
-    parts = [*range(spans[0][1]), *range(spans[1][0] + 5, spans[1][0] + 40), *range(spans[3][0] + 17, spans[3][0] + 60)]
+    parts = [
+        *range(spans[0][1]),
+        *range(spans[1][0] + 5, spans[1][0] + 40),
+        *range(spans[3][0] + 17, spans[3][0] + 60),
+    ]
     answer = composed(server.client, ids, spans, kept=parts, places="closed", recompute="all")
     assert_same(result(answer), reference.plain([ids[i] for i in parts] + question, NEW))
     alone = spans[0][1]
@@ -98,7 +126,9 @@ def test_kept_tokens_closed_up_are_a_shorter_prompt(server: Any, builder: Prompt
         assert server.client.post("/rag/cache/evict", json={"tiers": ["device"]}).status_code == 200
 
 
-def test_plain_requests_are_untouched_by_composed_traffic(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_plain_requests_are_untouched_by_composed_traffic(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("onehop")[2], 4)
     before = result(generate(server.client, ids, extra_key="before"))
     assert_same(before, reference.plain(ids, NEW))
@@ -124,37 +154,83 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
     ("plan", "says"),
     [
         ("{", "not a context plan"),
-        ('{"v":99,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{}}', "version 99"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2],[3,4]],"options":{}}', "does not continue"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,9]],"options":{}}', "at least one token"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"magic","spans":[[0,2]],"options":{}}', "no strategy 'magic'"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"epic","spans":[[0,2]],"options":{"first":-1}}', "first must be"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"share":7}}', "share must be"),
-        ('{"v":1,"op":"document","namespace":"../n","strategy":"","spans":[],"options":{}}', "namespace a name"),
-        ('{"v":1,"op":"document","namespace":"n","strategy":"","spans":[],"options":{"analyse":1}}', "one option, analyse"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,Infinity]],"options":{}}', "not a context plan"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{"kept":[1' + "0" * 30 + "]}}", "kept must"),
-        ('{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"seed":1' + "0" * 30 + "}}", "seed must"),
+        (
+            '{"v":99,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{}}',
+            "version 99",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2],[3,4]],"options":{}}',
+            "does not continue",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,9]],"options":{}}',
+            "at least one token",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"magic","spans":[[0,2]],"options":{}}',
+            "no strategy 'magic'",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"epic","spans":[[0,2]],"options":{"first":-1}}',
+            "first must be",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"share":7}}',
+            "share must be",
+        ),
+        (
+            '{"v":1,"op":"document","namespace":"../n","strategy":"","spans":[],"options":{}}',
+            "namespace a name",
+        ),
+        (
+            '{"v":1,"op":"document","namespace":"n","strategy":"","spans":[],"options":{"analyse":1}}',
+            "one option, analyse",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,Infinity]],"options":{}}',
+            "not a context plan",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,2]],"options":{"kept":[1'
+            + "0" * 30
+            + "]}}",
+            "kept must",
+        ),
+        (
+            '{"v":1,"op":"compose","namespace":"n","strategy":"random","spans":[[0,2]],"options":{"seed":1'
+            + "0" * 30
+            + "}}",
+            "seed must",
+        ),
         ("[" * 100_000, "not a context plan"),
     ],
 )
 def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str) -> None:
-    body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}}}
+    body = {
+        "input_ids": [5, 6, 7, 8],
+        "sampling_params": {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}},
+    }
     answer = server.client.post("/generate", json=body)
     assert answer.status_code == 400
     assert says in answer.text
-    after = server.client.post("/generate", json={"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 1}})
+    after = server.client.post(
+        "/generate", json={"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 1}}
+    )
     assert after.status_code == 200, "the engine goes on"
 
 
 def metrics(client: Any) -> dict[str, float]:
-    """Samples of /metrics whose names we test, summed over their other labels: name, or name and our label's value."""
+    """Samples of /metrics whose names we test, summed over their other labels: name, or name and our label's
+    value.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
-            label = next((sample.labels[name] for name in ("tier", "strategy", "stage") if name in sample.labels), "")
+            label = next(
+                (sample.labels[name] for name in ("tier", "strategy", "stage") if name in sample.labels), ""
+            )
             if sample.labels.get("kind", "kept") == "kept":
                 key = f"{sample.name} {label}".strip()
                 found[key] = found.get(key, 0.0) + sample.value
@@ -176,7 +252,9 @@ def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(server: Any, bu
     def grown(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
 
-    assert [grown(f"ragserve_kv_hits_total {tier}") for tier in ("device", "host", "disk")] == [len(spans)] * 3
+    assert [grown(f"ragserve_kv_hits_total {tier}") for tier in ("device", "host", "disk")] == [
+        len(spans)
+    ] * 3
     assert grown("ragserve_kv_misses_total") == 0
     assert grown("ragserve_contexts_total epic") == 3
     assert grown("ragserve_context_tokens_total epic") == 3 * (spans[-1][1] - spans[0][1])
@@ -193,15 +271,26 @@ def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(server: Any, bu
 def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None:
     client = server.client
     text = "The observatory of Quillmark was founded in 1902 by Ada Brandt. " * 4
-    job = client.post("/rag/ingest", json={"namespace": "deletions", "texts": [{"name": "quillmark", "text": text}]}).json()
+    job = client.post(
+        "/rag/ingest", json={"namespace": "deletions", "texts": [{"name": "quillmark", "text": text}]}
+    ).json()
     deadline = time.monotonic() + 60
-    while client.get(f"/rag/jobs/{job['job_id']}").json()["state"] not in ("done", "failed") and time.monotonic() < deadline:
+    while (
+        client.get(f"/rag/jobs/{job['job_id']}").json()["state"] not in ("done", "failed")
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
-    question = {"query": "Who founded the observatory of Quillmark?", "namespace": "deletions", "strategy": "concat"}
+    question = {
+        "query": "Who founded the observatory of Quillmark?",
+        "namespace": "deletions",
+        "strategy": "concat",
+    }
     refused = client.post("/rag/query", json=question)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "strategy_not_verified")
     assert "fell short (onehop" in refused.json()["error"]["message"]
-    verified = client.post("/rag/query", json=question | {"strategy_options": {"recompute": "sentences", "share": 0.1}})
+    verified = client.post(
+        "/rag/query", json=question | {"strategy_options": {"recompute": "sentences", "share": 0.1}}
+    )
     assert verified.json()["context"]["tokens_recomputed"] > 0, "by the record that the model brings"
     question["strategy_options"] = {"force": True}
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Composed contexts with multi-head attention, llama3-scaled rotary positions and two tensor-parallel processes, against transformers."""
+"""Composed contexts with multi-head attention, llama3-scaled rotary positions and two tensor-parallel
+processes, against transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from tests.integration.reference import Reference, chosen_sentences
 RANKS = 2
 DRAW = random.Random(11)
 IDS = [DRAW.randrange(10, 8000) for _ in range(420)]
-SPANS = [(0, 20), (20, 120), (120, 203), (203, 300), (300, 316), (316, 400)]  # five documents, not all of whole pages
+SPANS = [
+    (0, 20),
+    (20, 120),
+    (120, 203),
+    (203, 300),
+    (300, 316),
+    (316, 400),
+]  # five documents, not all of whole pages
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +44,12 @@ def reference(folder: Path) -> Reference:
 @pytest.fixture(scope="module")
 def engine(start_server: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     data_dir = tmp_path_factory.mktemp("parallel") / "data"
-    # Without it SGLang wants a NUMA node for each process. 4096 slots, so that a composed context and its documents fit well.
+    # Without it SGLang wants a NUMA node for each process. 4096 slots, so that a composed context and its
+    # documents fit well.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS)}
-    with start_server(data_dir=data_dir, model=folder, tp_size=RANKS, max_total_tokens=4096, env=env) as running:
+    with start_server(
+        data_dir=data_dir, model=folder, tp_size=RANKS, max_total_tokens=4096, env=env
+    ) as running:
         yield running
 
 
@@ -61,7 +73,9 @@ def test_plain_prefill_is_the_references(client: Any, reference: Reference) -> N
 
 
 @pytest.mark.parametrize("n_documents", [1, 2, 5])
-def test_documents_equal_concatenated_rotated_caches(client: Any, reference: Reference, n_documents: int) -> None:
+def test_documents_equal_concatenated_rotated_caches(
+    client: Any, reference: Reference, n_documents: int
+) -> None:
     spans = SPANS[: n_documents + 1]
     ids = IDS[: spans[-1][1]] + IDS[400:]
     want = reference.composed(ids, spans, NEW)
@@ -71,28 +85,44 @@ def test_documents_equal_concatenated_rotated_caches(client: Any, reference: Ref
     assert_same(result(composed(client, ids, spans, rotate=False)), unmoved)
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0})])
-def test_recomputing_everything_equals_plain_prefill(client: Any, reference: Reference, strategy: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0})]
+)
+def test_recomputing_everything_equals_plain_prefill(
+    client: Any, reference: Reference, strategy: str, options: dict[str, Any]
+) -> None:
     exact = reference.plain(IDS, NEW)
     assert reference.composed(IDS, SPANS, NEW).ids != exact.ids
     answer = composed(client, IDS, SPANS, strategy, **options)
     assert_same(result(answer), exact)
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (strategy == "concat"), "on both ranks, or they would hang"
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (strategy == "concat"), (
+        "on both ranks, or they would hang"
+    )
 
 
 def test_each_layer_may_keep_other_tokens(client: Any, reference: Reference) -> None:
     kept = [sorted(DRAW.sample(range(SPANS[-1][1]), 150)) for _ in range(reference.layers)]
-    assert_same(result(composed(client, IDS, SPANS, kept=kept)), reference.composed(IDS, SPANS, NEW, kept=kept))
+    assert_same(
+        result(composed(client, IDS, SPANS, kept=kept)), reference.composed(IDS, SPANS, NEW, kept=kept)
+    )
 
 
-def test_what_one_process_chooses_by_deviation_the_other_chooses_too(client: Any, reference: Reference) -> None:
-    """Each has half of the heads; tokens chosen by one half alone would differ, and with them the number of rows in a collective."""
+def test_what_one_process_chooses_by_deviation_the_other_chooses_too(
+    client: Any, reference: Reference
+) -> None:
+    """Each has half of the heads; tokens chosen by one half alone would differ, and with them the number of
+    rows in a collective.
+    """
     answer = composed(client, IDS, SPANS, "cacheblend", share=0.3)
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == round(0.3 * (SPANS[-1][1] - SPANS[0][1]))
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == round(
+        0.3 * (SPANS[-1][1] - SPANS[0][1])
+    )
     assert result(answer).ids != reference.composed(IDS, SPANS, NEW).ids
 
 
-def test_a_document_that_one_process_lost_is_missing_for_all(engine: Any, client: Any, reference: Reference) -> None:
+def test_a_document_that_one_process_lost_is_missing_for_all(
+    engine: Any, client: Any, reference: Reference
+) -> None:
     want = reference.composed(IDS, SPANS, NEW)
     assert_same(result(composed(client, IDS, SPANS)), want)
     settled(client)
@@ -101,7 +131,9 @@ def test_a_document_that_one_process_lost_is_missing_for_all(engine: Any, client
     for path in theirs:
         path.unlink()
     message = str(generate(client, IDS, plan_of(SPANS))["error"]["message"])
-    assert message == MISSING_PREFIX + json.dumps(list(range(len(SPANS)))), "the first process still has every file"
+    assert message == MISSING_PREFIX + json.dumps(list(range(len(SPANS)))), (
+        "the first process still has every file"
+    )
     assert_same(result(composed(client, IDS, SPANS)), want)
     assert client.post("/rag/cache/verify", json={}).json()["bad"] == []
 
@@ -118,7 +150,9 @@ def test_a_failure_of_the_second_process_is_reported(engine: Any, client: Any) -
 
 
 def test_samkv_selects_the_same_in_every_process(client: Any, reference: Reference) -> None:
-    """Scores and attention are of half of the heads in each; what they choose decides the number of rows in a collective."""
+    """Scores and attention are of half of the heads in each; what they choose decides the number of rows in a
+    collective.
+    """
     exact = reference.plain(IDS, NEW)
     assert_same(result(composed(client, IDS, SPANS, "samkv", keep=1.0, recompute="all")), exact, 1e-3)
     for options in (
@@ -134,8 +168,13 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
         assert_same(result(composed(client, IDS, SPANS, "samkv", **options)), result(answer))
 
 
-def test_sentences_are_chosen_by_the_heads_of_all_processes(client: Any, reference: Reference, folder: Path) -> None:
+def test_sentences_are_chosen_by_the_heads_of_all_processes(
+    client: Any, reference: Reference, folder: Path
+) -> None:
     wanted = chosen_sentences(reference, AutoTokenizer.from_pretrained(folder), IDS, SPANS, 0.2)
-    by_rule, by_name = (result(composed(client, IDS, SPANS, recompute=recompute, share=0.2)) for recompute in ("sentences", wanted))
+    by_rule, by_name = (
+        result(composed(client, IDS, SPANS, recompute=recompute, share=0.2))
+        for recompute in ("sentences", wanted)
+    )
     assert by_rule == by_name
     assert by_rule != result(composed(client, IDS, SPANS, recompute=wanted[1:]))

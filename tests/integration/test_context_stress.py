@@ -1,5 +1,6 @@
-"""Composed and plain requests together under forced retraction, small chunks, pages of 16, a small pool, a slow disk and clients that
-leave at every stage. Sparse decoding is on, for requests that ask for it, so every check is also one of all page statistics."""
+"""Composed and plain requests together under forced retraction, small chunks, pages of 16, a small pool, a
+slow disk and clients that leave at every stage. Sparse decoding is on, for requests that ask for it, so every
+check is also one of all page statistics."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ from tests.integration.sparse_reference import SparseReference
 from tests.integration.test_context import prompt, rows
 
 ENGINE = {"chunked_prefill_size": 128}
-STORAGE = {"backend_name": "slow", "module_path": "tests.integration.slow_storage", "class_name": "SlowStorage"}
+STORAGE = {
+    "backend_name": "slow",
+    "module_path": "tests.integration.slow_storage",
+    "class_name": "SlowStorage",
+}
 STRICT = {
     "SGLANG_TEST_RETRACT": "1",  # every third decode step takes requests back and admits them again
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",  # the scheduler dies if a slot is lost or counted twice
+    # the scheduler dies if a slot is lost or counted twice
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
 }
@@ -45,8 +51,19 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(start_server: Any, storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     data_dir = tmp_path_factory.mktemp("stress") / "data"
     disk = {"kv_storage": "dynamic", "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)})}
-    sparse = {"sparse_attention": "on", "decode_mode": "dense", "decode_dense_below": 0, "decode_page_size": 16, "decode_logical_page": 4}
-    flags = sparse | {"engine_args": json.dumps(ENGINE), "max_total_tokens": 6144, "kv_host_bytes": 2**26, **disk}
+    sparse = {
+        "sparse_attention": "on",
+        "decode_mode": "dense",
+        "decode_dense_below": 0,
+        "decode_page_size": 16,
+        "decode_logical_page": 4,
+    }
+    flags = sparse | {
+        "engine_args": json.dumps(ENGINE),
+        "max_total_tokens": 6144,
+        "kv_host_bytes": 2**26,
+        **disk,
+    }
     with start_server(data_dir=data_dir, env=STRICT, **flags) as running:
         yield running
 
@@ -74,7 +91,9 @@ def settled(client: httpx.Client) -> None:
     assert client.get("/health_generate", timeout=60).status_code == 200
 
 
-def test_mixed_traffic_gives_the_answers_of_single_requests_and_loses_nothing(small: Any, builder: PromptBuilder) -> None:
+def test_mixed_traffic_gives_the_answers_of_single_requests_and_loses_nothing(
+    small: Any, builder: PromptBuilder
+) -> None:
     prompts = [prompt(builder, row, 3) for row in rows("onehop")[:4]]
     with small.client() as client:
         alone = [result(composed(client, ids, spans)).ids for ids, spans in prompts]
@@ -89,7 +108,9 @@ def test_mixed_traffic_gives_the_answers_of_single_requests_and_loses_nothing(sm
 
 async def _crowd(url: str, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]], int]:
     """All at once: each prompt composed and plain, and as many clients that leave at different moments."""
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)
+    ) as client:
         kept = [_ask(client, ids, plan_of(spans)) for ids, spans in prompts]
         plain = [_ask(client, ids, None) for ids, _ in prompts]
         leaving = [
@@ -135,7 +156,9 @@ def stage_of(name: str) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", ["load", "compose", "recompute", "decode"])
-def test_a_client_that_leaves_at_a_stage_leaves_nothing_behind(small: Any, storage: Path, builder: PromptBuilder, stage: str) -> None:
+def test_a_client_that_leaves_at_a_stage_leaves_nothing_behind(
+    small: Any, storage: Path, builder: PromptBuilder, stage: str
+) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[6], 5)
     tiers, options, sampling = stage_of(stage)
     with small.client() as client:
@@ -157,9 +180,13 @@ def test_clients_that_leave_the_queue_leave_nothing_behind(small: Any, builder: 
         want = result(composed(client, ids, spans))
 
         async def crowd() -> int:
-            async with httpx.AsyncClient(base_url=small.url, limits=httpx.Limits(max_connections=None)) as http:
+            async with httpx.AsyncClient(
+                base_url=small.url, limits=httpx.Limits(max_connections=None)
+            ) as http:
                 await asyncio.gather(*(_ask_or_miss(http, *each) for each in prompts))
-                left = await asyncio.gather(*(_leave(http, i, plan_of(s), 0.5 + 0.1 * n) for n, (i, s) in enumerate(prompts * 3)))
+                left = await asyncio.gather(
+                    *(_leave(http, i, plan_of(s), 0.5 + 0.1 * n) for n, (i, s) in enumerate(prompts * 3))
+                )
                 return sum(left)
 
         assert asyncio.run(crowd()) > len(prompts)
@@ -168,20 +195,31 @@ def test_clients_that_leave_the_queue_leave_nothing_behind(small: Any, builder: 
 
 
 async def _ask_or_miss(client: httpx.AsyncClient, ids: list[int], spans: list[tuple[int, int]]) -> None:
-    for i in missing_of((await client.post("/generate", json=_body(ids, plan_of(spans), 1), timeout=300)).json()):
+    for i in missing_of(
+        (await client.post("/generate", json=_body(ids, plan_of(spans), 1), timeout=300)).json()
+    ):
         a, b = spans[i]
-        await client.post("/generate", json=_body(ids[a:b], ContextPlan("document", "context"), 1), timeout=300)
+        await client.post(
+            "/generate", json=_body(ids[a:b], ContextPlan("document", "context"), 1), timeout=300
+        )
 
 
-def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(small: Any, builder: PromptBuilder) -> None:
-    """It cannot be composed again. What it has said so far came from composed KV, so it is not continued from another."""
+def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
+    small: Any, builder: PromptBuilder
+) -> None:
+    """It cannot be composed again. What it has said so far came from composed KV, so it is not continued from
+    another.
+    """
     prompts = [prompt(builder, row, 2) for row in rows("onehop")[:4]]
     with small.client() as client:
         want = [result(composed(client, ids, spans, n_new=60)).ids for ids, spans in prompts]
 
         async def crowd() -> list[Any]:
             async with httpx.AsyncClient(base_url=small.url, timeout=300) as http:
-                asking = [asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 60))) for ids, spans in prompts]
+                asking = [
+                    asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 60)))
+                    for ids, spans in prompts
+                ]
                 await asyncio.sleep(0.5)
                 assert (await http.delete("/rag/cache")).status_code == 200
                 return await asyncio.gather(*asking)
@@ -190,19 +228,32 @@ def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(small: 
         lost = [answer for answer in answers if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE]
         assert lost, "every third step takes all but one back"
         assert all("its documents were evicted meanwhile" in answer.text for answer in lost)
-        whole = [(answer.json()["output_ids"], ids) for answer, ids in zip(answers, want, strict=True) if answer.status_code == 200]
+        whole = [
+            (answer.json()["output_ids"], ids)
+            for answer, ids in zip(answers, want, strict=True)
+            if answer.status_code == 200
+        ]
         assert len(whole) + len(lost) == len(answers)
         assert [got for got, _ in whole] == [ids for _, ids in whole]
         settled(client)
 
 
 def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(small: Any) -> None:
-    """Requests of all modes at once: every third step takes one back, whose pages are freed and written again, elsewhere."""
+    """Requests of all modes at once: every third step takes one back, whose pages are freed and written
+    again, elsewhere.
+    """
     chance = random.Random(8)
     lengths = (210, 240, 270, 300, 420, 450)  # the longest prompts are taken back first
     prompts = [[chance.randrange(10, 8000) for _ in range(length)] for length in lengths]
     budget = {"mode": "hierarchical", "budget": 64, "reuse": 3}
-    modes: list[dict[str, Any]] = [{"mode": "dense"}, budget, {"mode": "dense"}, {"mode": "progressive", "threshold": 1.0}, budget, budget]
+    modes: list[dict[str, Any]] = [
+        {"mode": "dense"},
+        budget,
+        {"mode": "dense"},
+        {"mode": "progressive", "threshold": 1.0},
+        budget,
+        budget,
+    ]
     with small.client() as client:
         alone = [result(generate(client, ids, n_new=40)).ids for ids in prompts]
         assert client.delete("/rag/cache").status_code == 200
@@ -211,22 +262,37 @@ def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(smal
             assert mode["mode"] == "hierarchical" or answer["output_ids"] == ids, mode
         said = [DecodeReport.from_json(answers[i]["meta_info"][DECODE_FIELD][-1]) for i in (1, 4, 5)]
         assert all(report.sparse_steps and report.pages < report.pages_held for report in said)
-        assert min(report.steps for report in said) < 39, "a step that was taken back comes again as a prefill"
+        assert min(report.steps for report in said) < 39, (
+            "a step that was taken back comes again as a prefill"
+        )
         settled(client)
         reference = SparseReference(MODEL, 16, 4)
         reference.decode = DecodeOptions(mode="hierarchical", budget=64, reuse=3, dense_below=0)
-        custom = {"custom_params": {DECODE_FIELD: json.dumps({"mode": "hierarchical", "budget": 64, "reuse": 3})}}
+        custom = {
+            "custom_params": {DECODE_FIELD: json.dumps({"mode": "hierarchical", "budget": 64, "reuse": 3})}
+        }
         sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True, **custom}
-        fresh = [chance.randrange(10, 8000) for _ in range(450)]  # alone, so never taken back, in pages used before
+        fresh = [
+            chance.randrange(10, 8000) for _ in range(450)
+        ]  # alone, so never taken back, in pages used before
         assert_same(result(generate(client, fresh, sampling_params=sampling)), reference.plain(fresh, 20))
 
 
-async def _decoded_while_checked(url: str, prompts: list[list[int]], modes: list[dict[str, Any]]) -> list[Any]:
+async def _decoded_while_checked(
+    url: str, prompts: list[list[int]], modes: list[dict[str, Any]]
+) -> list[Any]:
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
         async def one(ids: list[int], mode: dict[str, Any]) -> Any:
-            sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, "custom_params": {DECODE_FIELD: json.dumps(mode)}}
-            return (await client.post("/generate", json={"input_ids": ids, "sampling_params": sampling})).json()
+            sampling = {
+                "temperature": 0,
+                "max_new_tokens": 40,
+                "ignore_eos": True,
+                "custom_params": {DECODE_FIELD: json.dumps(mode)},
+            }
+            return (
+                await client.post("/generate", json={"input_ids": ids, "sampling_params": sampling})
+            ).json()
 
         asking = [asyncio.create_task(one(ids, mode)) for ids, mode in zip(prompts, modes, strict=True)]
         while not all(task.done() for task in asking):
@@ -243,7 +309,10 @@ def test_a_question_longer_than_a_chunk(small: Any, builder: PromptBuilder, refe
     with small.client() as client:
         assert_same(result(composed(client, long, spans)), reference.composed(long, spans, NEW))
         wanted = chosen_sentences(reference, AutoTokenizer.from_pretrained(MODEL), long, spans, 0.1)
-        asked, named = (result(composed(client, long, spans, recompute=recompute, share=0.1)) for recompute in ("sentences", wanted))
+        asked, named = (
+            result(composed(client, long, spans, recompute=recompute, share=0.1))
+            for recompute in ("sentences", wanted)
+        )
         assert asked == named, "it is asked as a whole before its first chunk has slots for all of it"
         settled(client)
 

@@ -15,14 +15,22 @@ TEXT = "The observatory of {} was founded in 1902 by Ada Brandt. It has a telesc
 
 
 def ingest(server: Any, namespace: str, texts: dict[str, str], **fields: Any) -> dict[str, Any]:
-    body = {"namespace": namespace, "texts": [{"name": name, "text": text} for name, text in texts.items()], **fields}
+    body = {
+        "namespace": namespace,
+        "texts": [{"name": name, "text": text} for name, text in texts.items()],
+        **fields,
+    }
     return finished(server, server.client.post("/rag/ingest", json=body))
 
 
 def finished(server: Any, response: Any) -> dict[str, Any]:
     assert response.status_code == 202, response.text
     deadline = time.monotonic() + 60
-    while (job := server.client.get(response.headers["location"]).json())["state"] not in ("done", "failed", "cancelled"):
+    while (job := server.client.get(response.headers["location"]).json())["state"] not in (
+        "done",
+        "failed",
+        "cancelled",
+    ):
         assert time.monotonic() < deadline, job
         time.sleep(0.05)
     return dict(job)
@@ -37,7 +45,13 @@ def held(server: Any, namespace: str) -> tuple[int, int]:
 
 
 def ask(server: Any, namespace: str, k: int = 5) -> dict[str, Any]:
-    body = {"query": "Who founded the observatory?", "namespace": namespace, "strategy": "concat", "k": k, "max_new_tokens": 4}
+    body = {
+        "query": "Who founded the observatory?",
+        "namespace": namespace,
+        "strategy": "concat",
+        "k": k,
+        "max_new_tokens": 4,
+    }
     body["strategy_options"] = {"force": True}
     return dict(server.client.post("/rag/query", json=body).json())
 
@@ -56,11 +70,25 @@ def test_replaced_and_removed_documents_leave_every_tier_whoever_does_it(server:
     eventually(server, space, (4, 4))
     ingest(server, space, {"quillmark": TEXT.format("Quillmark") + "It was closed in 1950."})
     assert held(server, space) == (3, 3), "gone when the job is done"
-    found = server.client.get("/rag/documents", params={"namespace": space, "source_prefix": "norhaven"}).json()["documents"]
-    assert server.client.delete(f"/rag/documents/{found[0]['doc_id']}", params={"namespace": space}).status_code == 200
+    found = server.client.get(
+        "/rag/documents", params={"namespace": space, "source_prefix": "norhaven"}
+    ).json()["documents"]
+    assert (
+        server.client.delete(f"/rag/documents/{found[0]['doc_id']}", params={"namespace": space}).status_code
+        == 200
+    )
     assert held(server, space) == (2, 2)
     command = [sys.executable, "-m", "ragserve.cli", "docs"]
-    command[4:] = ["rm", "osterby", "--namespace", space, "--data-dir", str(server.data_dir), "--model", str(MODEL)]
+    command[4:] = [
+        "rm",
+        "osterby",
+        "--namespace",
+        space,
+        "--data-dir",
+        str(server.data_dir),
+        "--model",
+        str(MODEL),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     eventually(server, space, (1, 1))
     assert ask(server, space)["context"]["tokens_kept"] > 0
@@ -70,19 +98,42 @@ def test_replaced_and_removed_documents_leave_every_tier_whoever_does_it(server:
     eventually(server, space, (0, 0))
 
 
-def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(server: Any, tmp_path: Path) -> None:
+def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
+    server: Any, tmp_path: Path
+) -> None:
     space, data = "left", tmp_path / "data"
     texts = {f"{name}.txt": TEXT.format(name) for name in ("marrow", "tolsta")}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     inputs = [str(tmp_path / name) for name in texts]
-    command = [sys.executable, "-m", "ragserve.cli", "ingest", *inputs, "--namespace", space, "--data-dir", str(data), "--warm", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ragserve.cli",
+        "ingest",
+        *inputs,
+        "--namespace",
+        space,
+        "--data-dir",
+        str(data),
+        "--warm",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    assert (report["files"]["indexed"], report["warm"]["files"]["warmed"], report["warm"]["state"]) == (2, 2, "done")
+    assert (report["files"]["indexed"], report["warm"]["files"]["warmed"], report["warm"]["state"]) == (
+        2,
+        2,
+        "done",
+    )
     ours = {path.name: path.stat().st_size for path in (data / "kv").rglob("*.pages")}
-    finished(server, server.client.post("/rag/ingest", files=[("files", (n, t)) for n, t in texts.items()], data={"namespace": space}))
+    finished(
+        server,
+        server.client.post(
+            "/rag/ingest", files=[("files", (n, t)) for n, t in texts.items()], data={"namespace": space}
+        ),
+    )
     finished(server, server.client.post("/rag/cache/warm", json={"namespace": space}))
     theirs = {path.name: path.stat().st_size for path in (server.data_dir / "kv").rglob(f"{space}/*.pages")}
     assert ours == theirs, "the same keys: a server on that folder finds them"
@@ -105,7 +156,11 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     assert (job["kind"], job["counts"]["indexed"]) == ("upload", 3)
     deadline = time.monotonic() + 60
     while True:
-        (follow_up,) = [job for job in server.client.get("/rag/jobs", params={"namespace": space}).json()["jobs"] if job["kind"] == "warm"]
+        (follow_up,) = [
+            job
+            for job in server.client.get("/rag/jobs", params={"namespace": space}).json()["jobs"]
+            if job["kind"] == "warm"
+        ]
         if follow_up["state"] == "done":
             break
         assert time.monotonic() < deadline, follow_up
@@ -113,10 +168,22 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     assert follow_up["counts"]["warmed"] == 3
     assert held(server, space) == (4, 4), "three documents and the system text"
     ingest(server, space, {name: TEXT.format(name) for name in names[3:]})
-    command = [sys.executable, "-m", "ragserve.cli", "docs", "warm", space, "--data-dir", str(server.data_dir), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ragserve.cli",
+        "docs",
+        "warm",
+        space,
+        "--data-dir",
+        str(server.data_dir),
+        "--json",
+    ]
     done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert (done["state"], done["files"]["warmed"], done["files"]["unchanged"]) == ("done", 3, 3)
-    again = finished(server, server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]}))
+    again = finished(
+        server, server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]})
+    )
     assert (again["n_items"], again["counts"]["unchanged"]) == (2, 2)
     assert held(server, space) == (7, 7)
     misses = metric(server, "ragserve_kv_misses_total")
@@ -124,7 +191,9 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
         assert server.client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
         before = metric(server, f'ragserve_kv_hits_total{{tier="{tier}"}}')
         answer = ask(server, space, k=6)
-        assert answer["context"]["tokens_by_tier"] == {tier: answer["context"]["tokens_kept"]}, "nothing was computed for it"
+        assert answer["context"]["tokens_by_tier"] == {tier: answer["context"]["tokens_kept"]}, (
+            "nothing was computed for it"
+        )
         assert metric(server, f'ragserve_kv_hits_total{{tier="{tier}"}}') == before + 7
     assert metric(server, "ragserve_kv_misses_total") == misses
     stat = server.client.get("/rag/cache").json()

@@ -1,4 +1,6 @@
-"""The real SGLang engine behind the product: what its strategies promise, its own routes, other processes, its end."""
+"""The real SGLang engine behind the product: what its strategies promise, its own routes, other processes,
+its end.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_product_equals_plain_sglang_on_the_same_ids(server: Any) -> None:
     row = rows("onehop")[5]
     documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
     ids = PromptBuilder.load(str(MODEL)).build(row["question"], documents, max_prompt_tokens=8000).input_ids
-    plain = server.client.post("/generate", json={"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 24}}).json()
+    plain = server.client.post(
+        "/generate", json={"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
+    ).json()
     ours = ask(server.client, row)
     assert plain["text"].strip() == ours["answer"].strip()
     assert plain["meta_info"]["prompt_tokens"] == ours["usage"]["prompt"]
@@ -78,7 +82,10 @@ def test_sglang_routes_stay_reachable(server: Any) -> None:
     assert client.get("/model_info").json()["architectures"] == ["LlamaForCausalLM"]
     assert client.get("/server_info").json()["version"] == "0.5.16"
     assert client.get("/health").status_code == 200
-    text = client.post("/v1/completions", json={"model": str(MODEL), "prompt": "<|bos|>The", "max_tokens": 4, "temperature": 0}).json()
+    text = client.post(
+        "/v1/completions",
+        json={"model": str(MODEL), "prompt": "<|bos|>The", "max_tokens": 4, "temperature": 0},
+    ).json()
     assert text["choices"][0]["text"]
     tokens = client.post("/v1/tokenize", json={"model": str(MODEL), "prompt": "a b"}).json()
     assert tokens["count"] > 0
@@ -95,12 +102,19 @@ def test_the_engine_reports_its_timings(server: Any) -> None:
 
 def test_in_front_of_a_remote_engine(server: Any, start_server: Any, tmp_path: Path) -> None:
     row = rows("crossdoc")[1]
-    with start_server(data_dir=tmp_path / "data", engine_url=server.url, api_key="sesame") as front, front.client() as client:
+    with (
+        start_server(data_dir=tmp_path / "data", engine_url=server.url, api_key="sesame") as front,
+        front.client() as client,
+    ):
         assert client.get("/info").json()["engine"]["kind"] == "remote"
         assert ask(client, row)["answer"] == ask(server.client, row)["answer"]
-        assert client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}).json()["output_ids"]
+        assert client.post(
+            "/generate", json={"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+        ).json()["output_ids"]
         assert client.get("/model_info").json()["model_path"] == str(MODEL)
-        with client.stream("POST", "/generate", json={"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 3}}) as stream:
+        with client.stream(
+            "POST", "/generate", json={"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 3}}
+        ) as stream:
             assert "[DONE]" in "".join(stream.iter_text())
         assert "ragserve_" in client.get("/metrics").text
         client.headers.pop("Authorization")
@@ -108,8 +122,19 @@ def test_in_front_of_a_remote_engine(server: Any, start_server: Any, tmp_path: P
 
 
 def test_unreachable_engine_is_a_clear_failure(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ragserve.cli", "serve", "--engine-url", "http://127.0.0.1:9", "--port", "0"]
-    done = subprocess.run([*command, "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "ragserve.cli",
+        "serve",
+        "--engine-url",
+        "http://127.0.0.1:9",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(
+        [*command, "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0
     assert "--engine-url" in done.stderr
 

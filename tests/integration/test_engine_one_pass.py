@@ -1,4 +1,6 @@
-"""The question in the recompute pass on the real engine: what SGLang's own extend gives, whatever a request asks for besides."""
+"""The question in the recompute pass on the real engine: what SGLang's own extend gives, whatever a request
+asks for besides.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ TRIES = 20
 @pytest.fixture(scope="module")
 def engine(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     args = json.dumps({"chunked_prefill_size": CHUNK, "enable_return_hidden_states": True})
-    with start_server(data_dir=tmp_path_factory.mktemp("one-pass") / "data", engine_args=args) as running, running.client() as client:
+    with (
+        start_server(data_dir=tmp_path_factory.mktemp("one-pass") / "data", engine_args=args) as running,
+        running.client() as client,
+    ):
         yield client
 
 
@@ -43,7 +48,9 @@ def case(engine: Any, builder: PromptBuilder) -> tuple[list[int], list[tuple[int
 
 
 def in_each_way(client: Any, case: Any, **fields: Any) -> list[dict[str, Any]]:
-    """In the recompute pass; in an extend of its own behind one of all tokens, too; and plain prefill. The same, all three."""
+    """In the recompute pass; in an extend of its own behind one of all tokens, too; and plain prefill. The
+    same, all three.
+    """
     ids, spans = case
     one, two = plan_of(spans, recompute="all"), plan_of(spans, "cacheblend", share=1.0)
     answers = [generate(client, ids, plan, **fields) for plan in (one, two)]
@@ -59,7 +66,10 @@ def test_logprobs_of_the_question_are_those_of_a_prefill(engine: Any, case: Any)
     assert [[token for _, token, _ in each] for each in found] == [ids[start:]] * 3
     for other in found[1:]:
         assert max(abs(a[0] - b[0]) for a, b in zip(found[0][1:], other[1:], strict=True)) < 2e-4
-    tops = [[[token for _, token, _ in top] for top in answer["meta_info"]["input_top_logprobs"][1:]] for answer in answers]
+    tops = [
+        [[token for _, token, _ in top] for top in answer["meta_info"]["input_top_logprobs"][1:]]
+        for answer in answers
+    ]
     assert tops[0] == tops[1] == tops[2]
     for answer in answers[1:]:
         assert_same(result(answer), result(answers[0]))
@@ -67,7 +77,9 @@ def test_logprobs_of_the_question_are_those_of_a_prefill(engine: Any, case: Any)
 
 def test_hidden_states_are_those_of_the_answer(engine: Any, case: Any) -> None:
     answers = in_each_way(engine, case, return_hidden_states=True, return_logprob=False, n_new=4)
-    first, *others = [np.array(answer["meta_info"]["hidden_states"][1:], dtype=np.float64) for answer in answers]
+    first, *others = [
+        np.array(answer["meta_info"]["hidden_states"][1:], dtype=np.float64) for answer in answers
+    ]
     assert first.shape[0] == 3
     for other in others:
         np.testing.assert_allclose(first, other, atol=2e-4)
@@ -78,7 +90,12 @@ def test_hidden_states_are_those_of_the_answer(engine: Any, case: Any) -> None:
 def test_what_is_done_to_logits_before_sampling_is_done(engine: Any, case: Any) -> None:
     ids, spans = case
     want = result(generate(engine, ids))
-    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "logit_bias": {str(want.ids[0]): -50.0}}
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": NEW,
+        "ignore_eos": True,
+        "logit_bias": {str(want.ids[0]): -50.0},
+    }
     plan = plan_of(spans, recompute="all")
     moved = generate(engine, ids, sampling_params=sampling | {"custom_params": {PLAN_FIELD: plan.to_json()}})
     assert report(moved)["one_pass"]
@@ -93,7 +110,8 @@ def test_an_answer_keeps_to_its_grammar_in_one_pass_as_in_a_prefill(engine: Any,
     for grammar in ({"regex": "No[.] [0-9]{4}"}, {"json_schema": json.dumps(schema)}):
         sampling = {"temperature": 0, "max_new_tokens": 24, **grammar}
         answers = [
-            generate(engine, ids, sampling_params=sampling | extra) for extra in ({}, {"custom_params": {PLAN_FIELD: plan.to_json()}})
+            generate(engine, ids, sampling_params=sampling | extra)
+            for extra in ({}, {"custom_params": {PLAN_FIELD: plan.to_json()}})
         ]
         assert report(answers[1])["one_pass"]
         assert answers[0]["text"] == answers[1]["text"]
@@ -107,7 +125,11 @@ def test_the_first_tokens_distribution_is_that_of_a_prefill(engine: Any, case: A
     ids, spans = case
     found = []
     for custom in ({PLAN_FIELD: plan_of(spans, recompute="all").to_json()}, {}):
-        sampling = {"temperature": 0, "max_new_tokens": 2, "custom_params": custom | {DISTRIBUTION_FIELD: True}}
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": 2,
+            "custom_params": custom | {DISTRIBUTION_FIELD: True},
+        }
         answer = generate(engine, ids, sampling_params=sampling)
         found.append(np.frombuffer(base64.b64decode(answer["meta_info"][DISTRIBUTION_FIELD][0]), dtype="<f4"))
     assert abs(np.exp(found[0]).sum() - 1) < 1e-4
@@ -115,21 +137,33 @@ def test_the_first_tokens_distribution_is_that_of_a_prefill(engine: Any, case: A
     assert abs(float((np.exp(found[1]) * (found[1] - found[0])).sum())) < 1e-6
 
 
-def test_a_row_that_nobody_sees_sends_the_question_by_itself_and_changes_nothing(engine: Any, case: Any) -> None:
-    """Recomputing a token that is not kept has no effect but that its row differs from the others', so the pass has no question."""
+def test_a_row_that_nobody_sees_sends_the_question_by_itself_and_changes_nothing(
+    engine: Any, case: Any
+) -> None:
+    """Recomputing a token that is not kept has no effect but that its row differs from the others', so the
+    pass has no question.
+    """
     ids, spans = case
     kept = [i for i in range(spans[-1][1]) if i % 7 or i < spans[0][1]]
     chosen = [i for i in kept if i % 3 == 0]
     absent = next(i for i in range(spans[1][0], spans[-1][1]) if i not in kept)
-    answers = [generate(engine, ids, plan_of(spans, kept=kept, recompute=positions)) for positions in (chosen, sorted([*chosen, absent]))]
+    answers = [
+        generate(engine, ids, plan_of(spans, kept=kept, recompute=positions))
+        for positions in (chosen, sorted([*chosen, absent]))
+    ]
     assert [report(answer)["one_pass"] for answer in answers] == [True, False]
     assert_same(result(answers[0]), result(answers[1]))
     untouched = generate(engine, ids, plan_of(spans, kept=kept))
     assert not report(untouched)["one_pass"], "without graphs, a pass of the question alone saves nothing"
-    assert max(abs(a - b) for a, b in zip(result(untouched).logprobs, result(answers[0]).logprobs, strict=True)) > 1e-3
+    assert (
+        max(abs(a - b) for a, b in zip(result(untouched).logprobs, result(answers[0]).logprobs, strict=True))
+        > 1e-3
+    )
 
 
-def test_a_question_longer_than_a_chunk_is_extended_by_itself(engine: Any, case: Any, reference: Reference) -> None:
+def test_a_question_longer_than_a_chunk_is_extended_by_itself(
+    engine: Any, case: Any, reference: Reference
+) -> None:
     ids, spans = case
     long = ids + ids[spans[1][0] : spans[2][1]]
     assert len(long) - spans[-1][1] > CHUNK
@@ -139,10 +173,16 @@ def test_a_question_longer_than_a_chunk_is_extended_by_itself(engine: Any, case:
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["composed alone", "a plain request among them"])
-def test_requests_of_one_step_get_what_each_gets_alone(engine: Any, builder: PromptBuilder, beside: bool) -> None:
+def test_requests_of_one_step_get_what_each_gets_alone(
+    engine: Any, builder: PromptBuilder, beside: bool
+) -> None:
     """Which of them share a step is the scheduler's to say; their reports show it: a step has one clock."""
     cases = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 2, 3), strict=False)]
-    options: list[dict[str, Any]] = [{"recompute": "all"}, {"recompute": "first", "first": 5}, {"recompute": "all"}]
+    options: list[dict[str, Any]] = [
+        {"recompute": "all"},
+        {"recompute": "first", "first": 5},
+        {"recompute": "all"},
+    ]
     plans = [plan_of(spans, **each) for (_, spans), each in zip(cases, options, strict=True)]
     alone = [composed(engine, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)]
     assert all(report(answer)["one_pass"] for answer in alone)
@@ -153,12 +193,21 @@ def test_requests_of_one_step_get_what_each_gets_alone(engine: Any, builder: Pro
         alone.insert(1, generate(engine, inputs[1]))
     together = False
     for _ in range(TRIES):
-        sampling = [{"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each} for each in custom]
-        answers = engine.post("/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}).json()
+        sampling = [
+            {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each}
+            for each in custom
+        ]
+        answers = engine.post(
+            "/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}
+        ).json()
         for answer, want in zip(answers, alone, strict=True):
             assert_same(result(answer), result(want))
         said = [report(answer) for answer, each in zip(answers, custom, strict=True) if each]
-        together |= not all(each["one_pass"] for each in said) if beside else len({each["compose_ms"] for each in said}) < len(said)
+        together |= (
+            not all(each["one_pass"] for each in said)
+            if beside
+            else len({each["compose_ms"] for each in said}) < len(said)
+        )
         if not beside:
             assert all(each["one_pass"] for each in said)
     assert together, f"no two of them shared a step in {TRIES} tries"

@@ -1,4 +1,6 @@
-"""A model's samkv profile in the real engine: a request that says nothing is served as if it had said what the profile says."""
+"""A model's samkv profile in the real engine: a request that says nothing is served as if it had said what
+the profile says.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,19 @@ def test_requests_get_the_profiles_options_unless_they_have_their_own(small_engi
     ids = [token for part in parts for token in part] + QUESTION
 
     def ask(**options: Any) -> Any:
-        return result(composed(small_engine.client, ids, spans, "samkv", NAMESPACE, keep=0.5, recompute="none", block_size=8, **options))
+        return result(
+            composed(
+                small_engine.client,
+                ids,
+                spans,
+                "samkv",
+                NAMESPACE,
+                keep=0.5,
+                recompute="none",
+                block_size=8,
+                **options,
+            )
+        )
 
     assert small_engine.control("info")["samkv"], "it has one"
     selection = PROFILE["selection"]

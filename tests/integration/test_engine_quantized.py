@@ -1,4 +1,6 @@
-"""A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps against transformers with quantised KV."""
+"""A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps against transformers with
+quantised KV.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.integration.sparse_reference import SparseReference
 
 PAGE, LOGICAL, CHUNK = 64, 16, 256  # as in the fixture
 NEW = 6
-# Quantising changes log-probabilities by about 0.01 here. Where rounding noise moves a number to the next code, by 0.002.
+# Quantising changes log-probabilities by about 0.01 here. Where rounding noise moves a number to the next
+# code, by 0.002.
 TOLERANCE = 4e-3
 
 
@@ -32,13 +35,19 @@ def some_ids(n: int, seed: int) -> list[int]:
 
 def ask(client: Any, ids: list[int], **decode: Any) -> dict[str, Any]:
     custom = {"custom_params": {DECODE_FIELD: json.dumps(decode)}} if decode else {}
-    return generate(client, ids, sampling_params={"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, **custom})
+    return generate(
+        client, ids, sampling_params={"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, **custom}
+    )
 
 
 def distance(got: Generated, want: Generated) -> float:
-    """Largest difference of a log-probability up to the first token that differs, which counts as 1 if it is among the first three."""
+    """Largest difference of a log-probability up to the first token that differs, which counts as 1 if it is
+    among the first three.
+    """
     same = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
-    return 1.0 if same < 3 else max(abs(a - b) for a, b in zip(got.logprobs[:same], want.logprobs, strict=False))
+    return (
+        1.0 if same < 3 else max(abs(a - b) for a, b in zip(got.logprobs[:same], want.logprobs, strict=False))
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,12 @@ def distance(got: Generated, want: Generated) -> float:
     ids=["dense", "hierarchical", "progressive"],
 )
 def test_answers_are_those_of_quantised_kv(
-    locked_server: Any, server: Any, reference: SparseReference, decode: dict[str, Any], tokens: int, seeds: tuple[int, ...]
+    locked_server: Any,
+    server: Any,
+    reference: SparseReference,
+    decode: dict[str, Any],
+    tokens: int,
+    seeds: tuple[int, ...],
 ) -> None:
     """The prompts come in chunks, of which the later ones read the earlier ones as they were stored."""
     reference.starts = list(range(0, tokens, CHUNK))
@@ -69,7 +83,9 @@ def test_answers_are_those_of_quantised_kv(
             other = reference.plain(ids, NEW)
         else:
             other = result(ask(server.client, ids))
-        assert distance(result(answer), other) > TOLERANCE, "the test must tell sparse from dense, and quantised KV from plain"
+        assert distance(result(answer), other) > TOLERANCE, (
+            "the test must tell sparse from dense, and quantised KV from plain"
+        )
 
 
 def test_a_cached_prefix_is_read_as_it_was_stored(locked_server: Any, reference: SparseReference) -> None:
@@ -85,8 +101,12 @@ def test_a_cached_prefix_is_read_as_it_was_stored(locked_server: Any, reference:
 
 
 def test_the_pool_takes_less_than_plain_kv(locked_server: Any, server: Any) -> None:
-    few, plain = (each.client.get("/rag/cache").json()["device"]["budget_bytes"] for each in (locked_server, server))
-    assert few < 0.4 * plain, "a byte instead of four, two halves of scale for 64 of them, and one layer of ten as it is"
+    few, plain = (
+        each.client.get("/rag/cache").json()["device"]["budget_bytes"] for each in (locked_server, server)
+    )
+    assert few < 0.4 * plain, (
+        "a byte instead of four, two halves of scale for 64 of them, and one layer of ten as it is"
+    )
 
 
 def test_composed_contexts_are_refused(locked_server: Any) -> None:

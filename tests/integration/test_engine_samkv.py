@@ -1,4 +1,6 @@
-"""SamKV on the real engine: exact where nothing is left out, truthful about what it loads, and at home in every odd plan."""
+"""SamKV on the real engine: exact where nothing is left out, truthful about what it loads, and at home in
+every odd plan.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from transformers import AutoTokenizer
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.samkv import KEEP, LEAST
-from sglang_ext.documents.files import DocumentFiles
+from sglang_ext.documents.page_files import DocumentFiles
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
 from tests.conftest import MODEL
 from tests.integration.context_client import NEW, assert_same, composed, generate, result
@@ -30,12 +32,20 @@ def report(answer: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 
 
-def long_prompt(builder: PromptBuilder, texts: list[str], question: str = "Who founded it?") -> tuple[list[int], list[tuple[int, int]]]:
-    built = builder.build(question, [PromptDocument(str(i), f"Part {i}", text) for i, text in enumerate(texts)], max_prompt_tokens=8000)
+def long_prompt(
+    builder: PromptBuilder, texts: list[str], question: str = "Who founded it?"
+) -> tuple[list[int], list[tuple[int, int]]]:
+    built = builder.build(
+        question,
+        [PromptDocument(str(i), f"Part {i}", text) for i, text in enumerate(texts)],
+        max_prompt_tokens=8000,
+    )
     return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
 
 
-def test_everything_kept_and_recomputed_equals_full(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_everything_kept_and_recomputed_equals_full(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[2], 4)
     answer = composed(server.client, ids, spans, "samkv", keep=1.0, recompute="all")
     assert_same(result(answer), reference.plain(ids, NEW), TOLERANCE)
@@ -50,9 +60,12 @@ def moved(client: Any) -> int:
 
 
 def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: PromptBuilder) -> None:
-    """Pages hold 16 tokens, blocks of these documents 16: what leaves the disk are the pages of fixed and chosen blocks, no others."""
+    """Pages hold 16 tokens, blocks of these documents 16: what leaves the disk are the pages of fixed and
+    chosen blocks, no others.
+    """
     texts = [
-        " ".join(f"The {name} of town {i} measured {i * 7 + j} spans in {1900 + j}." for j in range(40)) for i, name in enumerate("abc")
+        " ".join(f"The {name} of town {i} measured {i * 7 + j} spans in {1900 + j}." for j in range(40))
+        for i, name in enumerate("abc")
     ]
     ids, spans = long_prompt(builder, texts)
     client, options = server.client, {"block_size": 16, "recompute": "none", "keep": 0.3}
@@ -77,7 +90,8 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
     before = moved(client)
     composed(client, ids, spans, "samkv", "loads", selection="layers", **options)
     assert moved(client) == before
-    # Sentences, of which initial and local blocks are no part: the tokens they have in each page, and no page without one.
+    # Sentences, of which initial and local blocks are no part: the tokens they have in each page, and no page
+    # without one.
     assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
     before = moved(client)
     by_sentence = composed(client, ids, spans, "samkv", "loads", selection="sentences", **options)
@@ -92,14 +106,21 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
 
 
 def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> None:
-    """Nothing is ingested: all documents come with the queries, and are first met by strategies that know them as tokens only."""
+    """Nothing is ingested: all documents come with the queries, and are first met by strategies that know
+    them as tokens only.
+    """
     client = server.client
 
     def ask(strategy: str, **options: Any) -> int:
         """Analyses made for one query."""
         before = client.get("/rag/cache").json()["analyses"]["computed"]
         body = {"query": "Who built the bridge of Arnholm?", "namespace": "unanalysed", "strategy": strategy}
-        body |= {"documents": [{"text": f"The bridge of Arnholm, part {i}. It was built by Lena Torv. " * 3} for i in range(3)]}
+        body |= {
+            "documents": [
+                {"text": f"The bridge of Arnholm, part {i}. It was built by Lena Torv. " * 3}
+                for i in range(3)
+            ]
+        }
         answer = client.post("/rag/query", json=body | {"strategy_options": {"force": True, **options}})
         assert answer.json()["context"]["strategy"] == strategy
         return int(client.get("/rag/cache").json()["analyses"]["computed"]) - before
@@ -127,10 +148,21 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
         (8, {"recompute": "deviation", "share": 0.3, "selection": "shared"}),
         (8, {"recompute": "sensitivity", "share": 0.2, "keep": 0.5}),
         (8, {"recompute": "sentences", "share": 0.2, "keep": 0.15}),
-        (8, {"recompute": "deviation", "personalised": False, "scoring": "raw", "positions": "near", "selection": "layers"}),
+        (
+            8,
+            {
+                "recompute": "deviation",
+                "personalised": False,
+                "scoring": "raw",
+                "positions": "near",
+                "selection": "layers",
+            },
+        ),
     ],
 )
-def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBuilder, n_documents: int, options: dict[str, Any]) -> None:
+def test_every_variant_answers_within_its_budget(
+    server: Any, builder: PromptBuilder, n_documents: int, options: dict[str, Any]
+) -> None:
     ids, spans = prompt(builder, rows("onehop")[5], n_documents)
     answer = composed(server.client, ids, spans, "samkv", **options)
     assert len(result(answer).ids) == NEW
@@ -142,8 +174,12 @@ def test_every_variant_answers_within_its_budget(server: Any, builder: PromptBui
         assert said["kept"] == min(tokens, max(round(options.get("keep", KEEP) * tokens), least))
     whole = said["kept"] == tokens
     assert 0 < said["recomputed"] <= said["kept"]
-    assert (said["query_ms"] > 0) == (options.get("words") != 1 and options.get("selection") != "none" and not whole)
-    assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), "the same request, the same answer"
+    assert (said["query_ms"] > 0) == (
+        options.get("words") != 1 and options.get("selection") != "none" and not whole
+    )
+    assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), (
+        "the same request, the same answer"
+    )
 
 
 def test_odd_documents_and_questions(server: Any, builder: PromptBuilder) -> None:
@@ -186,7 +222,9 @@ def stored(data_dir: Path, namespace: str, ids: list[int]) -> Analysis:
     raise AssertionError("the document is not on disk")
 
 
-def test_an_analysis_is_what_transformers_computes(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_an_analysis_is_what_transformers_computes(
+    server: Any, builder: PromptBuilder, reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[7], 6)
     document = ids[spans[1][0] : spans[-1][1]]  # the five together as one: long enough for its fit
     generate(server.client, document, ContextPlan("document", "analysis"), n_new=1)
@@ -196,7 +234,9 @@ def test_an_analysis_is_what_transformers_computes(server: Any, builder: PromptB
     queries, (cos, sin) = [], reference.model.model.rotary_emb(torch.zeros(1), torch.arange(n)[None])
     heads = (reference.model.config.num_attention_heads, reference.model.config.head_dim)
     hooks = [
-        layer.self_attn.q_proj.register_forward_hook(lambda _, __, out: queries.append(out[0].unflatten(-1, heads)))
+        layer.self_attn.q_proj.register_forward_hook(
+            lambda _, __, out: queries.append(out[0].unflatten(-1, heads))
+        )
         for layer in reference.model.model.layers
     ]
     alone = reference.alone(document)
@@ -211,18 +251,30 @@ def test_an_analysis_is_what_transformers_computes(server: Any, builder: PromptB
         half = found.mean_k_scale[layer].float().amax() * 0.51  # of one step of its eight bits
         assert torch.allclose(found.keys(torch.device("cpu"))[layer], want.mean_k.float(), atol=float(half))
         assert torch.allclose(
-            found.local_queries(torch.device("cpu"))[layer], want.local_q[0], atol=float(found.local_q_scale[layer].amax() * 0.51)
+            found.local_queries(torch.device("cpu"))[layer],
+            want.local_q[0],
+            atol=float(found.local_q_scale[layer].amax() * 0.51),
         )
         assert torch.allclose(found.attention[layer], want.attention, rtol=1e-3, atol=1e-6)
-        same = (found.token[layer] == (want.token - plan.block_start[:-1]).clamp(min=0)) & want.exponent.isfinite()
+        same = (
+            found.token[layer] == (want.token - plan.block_start[:-1]).clamp(min=0)
+        ) & want.exponent.isfinite()
         assert same.float().mean() > 0.9, "two tokens of a block may nearly tie"
         assert torch.allclose(found.exponent[layer].float()[same], want.exponent[same], atol=5e-3)
-    assert found.heads.tolist() == [[7, 0]], "the one of this model that finds passages of the shipped texts again most often"
+    assert found.heads.tolist() == [[7, 0]], (
+        "the one of this model that finds passages of the shipped texts again most often"
+    )
     whole = found.token_k.float() * found.token_k_scale.float()[..., None]
-    assert torch.allclose(whole[:, 0], alone[7][0][0].transpose(0, 1)[:, 0], atol=float(found.token_k_scale.float().amax()) * 0.51)
+    assert torch.allclose(
+        whole[:, 0],
+        alone[7][0][0].transpose(0, 1)[:, 0],
+        atol=float(found.token_k_scale.float().amax()) * 0.51,
+    )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = Texts.of(tokenizer, reference.model.config.vocab_size)
     assert torch.equal(found.begins, texts.begins(document))
-    assert torch.allclose(found.sensitivity, reference.sensitivity(document, texts.foreign), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(
+        found.sensitivity, reference.sensitivity(document, texts.foreign), rtol=1e-3, atol=1e-4
+    )
     size = found.nbytes / (n * 10 * 2 * 2 * 64 * 4)
     assert size <= 0.03

@@ -1,4 +1,6 @@
-"""The rule `sentences` on the real engine: it chooses what its definition says, and it brings back what reuse alone loses."""
+"""The rule `sentences` on the real engine: it chooses what its definition says, and it brings back what reuse
+alone loses.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def report(answer: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 
 
-def test_the_engine_chooses_what_transformers_and_the_definition_say(server: Any, builder: PromptBuilder, tokenizer: Any) -> None:
+def test_the_engine_chooses_what_transformers_and_the_definition_say(
+    server: Any, builder: PromptBuilder, tokenizer: Any
+) -> None:
     """Which tokens it chose shows in what it answers: the same to the last bit as when a request names them."""
     ids, spans = prompt(builder, rows("crossdoc")[0], 8)
     first, end = spans[0][1], spans[-1][1]
@@ -43,23 +47,34 @@ def test_the_engine_chooses_what_transformers_and_the_definition_say(server: Any
     assert said["recompute_ms"] > said["ask_ms"] > 0
 
 
-def test_a_tenth_recomputed_answers_what_reuse_alone_gets_wrong(server: Any, builder: PromptBuilder, tokenizer: Any) -> None:
+def test_a_tenth_recomputed_answers_what_reuse_alone_gets_wrong(
+    server: Any, builder: PromptBuilder, tokenizer: Any
+) -> None:
     right: dict[str, int] = {"concat": 0, "sentences": 0}
     questions = rows("crossdoc")
     for row in questions:
         ids, spans = prompt(builder, row, len(row["docs"]))
         for name, options in (("concat", {}), ("sentences", {"recompute": "sentences", "share": SHARE})):
-            answer = result(composed(server.client, ids, spans, "concat", NAMESPACE, n_new=2 * NEW, **options))
+            answer = result(
+                composed(server.client, ids, spans, "concat", NAMESPACE, n_new=2 * NEW, **options)
+            )
             text = tokenizer.decode(answer.ids).split("<|eos|>")[0].strip()
             right[name] += text in row["answers"]
     assert right["sentences"] == len(questions) > right["concat"]
 
 
-def test_questions_of_one_step_are_asked_together_and_answered_as_alone(server: Any, builder: PromptBuilder) -> None:
+def test_questions_of_one_step_are_asked_together_and_answered_as_alone(
+    server: Any, builder: PromptBuilder
+) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     prompts = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (8, 3, 1, 5), strict=False)]
-    options: list[dict[str, Any]] = [{"recompute": "sentences"}, {"recompute": "sentences", "share": 1.0}, {"recompute": "sentences"}, {}]
+    options: list[dict[str, Any]] = [
+        {"recompute": "sentences"},
+        {"recompute": "sentences", "share": 1.0},
+        {"recompute": "sentences"},
+        {},
+    ]
 
     def ask(i: int) -> list[int]:
         ids, spans = prompts[i]

@@ -1,4 +1,6 @@
-"""Sparse decoding on the real engine: dense as it was, chosen pages as a masked reference, all modes in one batch."""
+"""Sparse decoding on the real engine: dense as it was, chosen pages as a masked reference, all modes in one
+batch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import pytest
 import torch
 
 from sglang_ext.attention.streaming_heads import save_pattern, streaming_heads
-from sglang_ext.protocol import DECODE_FIELD, MISSING_PREFIX, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
+from sglang_ext.protocol import (
+    DECODE_FIELD,
+    MISSING_PREFIX,
+    PLAN_FIELD,
+    ContextPlan,
+    DecodeOptions,
+    DecodeReport,
+    Span,
+)
 from tests.conftest import MODEL
 from tests.integration.reference import Generated
 from tests.integration.sparse_reference import SparseReference
@@ -27,18 +37,27 @@ TOLERANCE = 5e-4
 
 @pytest.fixture(scope="module")
 def sparse(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server with pages of 16 tokens and two tensor-parallel processes of a KV head each, dense for requests that do not say."""
+    """A server with pages of 16 tokens and two tensor-parallel processes of a KV head each, dense for
+    requests that do not say.
+    """
     heads = tmp_path_factory.mktemp("heads") / "heads.json"
     save_pattern(heads, GATES, share=0.5, model="ragserve-tiny")
     with (
         start_server(
-            sparse_attention="on", decode_mode="dense", decode_dense_below=0, decode_page_size=PAGE, decode_logical_page=LOGICAL,
-            decode_budget=128, decode_max_budget=256, decode_heads=heads, tp_size=2,
+            sparse_attention="on",
+            decode_mode="dense",
+            decode_dense_below=0,
+            decode_page_size=PAGE,
+            decode_logical_page=LOGICAL,
+            decode_budget=128,
+            decode_max_budget=256,
+            decode_heads=heads,
+            tp_size=2,
             engine_args='{"chunked_prefill_size": 256, "enable_mixed_chunk": true}',
             env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"},
         ) as running,
         running.client() as client,
-    ):  # fmt: skip
+    ):
         yield SimpleNamespace(client=client, url=running.url)
 
 
@@ -53,15 +72,30 @@ def some_ids(n: int, seed: int) -> list[int]:
 
 
 def generate(
-    client: Any, ids: list[int], n_new: int = 24, plan: ContextPlan | None = None, *, may_mix: bool = False, **decode: Any
+    client: Any,
+    ids: list[int],
+    n_new: int = 24,
+    plan: ContextPlan | None = None,
+    *,
+    may_mix: bool = False,
+    **decode: Any,
 ) -> dict[str, Any]:
     """``may_mix``: ask for no logprobs, which SGLang serves in batches of decode rows only."""
     custom = {DECODE_FIELD: json.dumps(decode)} if decode else {}
     if plan is not None:
         custom[PLAN_FIELD] = plan.to_json()
-    sampling = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True, "custom_params": custom or None}
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": n_new,
+        "ignore_eos": True,
+        "custom_params": custom or None,
+    }
     logprobs = not may_mix and (plan is None or plan.operation == "compose")
-    return dict(client.post("/generate", json={"input_ids": ids, "sampling_params": sampling, "return_logprob": logprobs}).json())
+    return dict(
+        client.post(
+            "/generate", json={"input_ids": ids, "sampling_params": sampling, "return_logprob": logprobs}
+        ).json()
+    )
 
 
 def result(answer: dict[str, Any]) -> Generated:
@@ -86,7 +120,9 @@ def verify(client: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [31, 700])
-def test_dense_the_whole_budget_and_threshold_one_are_the_wrapped_backend(sparse: Any, server: Any, tokens: int) -> None:
+def test_dense_the_whole_budget_and_threshold_one_are_the_wrapped_backend(
+    sparse: Any, server: Any, tokens: int
+) -> None:
     ids = some_ids(tokens, tokens)
     plain = result(generate(server.client, ids))
     assert worst(result(generate(sparse.client, ids)), plain) < 5e-5
@@ -109,7 +145,9 @@ def test_dense_the_whole_budget_and_threshold_one_are_the_wrapped_backend(sparse
     ],
     ids=str,
 )
-def test_decode_steps_read_the_pages_of_the_rule(sparse: Any, reference: SparseReference, decode: dict[str, Any]) -> None:
+def test_decode_steps_read_the_pages_of_the_rule(
+    sparse: Any, reference: SparseReference, decode: dict[str, Any]
+) -> None:
     ids = some_ids(650, 3)
     options = {"streaming": False} | decode
     reference.decode = DecodeOptions(**options, dense_below=0)
@@ -127,11 +165,17 @@ def test_decode_steps_read_the_pages_of_the_rule(sparse: Any, reference: SparseR
         assert said.share < 1
     elif not options["streaming"]:
         asked = decode["budget"] // PAGE
-        assert said.pages == asked if decode["reuse"] == 1 else asked < said.pages < asked + 1, "a page that begins joins those chosen"
+        assert said.pages == asked if decode["reuse"] == 1 else asked < said.pages < asked + 1, (
+            "a page that begins joins those chosen"
+        )
 
 
-def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(sparse: Any, reference: SparseReference) -> None:
-    """Twelve requests at once; some share a prefix, three go away in between; statistics are checked meanwhile."""
+def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(
+    sparse: Any, reference: SparseReference
+) -> None:
+    """Twelve requests at once; some share a prefix, three go away in between; statistics are checked
+    meanwhile.
+    """
     chance = random.Random(11)
     shared = some_ids(330, 99)
     modes: list[dict[str, Any]] = [
@@ -145,7 +189,14 @@ def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(sparse: Any, 
     jobs = []
     for i in range(12):
         own = some_ids(chance.randrange(5, 400), 1000 + i)
-        jobs.append((shared + own if i % 3 == 0 else own + some_ids(60, i), modes[i % 5], chance.randrange(4, 30), i in (2, 5, 8)))
+        jobs.append(
+            (
+                shared + own if i % 3 == 0 else own + some_ids(60, i),
+                modes[i % 5],
+                chance.randrange(4, 30),
+                i in (2, 5, 8),
+            )
+        )
 
     def run(job: tuple[list[int], dict[str, Any], int, bool]) -> dict[str, Any] | None:
         ids, decode, n_new, leaves = job
@@ -174,7 +225,9 @@ def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(sparse: Any, 
     verify(sparse.client)
 
 
-def test_decode_rows_in_prefill_batches_are_dense_there_and_sparse_again_after(sparse: Any, reference: SparseReference) -> None:
+def test_decode_rows_in_prefill_batches_are_dense_there_and_sparse_again_after(
+    sparse: Any, reference: SparseReference
+) -> None:
     """While one request decodes by budget, others are prefilled in chunks that carry its decode row along."""
     reference.decode = DecodeOptions(mode="progressive", threshold=1.0, dense_below=0)
     certain = {"mode": "progressive", "threshold": 1.0, "streaming": False}
@@ -197,7 +250,9 @@ def test_decode_rows_in_prefill_batches_are_dense_there_and_sparse_again_after(s
     verify(sparse.client)
 
 
-def test_answers_of_a_dialogue_are_found_with_their_statistics(sparse: Any, reference: SparseReference) -> None:
+def test_answers_of_a_dialogue_are_found_with_their_statistics(
+    sparse: Any, reference: SparseReference
+) -> None:
     """Decoded tokens enter the prefix cache page by page; the next turn chooses among their pages."""
     ids = some_ids(200, 21)
     decode = {"mode": "hierarchical", "budget": 64, "reuse": 1, "streaming": False}
@@ -216,7 +271,9 @@ def test_answers_of_a_dialogue_are_found_with_their_statistics(sparse: Any, refe
 def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseReference, recompute: str) -> None:
     spans = [(0, 20), (20, 230), (230, 471), (471, 700)]
     ids = some_ids(700 + 15, 31)
-    plan = ContextPlan("compose", "sparse", "concat", tuple(Span(a, b) for a, b in spans), {"recompute": recompute})
+    plan = ContextPlan(
+        "compose", "sparse", "concat", tuple(Span(a, b) for a, b in spans), {"recompute": recompute}
+    )
     decode = {"mode": "hierarchical", "budget": 96, "reuse": 4, "streaming": False}
     for _ in range(3):
         answer = generate(sparse.client, ids, 20, plan, **decode)
@@ -229,12 +286,17 @@ def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseRefer
     want = reference.plain(ids, 20) if recompute == "all" else reference.composed(ids, spans, 20)
     assert worst(result(answer), want) < TOLERANCE
     assert report(answer).sparse_steps == 19
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (recompute == "all"), "both reports arrive"
+    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (recompute == "all"), (
+        "both reports arrive"
+    )
     verify(sparse.client)
 
 
 def test_bad_options_end_the_request_with_a_reason(sparse: Any, server: Any) -> None:
-    for decode, reason in (({"mode": "fast"}, "decode mode 'fast'"), ({"mode": "hierarchical", "budget": 512}, "largest is 256")):
+    for decode, reason in (
+        ({"mode": "fast"}, "decode mode 'fast'"),
+        ({"mode": "hierarchical", "budget": 512}, "largest is 256"),
+    ):
         assert reason in generate(sparse.client, [5] * 40, **decode)["error"]["message"]
     question = {"query": "Who?", "documents": [{"text": "Nobody knows."}], "max_new_tokens": 4}
     refused = server.client.post("/rag/query", json=question | {"decode": {"mode": "dense"}})
@@ -250,7 +312,9 @@ def test_a_query_says_what_it_read_and_metrics_count_it(sparse: Any) -> None:
     assert answer["decode"]["mode"] == "hierarchical"
     assert 4 <= answer["decode"]["pages"] < 5, "a page that begins joins the four of the budget"
     assert 0 < answer["decode"]["share"] < 0.5
-    assert sparse.client.post("/rag/query", json=body).json()["decode"] is None, "dense requests have nothing to say"
+    assert sparse.client.post("/rag/query", json=body).json()["decode"] is None, (
+        "dense requests have nothing to say"
+    )
     metrics = sparse.client.get("/metrics").text
     assert 'ragserve_decode_steps_total{mode="hierarchical",sparse="yes"' in metrics
     assert 'ragserve_decode_pages_total{kind="read",mode="progressive"' in metrics

@@ -25,7 +25,9 @@ def run_eval(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("name", ["onehop", "crossdoc"])
 def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_path: Path, name: str) -> None:
-    """98.8 and 99.4 percent over 500 rows; of 8 rows at most one may be lost. Both strategies give the same answers."""
+    """98.8 and 99.4 percent over 500 rows; of 8 rows at most one may be lost. Both strategies give the same
+    answers.
+    """
     report, records = tmp_path / "report.json", tmp_path / "records.jsonl"
     data = str(QUESTIONS / f"{name}_8.jsonl")
     done = run_eval("--data", data, "--url", server.url, "--json", str(report), "--records", str(records))
@@ -39,7 +41,9 @@ def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_pat
         assert row["prompt_tokens"] > 1000
     assert rows[0]["cached_tokens"] == 0
     lines = [json.loads(line) for line in records.read_text().splitlines()]
-    answers = [[line["answer"] for line in lines if line["strategy"] == strategy] for strategy in ("full", "prefix")]
+    answers = [
+        [line["answer"] for line in lines if line["strategy"] == strategy] for strategy in ("full", "prefix")
+    ]
     assert answers[0] == answers[1]
     assert len(answers[0]) == 8
 
@@ -47,7 +51,16 @@ def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_pat
 def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = run_eval(
-        *("--data", str(QUESTIONS / "onehop_8.jsonl"), "--mode", "retrieved", "--strategies", "prefix", "--k", "4"),
+        *(
+            "--data",
+            str(QUESTIONS / "onehop_8.jsonl"),
+            "--mode",
+            "retrieved",
+            "--strategies",
+            "prefix",
+            "--k",
+            "4",
+        ),
         *("--url", server.url, "--json", str(report)),
     )
     assert done.exit_code == 0, done.output
@@ -66,18 +79,37 @@ def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> N
 
 
 def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: Path) -> None:
-    """Engines of its own: the distribution of the first token shows that recomputing everything is full prefill, and plain reuse not."""
+    """Engines of its own: the distribution of the first token shows that recomputing everything is full
+    prefill, and plain reuse not.
+    """
     report, records, work = tmp_path / "report.json", tmp_path / "records.jsonl", tmp_path / "work"
     data = ",".join(str(QUESTIONS / f"{name}_8.jsonl") for name in ("onehop", "crossdoc"))
-    arguments = ("--data", data, "--limit", "2", "--work", str(work), "--json", str(report), "--records", str(records))
-    done = run_eval(*arguments, "--strategies", "full,concat,concat:recompute=all,epic:first=8", "--concurrency", "1")
+    arguments = (
+        "--data",
+        data,
+        "--limit",
+        "2",
+        "--work",
+        str(work),
+        "--json",
+        str(report),
+        "--records",
+        str(records),
+    )
+    done = run_eval(
+        *arguments, "--strategies", "full,concat,concat:recompute=all,epic:first=8", "--concurrency", "1"
+    )
     assert done.exit_code == 0, done.output
     found = {(row["set"], row["strategy"]): row for row in json.loads(report.read_text())["rows"]}
     assert len(found) == 8
     for name in ("onehop_8", "crossdoc_8"):
-        full, reused, exact, epic = (found[name, label] for label in ("full", "concat", "concat:recompute=all", "epic:first=8"))
+        full, reused, exact, epic = (
+            found[name, label] for label in ("full", "concat", "concat:recompute=all", "epic:first=8")
+        )
         assert {row["n"] for row in (full, reused, exact, epic)} == {2}
-        assert {row["failed"] + row["fallbacks"] + row["documents_dropped"] for row in (full, reused, exact, epic)} == {0}
+        assert {
+            row["failed"] + row["fallbacks"] + row["documents_dropped"] for row in (full, reused, exact, epic)
+        } == {0}
         assert full["kl"] == 0.0
         assert exact["kl"] < 1e-6 < 1e-5 < reused["kl"]
         assert (exact["em"], exact["agrees"]) == (full["em"], 100.0)
@@ -97,7 +129,11 @@ def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: P
 
 def test_failed_requests_count_and_fail_the_command(server: Any, tmp_path: Path) -> None:
     data = tmp_path / "set.jsonl"
-    good = {"question": "Where is Refland?", "answers": ["Skailuia"], "docs": [["Refland", "Refland lies in the region of Skailuia."]]}
+    good = {
+        "question": "Where is Refland?",
+        "answers": ["Skailuia"],
+        "docs": [["Refland", "Refland lies in the region of Skailuia."]],
+    }
     too_long = {**good, "question": "word " * 8000}
     data.write_text(json.dumps(good) + "\n" + json.dumps(too_long) + "\n")
     report = tmp_path / "report.json"

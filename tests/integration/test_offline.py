@@ -1,5 +1,6 @@
-"""Without any network, and with a model other than the embedded one: another architecture, vocabulary layout, chat template
-and rotary positions, which here cannot be moved: documents' KV is not composed then, and everything else works."""
+"""Without any network, and with a model other than the embedded one: another architecture, vocabulary layout,
+chat template and rotary positions, which here cannot be moved: documents' KV is not composed then, and
+everything else works."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ CHATML = (
 
 @pytest.fixture
 def other_model(tmp_path: Path) -> Path:
-    """A random two-layer Qwen2 whose template takes messages only: it says nothing sensible, but everything around it must work."""
+    """A random two-layer Qwen2 whose template takes messages only: it says nothing sensible, but everything
+    around it must work.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -44,14 +47,26 @@ def other_model(tmp_path: Path) -> Path:
     Qwen2ForCausalLM(config).save_pretrained(folder)
     shutil.copy(MODEL / "tokenizer.json", folder)
     tokenizer = json.loads((MODEL / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": CHATML, "model_max_length": 2048}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer | {"chat_template": CHATML, "model_max_length": 2048})
+    )
     return folder
 
 
 def test_no_network_and_another_model(tmp_path: Path, other_model: Path) -> None:
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode
+    ):
         pytest.skip("this machine does not let us make a network namespace")
-    command = ["unshare", "-rn", sys.executable, str(REPO / "tests" / "integration" / "offline_main.py"), str(tmp_path), str(other_model)]
+    command = [
+        "unshare",
+        "-rn",
+        sys.executable,
+        str(REPO / "tests" / "integration" / "offline_main.py"),
+        str(tmp_path),
+        str(other_model),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout)

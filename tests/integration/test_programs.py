@@ -40,7 +40,15 @@ def rag(server: Any, documents: None) -> Iterator[Rag]:
 
 
 def run_example(server: Any, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPO / "examples" / "programs" / name), "--url", server.url, "--namespace", NAMESPACE, *arguments]
+    command = [
+        sys.executable,
+        str(REPO / "examples" / "programs" / name),
+        "--url",
+        server.url,
+        "--namespace",
+        NAMESPACE,
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -108,7 +116,9 @@ def test_a_plain_runtime_endpoint_works_as_well(server: Any, rag: Rag) -> None:
 
 
 def test_a_follow_up_is_what_the_servers_history_is(server: Any, rag: Rag) -> None:
-    documents = [{"title": "Refland", "text": "Refland lies in the region of Skailuia. Refland is famous for rope."}]
+    documents = [
+        {"title": "Refland", "text": "Refland lies in the region of Skailuia. Refland is famous for rope."}
+    ]
 
     @sgl.function
     def ask(s: Any) -> None:
@@ -118,9 +128,14 @@ def test_a_follow_up_is_what_the_servers_history_is(server: Any, rag: Rag) -> No
 
     state = ask.run(backend=rag.endpoint())
     assert rag.read(state, "first") == "Skailuia"
-    history = [{"role": "user", "content": "In which region does Refland lie?"}, {"role": "assistant", "content": "Skailuia"}]
+    history = [
+        {"role": "user", "content": "In which region does Refland lie?"},
+        {"role": "assistant", "content": "Skailuia"},
+    ]
     with Client(server.url) as client:
-        served = client.query("What is Refland famous for?", documents=documents, history=history, max_new_tokens=64)
+        served = client.query(
+            "What is Refland famous for?", documents=documents, history=history, max_new_tokens=64
+        )
     assert rag.read(state, "second") == served.answer == "rope"
     assert state.get_meta_info("second")["prompt_tokens"] == served.usage.prompt
 
@@ -141,7 +156,9 @@ def test_run_batch(rag: Rag) -> None:
 def test_choose_takes_the_likeliest_whole_answer(rag: Rag) -> None:
     @sgl.function
     def choose(s: Any, choices: list[str]) -> None:
-        rag.insert(s, [("Westert", "Westert is twinned with Weabrouckmere Falls. Westert was founded in 2020.")])
+        rag.insert(
+            s, [("Westert", "Westert is twinned with Weabrouckmere Falls. Westert was founded in 2020.")]
+        )
         rag.choose(s, "With which town is Westert twinned?", choices)
 
     for choices in (["2020", "Weabrouckmere Falls"], ["Weabrouckmere Falls", "Weabrouckmere", "Westert"]):
@@ -192,7 +209,9 @@ def test_an_error_of_the_engine_reaches_the_reader(rag: Rag) -> None:
 
 def test_with_an_api_key(locked_server: Any) -> None:
     with Client(locked_server.url, api_key="secret") as client:
-        job = client.ingest(NAMESPACE, [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}])
+        job = client.ingest(
+            NAMESPACE, [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}]
+        )
         client.wait(job, timeout_s=120)
 
     @sgl.function
@@ -202,5 +221,8 @@ def test_with_an_api_key(locked_server: Any) -> None:
 
     with closing(Rag(locked_server.url, namespace=NAMESPACE, api_key="secret")) as rag:
         assert rag.read(ask.run(rag, backend=rag.endpoint()), "answer") == "Oslo"
-    with closing(Rag(locked_server.url, namespace=NAMESPACE, api_key="wrong")) as rag, pytest.raises(Unauthorized):
+    with (
+        closing(Rag(locked_server.url, namespace=NAMESPACE, api_key="wrong")) as rag,
+        pytest.raises(Unauthorized),
+    ):
         rag.retrieve("What is the capital of Norway?")

@@ -19,9 +19,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(encod
 @pytest.fixture(scope="module")
 def namespaces(server: Any) -> None:
     with Client(server.url) as client:
-        files = [("files", (name, (REPO / "examples/corpus/files" / name).read_bytes())) for name in ("iceland.md", "denmark.html")]
+        files = [
+            ("files", (name, (REPO / "examples/corpus/files" / name).read_bytes()))
+            for name in ("iceland.md", "denmark.html")
+        ]
         jobs = [
-            client.ingest("readme-notes", [{"name": "oslo.txt", "title": "Oslo", "text": "Oslo is the capital of Norway."}]),
+            client.ingest(
+                "readme-notes",
+                [{"name": "oslo.txt", "title": "Oslo", "text": "Oslo is the capital of Norway."}],
+            ),
             client.call("POST", "/rag/ingest", data={"namespace": "readme-demo"}, files=files)["job_id"],
         ]
         for job in jobs:
@@ -31,8 +37,12 @@ def namespaces(server: Any) -> None:
 @pytest.mark.parametrize(("number", "says"), [(0, "Oslo"), (1, "Denmark")], ids=["openai", "program"])
 def test_readme_python(server: Any, namespaces: None, number: int, says: str) -> None:
     code = BLOCKS[number].replace("http://localhost:30000", server.url)
-    code = code.replace("ragserve/notes", "ragserve/readme-notes").replace('namespace="demo"', 'namespace="readme-demo"')
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    code = code.replace("ragserve/notes", "ragserve/readme-notes").replace(
+        'namespace="demo"', 'namespace="readme-demo"'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(says), done.stdout
 
@@ -44,7 +54,9 @@ def test_readme_curl_bodies_are_accepted(server: Any, namespaces: None) -> None:
     assert [route for route, _ in calls] == ["/rag/ingest", "/rag/query", "/rag/query", "/rag/query"]
     for route, body in calls:
         response = server.client.post(
-            route, content=body.replace('"notes"', '"readme-notes"'), headers={"content-type": "application/json"}
+            route,
+            content=body.replace('"notes"', '"readme-notes"'),
+            headers={"content-type": "application/json"},
         )
         assert response.status_code in {200, 202}, response.text
         assert ("event: done" in response.text) == ('"stream": true' in body)

@@ -14,7 +14,9 @@ from ragserve.answering.prompt import PromptBuilder, PromptDocument
 
 ROWS = [
     json.loads(line)
-    for line in (Path(__file__).parents[1] / "data" / "questions" / "onehop_8.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    for line in (Path(__file__).parents[1] / "data" / "questions" / "onehop_8.jsonl")
+    .read_text(encoding="utf-8")
+    .splitlines()[:2]
 ]
 NAMESPACE = "rest-api"
 
@@ -22,7 +24,11 @@ NAMESPACE = "rest-api"
 @pytest.fixture(scope="module")
 def namespace(server: Any) -> str:
     """The documents of two questions, ingested over HTTP."""
-    texts = [{"name": f"{i}/{title}", "title": title, "text": text} for i, row in enumerate(ROWS) for title, text in row["docs"]]
+    texts = [
+        {"name": f"{i}/{title}", "title": title, "text": text}
+        for i, row in enumerate(ROWS)
+        for title, text in row["docs"]
+    ]
     response = server.client.post("/rag/ingest", json={"namespace": NAMESPACE, "texts": texts})
     assert response.status_code == 202, response.text
     deadline = time.monotonic() + 120
@@ -34,7 +40,11 @@ def namespace(server: Any) -> str:
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in text.strip().split("\n\n") if not block.startswith(":")]
+    blocks = [
+        dict(line.split(": ", 1) for line in block.split("\n"))
+        for block in text.strip().split("\n\n")
+        if not block.startswith(":")
+    ]
     return [(block["event"], json.loads(block["data"])) for block in blocks]
 
 
@@ -52,8 +62,16 @@ def test_json_and_stream_give_the_same_answer(server: Any, namespace: str) -> No
         assert names[0] == "search_results"
         assert names[-2:] == ["final_answer", "done"]
         final = streamed[-2][1]
-        assert "".join(data["text"] for name, data in streamed if name == "message") == final["answer"] == whole["answer"]
-        assert final["citations"] == whole["citations"] == [data for name, data in streamed if name == "citation"]
+        assert (
+            "".join(data["text"] for name, data in streamed if name == "message")
+            == final["answer"]
+            == whole["answer"]
+        )
+        assert (
+            final["citations"]
+            == whole["citations"]
+            == [data for name, data in streamed if name == "citation"]
+        )
         assert final["usage"]["cached"] > 0
         context = final["context"]
         assert context["tokens_recomputed"] + context["tokens_by_tier"]["device"] == context["tokens_kept"]
@@ -70,7 +88,9 @@ def test_full_answers_as_plain_sglang_does_token_for_token(server: Any, namespac
     prompt = prompts.build(row["question"], documents, max_prompt_tokens=4096)
     ours = server.client.post("/rag/query", json={**body, "strategy": "full", "max_new_tokens": 24}).json()
     sampling = {"temperature": 0, "max_new_tokens": 24}
-    theirs = server.client.post("/generate", json={"input_ids": prompt.input_ids, "sampling_params": sampling}).json()
+    theirs = server.client.post(
+        "/generate", json={"input_ids": prompt.input_ids, "sampling_params": sampling}
+    ).json()
     assert ours["answer"] == theirs["text"].strip()
     assert ours["usage"]["prompt"] == len(prompt.input_ids)
     assert ours["usage"]["completion"] == theirs["meta_info"]["completion_tokens"]
@@ -80,7 +100,9 @@ def test_full_answers_as_plain_sglang_does_token_for_token(server: Any, namespac
 def test_a_prompt_may_fill_the_context_to_its_end(server: Any) -> None:
     limit = server.client.get("/info").json()["limits"]["max_context_tokens"]
     documents = [{"title": str(i), "text": "The quick brown fox. " * 100} for i in range(64)]
-    answer = server.client.post("/rag/query", json={"query": "What is quick?", "documents": documents, "max_new_tokens": 16}).json()
+    answer = server.client.post(
+        "/rag/query", json={"query": "What is quick?", "documents": documents, "max_new_tokens": 16}
+    ).json()
     assert answer["finish_reason"] in ("stop", "length"), answer
     assert limit - 1000 < answer["usage"]["prompt"] <= limit - 16
     assert 0 < answer["context"]["documents_kept"] < 64
@@ -94,18 +116,32 @@ def test_openais_client(server: Any, namespace: str, stream: bool) -> None:
         assert names[f"ragserve/{namespace}"] == "ragserve"
         (theirs,) = [name for name, owner in names.items() if owner == "sglang"]
         messages: list[Any] = [{"role": "user", "content": ROWS[0]["question"]}]
-        asked: dict[str, Any] = {"model": f"ragserve/{namespace}", "messages": messages, "max_tokens": 24, "extra_body": {"k": 4}}
-        plain = client.chat.completions.create(model=theirs, messages=messages, max_tokens=4)  # no documents: SGLang's own route
+        asked: dict[str, Any] = {
+            "model": f"ragserve/{namespace}",
+            "messages": messages,
+            "max_tokens": 24,
+            "extra_body": {"k": 4},
+        }
+        plain = client.chat.completions.create(
+            model=theirs, messages=messages, max_tokens=4
+        )  # no documents: SGLang's own route
         assert not hasattr(plain, "citations")
         answer: Any = client.chat.completions.create(**asked)
         content = answer.choices[0].message.content
         if stream:
-            chunks: list[Any] = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == content
+            chunks: list[Any] = list(
+                client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            )
+            assert (
+                "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == content
+            )
             assert chunks[-1].usage.completion_tokens > 0
             answer = chunks[-2]
         assert answer.citations[0]["text"]
-        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "And who said so in the documents above?"}]
+        messages += [
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": "And who said so in the documents above?"},
+        ]
         assert client.chat.completions.create(**asked).usage.prompt_tokens > len(content)
 
 
@@ -113,7 +149,9 @@ def test_sglangs_routes_are_there(server: Any) -> None:
     client = server.client
     assert client.get("/health").status_code == 200
     assert client.get("/model_info").json()["model_path"]
-    completed = client.post("/v1/completions", json={"model": "default", "prompt": "The", "max_tokens": 2}).json()
+    completed = client.post(
+        "/v1/completions", json={"model": "default", "prompt": "The", "max_tokens": 2}
+    ).json()
     assert completed["usage"]["completion_tokens"] >= 1
     metrics = client.get("/metrics").text
     assert "sglang:" in metrics
@@ -133,6 +171,8 @@ def test_refusals_reach_the_client_on_the_real_server(server: Any, namespace: st
     for sent, status, code in cases:
         response = server.client.post("/rag/query", json=sent)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-    raw = server.client.post("/rag/query", content=b'{"query": "caf\xe9"}', headers={"Content-Type": "application/json"})
+    raw = server.client.post(
+        "/rag/query", content=b'{"query": "caf\xe9"}', headers={"Content-Type": "application/json"}
+    )
     assert (raw.status_code, raw.json()["error"]["code"]) == (400, "invalid_encoding")
     assert server.client.post("/rag/query", json={**body, "k": 64}).status_code == 200

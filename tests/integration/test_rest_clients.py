@@ -1,4 +1,6 @@
-"""A crowd of clients on the real server, half of whom leave: the others are answered and nothing is left behind."""
+"""A crowd of clients on the real server, half of whom leave: the others are answered and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,22 @@ TEXT = "The lighthouse of Skerryvore was built by Alan Stevenson between 1838 an
 
 def body(client: int, stream: bool) -> dict[str, Any]:
     """A prompt of its own for each client, so that none is answered from another's prefix."""
-    documents = [{"title": f"Log {client}", "text": f"Entry {client}. " + TEXT * 8}, {"title": "Other", "text": TEXT}]
-    return {"query": f"Who built the lighthouse of log {client}?", "documents": documents, "max_new_tokens": 32, "stream": stream}
+    documents = [
+        {"title": f"Log {client}", "text": f"Entry {client}. " + TEXT * 8},
+        {"title": "Other", "text": TEXT},
+    ]
+    return {
+        "query": f"Who built the lighthouse of log {client}?",
+        "documents": documents,
+        "max_new_tokens": 32,
+        "stream": stream,
+    }
 
 
 def gauge(metrics: str, name: str) -> float:
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", metrics, re.M))
+    return sum(
+        float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", metrics, re.M)
+    )
 
 
 def is_idle(client: httpx.Client) -> bool:

@@ -1,4 +1,5 @@
-"""Kernel tests: Triton's interpreter where there is no GPU, fresh random inputs on every run, their seed in the report.
+"""Kernel tests: Triton's interpreter where there is no GPU, fresh random inputs on every run, their seed in
+the report.
 
 ``KERNEL_TEST_SEED=<n>`` repeats a failed run.
 """
@@ -16,7 +17,9 @@ INTERPRET = not torch.cuda.is_available()
 
 
 def _interpret_standard_library() -> None:
-    """Triton's own device functions (tl.sum, tl.zeros, ...) were decorated for the compiler if another test imported triton earlier."""
+    """Triton's own device functions (tl.sum, tl.zeros, ...) were decorated for the compiler if another test
+    imported triton earlier.
+    """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

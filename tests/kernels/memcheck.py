@@ -1,9 +1,10 @@
 """Every compose kernel over odd shapes in one plain process, for compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=kernels compute-sanitizer --tool memcheck python -m tests.kernels.memcheck
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=kernels compute-sanitizer --tool memcheck python -m
+    tests.kernels.memcheck
 
-Without PyTorch's caching allocator every tensor is an allocation of its own, so that an access past its end is seen.
-"""
+Without PyTorch's caching allocator every tensor is an allocation of its own, so that an access past its end
+is seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random paged batches for the decode operations: NaN wherever no token of the batch lives, garbage in the table where no page is."""
+"""Random paged batches for the decode operations: NaN wherever no token of the batch lives, garbage in the
+table where no page is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels._paged import KV
+from ragserve_kernels.paged import KV
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 from tests.kernels.reference import attention64
 
@@ -31,14 +33,19 @@ class Batch:
     def slots(self, request: int, tokens: torch.Tensor) -> torch.Tensor:
         """Pool slots of the tokens at these positions."""
         tokens = tokens.to(self.page_table.device)
-        return self.page_table[request, tokens // self.page_size].long() * self.page_size + tokens % self.page_size
+        return (
+            self.page_table[request, tokens // self.page_size].long() * self.page_size
+            + tokens % self.page_size
+        )
 
     def values(self, cache: KV, request: int, tokens: torch.Tensor) -> torch.Tensor:
         slots = self.slots(request, tokens)
         return dequantize_kv(cache, slots) if isinstance(cache, QuantizedKV) else cache[slots]
 
     def attend(self, request: int, kv_head: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact attention of one query group over ``tokens``, float64: ``(out [group, head_dim], weights [group, tokens])``."""
+        """Exact attention of one query group over ``tokens``, float64: ``(out [group, head_dim], weights
+        [group, tokens])``.
+        """
         group = self.q.shape[1] // self.k.shape[1]
         q = self.q[request : request + 1, kv_head * group : (kv_head + 1) * group]
         k, v = (self.values(cache, request, tokens)[:, kv_head : kv_head + 1] for cache in (self.k, self.v))
@@ -72,7 +79,9 @@ def make_batch(
     bits: int = 0,
     peak: float = 1.0,
 ) -> Batch:
-    """``peak`` scales the queries: at 1 random attention is nearly flat, at 8 a few tokens hold most of the weight."""
+    """``peak`` scales the queries: at 1 random attention is nearly flat, at 8 a few tokens hold most of the
+    weight.
+    """
     max_pages = max(1, max(-(-n // page_size) for n in lens)) + 1
     used = sum(-(-n // page_size) for n in lens)
     pages = torch.randperm(used + 3)[:used].to(torch.int32)
@@ -101,11 +110,20 @@ def make_batch(
             plain[slots.to(device)] = x
             caches.append(plain)
     q = (peak * torch.randn(len(lens), heads, head_dim)).to(dtype).to(device)
-    return Batch(q, caches[0], caches[1], table.to(device), torch.tensor(lens, dtype=torch.int32, device=device), page_size)
+    return Batch(
+        q,
+        caches[0],
+        caches[1],
+        table.to(device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        page_size,
+    )
 
 
 def random_index(batch: Batch, block_size: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A shuffled ``share`` of every head's blocks, at least one: ``(index, counts)``; garbage past the counts."""
+    """A shuffled ``share`` of every head's blocks, at least one: ``(index, counts)``; garbage past the
+    counts.
+    """
     lens = batch.seq_lens.tolist()
     kv_heads = batch.k.shape[1]
     totals = [-(-n // block_size) for n in lens]

@@ -10,7 +10,9 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """``||got - want|| / ||want||`` in float64; NaN or infinity anywhere in ``got`` gives infinity, also where ``want`` is all zero."""
+    """``||got - want|| / ||want||`` in float64; NaN or infinity anywhere in ``got`` gives infinity, also
+    where ``want`` is all zero.
+    """
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
     if got.shape != want.shape:
         raise ValueError(f"shapes differ: {list(got.shape)} and {list(want.shape)}")
@@ -32,12 +34,14 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.full(shape, math.nan, dtype=dtype, device=device)
 
 
-def attention64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attention64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 on the CPU.
 
-    ``q`` [rows, query_heads, head_dim], ``k`` and ``v`` [keys, kv_heads, head_dim], ``mask`` bool [rows, keys] (True = attend). Returns the
-    output [rows, query_heads, head_dim], zero where a row attends to nothing, and the weights [query_heads, rows, keys].
-    """
+    ``q`` [rows, query_heads, head_dim], ``k`` and ``v`` [keys, kv_heads, head_dim], ``mask`` bool [rows,
+    keys] (True = attend). Returns the output [rows, query_heads, head_dim], zero where a row attends to
+    nothing, and the weights [query_heads, rows, keys]."""
     q, k, v = (t.detach().double().cpu() for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

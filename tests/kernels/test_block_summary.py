@@ -1,4 +1,6 @@
-"""block_summary: block statistics and SamKV's static attention analysis, against the whole attention matrix in float64."""
+"""block_summary: block statistics and SamKV's static attention analysis, against the whole attention matrix
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
-from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive, default_block_tokens
+from ragserve_kernels.block_summary import (
+    BlockPlan,
+    BlockSummary,
+    block_summary,
+    block_summary_naive,
+    default_block_tokens,
+)
+from ragserve_kernels.dispatch import forced_naive
 from tests.kernels.reference import TOLERANCE, assert_close, attention64, relative_error
 
 GPU = torch.cuda.is_available()
@@ -20,14 +28,21 @@ ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 
 
 def inputs(
-    device: torch.device, plan: BlockPlan, *, heads: tuple[int, int] = (4, 2), head_dim: int = 64, dtype: torch.dtype = torch.float32
+    device: torch.device,
+    plan: BlockPlan,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.randn(plan.tokens, heads[0], head_dim, device=device).to(dtype)
     k = torch.randn(plan.tokens, heads[1], head_dim, device=device).to(dtype)
     return q, k
 
 
-def check(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, *, lse: torch.Tensor | None = None) -> BlockSummary:
+def check(
+    q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, *, lse: torch.Tensor | None = None
+) -> BlockSummary:
     got = block_summary(q, k, plan, lse=lse)
     dtype, scale = q.dtype, 1 / math.sqrt(q.shape[2])
     want = block_summary_naive(q, k, plan, scale=scale, token=got.token)
@@ -89,14 +104,18 @@ def test_log_sum_exp_of_the_prefill_is_used(device: torch.device) -> None:
     plan = BlockPlan.build([45], block_tokens=16, device=device)
     q, k = inputs(device, plan)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) / 8
-    lse = scores.masked_fill(torch.ones(45, 45, device=device).triu(1).bool(), -math.inf).logsumexp(-1).float()
+    lse = (
+        scores.masked_fill(torch.ones(45, 45, device=device).triu(1).bool(), -math.inf).logsumexp(-1).float()
+    )
     check(q, k, plan, lse=lse)
     shifted = block_summary(q, k, plan, lse=lse + 1)
     assert relative_error(shifted.received * math.e, block_summary(q, k, plan).received) < 1e-4
 
 
 def test_received_attention_adds_up(device: torch.device) -> None:
-    """Each query's weights sum to one: all that tokens receive from later queries and from themselves is one per query."""
+    """Each query's weights sum to one: all that tokens receive from later queries and from themselves is one
+    per query.
+    """
     plan = BlockPlan.build([33], device=device)
     q, k = inputs(device, plan)
     causal = torch.ones(33, 33).tril().bool()
@@ -104,8 +123,12 @@ def test_received_attention_adds_up(device: torch.device) -> None:
     assert block_summary(q, k, plan).received.sum().item() == pytest.approx(33 - own.item(), rel=1e-4)
 
 
-def rising(n: int, token: int, power: float, peak: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """One head, scale 1: ``token`` has the weight peak * (x / n)^power at distance x, all other keys of a query share the rest equally."""
+def rising(
+    n: int, token: int, power: float, peak: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One head, scale 1: ``token`` has the weight peak * (x / n)^power at distance x, all other keys of a
+    query share the rest equally.
+    """
     q, k = torch.zeros(n, 1, 64, device=device), torch.zeros(n, 1, 64, device=device)
     queries = torch.arange(token + 1, n, dtype=torch.float64)
     weight = peak * ((queries - token) / n) ** power
@@ -134,7 +157,15 @@ def test_exponent_of_a_power_law(device: torch.device, power: float, peak: float
 
 
 def test_default_block_is_a_32nd_of_the_document() -> None:
-    assert [default_block_tokens(n) for n in (1, 100, 256, 512, 513, 2000, 100_000)] == [8, 8, 8, 16, 16, 64, 64]
+    assert [default_block_tokens(n) for n in (1, 100, 256, 512, 513, 2000, 100_000)] == [
+        8,
+        8,
+        8,
+        16,
+        16,
+        64,
+        64,
+    ]
 
 
 def test_forced_naive_and_no_documents(device: torch.device) -> None:
@@ -146,7 +177,11 @@ def test_forced_naive_and_no_documents(device: torch.device) -> None:
     assert got.mean_k.shape == (0, 2, 64)
 
 
-@settings(max_examples=6 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6 if not GPU else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=2),
     block_tokens=st.sampled_from([1, 8, 13, 64]),
@@ -157,7 +192,14 @@ def test_forced_naive_and_no_documents(device: torch.device) -> None:
     seed=st.integers(0, 2**31 - 1),
 )
 def test_any_shape(
-    device: torch.device, lengths: list[int], block_tokens: int, stride: int, kv_heads: int, group: int, dtype: torch.dtype, seed: int
+    device: torch.device,
+    lengths: list[int],
+    block_tokens: int,
+    stride: int,
+    kv_heads: int,
+    group: int,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     plan = BlockPlan.build(lengths, block_tokens=block_tokens, query_stride=stride, device=device)
@@ -204,4 +246,7 @@ def test_captured_graph(device: torch.device) -> None:
     want = block_summary(q, k, plan)
     for name in ("mean_k", "local_q", "received", "attention"):
         fitted = getattr(want, name).isfinite()
-        assert relative_error(getattr(got, name)[fitted], getattr(want, name)[fitted]) < TOLERANCE[torch.bfloat16] / 10
+        assert (
+            relative_error(getattr(got, name)[fitted], getattr(want, name)[fitted])
+            < TOLERANCE[torch.bfloat16] / 10
+        )

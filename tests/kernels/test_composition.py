@@ -1,4 +1,6 @@
-"""Filling slots and the rows of the recompute pass: the kernels and the torch forwards against one token at a time in float64."""
+"""Filling slots and the rows of the recompute pass: the kernels and the torch forwards against one token at a
+time in float64.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels.dispatch import forced_naive
 from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.gather import Filling, Gather, needed_blocks
-from sglang_ext.context.recompute.attention import Rows
 from sglang_ext.context.recompute.graphs import StaticRows
 from sglang_ext.context.recompute.job import RecomputeJob
+from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.context.rope import Rotation
 from tests.kernels.reference import assert_close
 
@@ -31,7 +33,9 @@ class Pool:
     def __init__(self, slots: int, device: torch.device) -> None:
         self.layer_num = LAYERS
         self._counter: Any = None
-        self.k_buffer, self.v_buffer = ([torch.randn(slots, HEADS, DIM, device=device) for _ in range(LAYERS)] for _ in "kv")
+        self.k_buffer, self.v_buffer = (
+            [torch.randn(slots, HEADS, DIM, device=device) for _ in range(LAYERS)] for _ in "kv"
+        )
 
     def register_layer_transfer_counter(self, counter: Any) -> None:
         self._counter = counter
@@ -75,7 +79,11 @@ def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool
             sources.append(own)
         slots = torch.tensor([free.pop() for _ in range(count)], device=device)
         closed = not per_layer and draw.random() < 0.4
-        fillings.append(Filling(kept, slots, starts, starts if draw.random() < 0.8 else np.zeros_like(starts), sources, closed))
+        fillings.append(
+            Filling(
+                kept, slots, starts, starts if draw.random() < 0.8 else np.zeros_like(starts), sources, closed
+            )
+        )
     for filling in fillings:
         for layer in range(LAYERS):
             row = filling.kept if filling.kept.ndim == 1 else filling.kept[layer]
@@ -86,13 +94,25 @@ def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool
                     k, v = pool.k_buffer[layer][source[token]], pool.v_buffer[layer][source[token]]
                 else:
                     k, v = host[source[token // BLOCK], :, layer, :, token % BLOCK]
-                wanted.append((layer, slot, moved(k.cpu(), place - token if filling.closed else int(filling.shifts[i])), v.clone()))
+                wanted.append(
+                    (
+                        layer,
+                        slot,
+                        moved(k.cpu(), place - token if filling.closed else int(filling.shifts[i])),
+                        v.clone(),
+                    )
+                )
     written = torch.cat([filling.slots for filling in fillings]).tolist()
     before = [[buffer.clone() for buffer in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
     with forced_naive(not triton):
         gather = Gather(pool, ROTATION, host, BLOCK, layers_at_once=draw.choice((1, LAYERS)))
         gather(fillings)
-    for layer, slot, k, v in wanted:  # whoever asks the pool for a layer finds it filled, whatever is still on its way
+    for (
+        layer,
+        slot,
+        k,
+        v,
+    ) in wanted:  # whoever asks the pool for a layer finds it filled, whatever is still on its way
         assert_close(pool.get_key_buffer(layer)[slot].cpu(), k, torch.float32)
         assert torch.equal(pool.get_value_buffer(layer)[slot].cpu(), v.cpu())
     gather.finish()
@@ -105,7 +125,9 @@ def fill_and_check(device: torch.device, draw: random.Random, *, per_layer: bool
 @pytest.mark.parametrize("per_layer", [False, True], ids=["shared", "per-layer"])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**31 - 1))
-def test_kept_tokens_of_device_and_host_documents_reach_their_slots(device: torch.device, per_layer: bool, triton: bool, seed: int) -> None:
+def test_kept_tokens_of_device_and_host_documents_reach_their_slots(
+    device: torch.device, per_layer: bool, triton: bool, seed: int
+) -> None:
     fill_and_check(device, random.Random(seed), per_layer=per_layer, triton=triton)
 
 
@@ -119,17 +141,25 @@ def test_warming_up_writes_to_the_padding_slot_only(device: torch.device, pages:
         others = [slot for slot in range(8) if slot != PADDING_SLOT]
         assert torch.equal(was[others], now[others])
     if pages:
-        assert not pool.v_buffer[0][PADDING_SLOT].any(), "it may hold no NaN of memory that nobody has written"
+        assert not pool.v_buffer[0][PADDING_SLOT].any(), (
+            "it may hold no NaN of memory that nobody has written"
+        )
 
 
-def job(device: torch.device, draw: random.Random, slots: list[int], *, layers: int, rows: int, holes: bool) -> tuple[RecomputeJob, Any]:
-    """A job whose rows are all kept, or with ``holes`` any positions; and kept positions and rows, to compute the truth from."""
+def job(
+    device: torch.device, draw: random.Random, slots: list[int], *, layers: int, rows: int, holes: bool
+) -> tuple[RecomputeJob, Any]:
+    """A job whose rows are all kept, or with ``holes`` any positions; and kept positions and rows, to compute
+    the truth from.
+    """
     total = 2 * len(slots)
     kept = np.array([sorted(draw.sample(range(total), len(slots))) for _ in range(layers)], dtype=np.int64)
     everywhere = sorted(set.intersection(*(set(row.tolist()) for row in kept)))
     positions = np.array(sorted(draw.sample(range(total) if holes else everywhere, rows)), dtype=np.int64)
     own = torch.tensor(slots, device=device)
-    planned = RecomputeJob.plan(positions.copy(), positions, kept if layers > 1 else kept[0], own, first_document=0)
+    planned = RecomputeJob.plan(
+        positions.copy(), positions, kept if layers > 1 else kept[0], own, first_document=0
+    )
     return planned, SimpleNamespace(kept=kept, positions=positions, slots=slots)
 
 
@@ -142,7 +172,10 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
     draw = random.Random(seed)
     pool = Pool(60, device)
     free = draw.sample(range(1, 60), 59)
-    pairs = [job(device, draw, [free.pop() for _ in range(n)], layers=layers, rows=3, holes=holes) for n in (20, 25)]
+    pairs = [
+        job(device, draw, [free.pop() for _ in range(n)], layers=layers, rows=3, holes=holes)
+        for n in (20, 25)
+    ]
     rows = Rows.of([planned for planned, _ in pairs])
     total = sum(len(case.positions) for _, case in pairs)
     q, k, v = (torch.randn(total, heads, DIM, device=device) for heads in (2 * HEADS, HEADS, HEADS))
@@ -170,8 +203,14 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
                 weights = torch.softmax((q[row].double().cpu() * k_all).sum(-1) * 0.2, 0)
                 assert_close(got[row].cpu(), (weights[..., None] * v_all).sum(0), torch.float32)
             at += len(case.positions)
-        others = [slot for slot in range(60) if slot != PADDING_SLOT and all(slot not in case.slots for _, case in pairs)]
-        assert torch.equal(keys[others], before[0][others]), "only the jobs' slots and the padding slot are written"
+        others = [
+            slot
+            for slot in range(60)
+            if slot != PADDING_SLOT and all(slot not in case.slots for _, case in pairs)
+        ]
+        assert torch.equal(keys[others], before[0][others]), (
+            "only the jobs' slots and the padding slot are written"
+        )
 
 
 def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.device, seed: int) -> None:
@@ -197,7 +236,10 @@ def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.dev
             got = step()
     for count in (1, 4, 2):
         free = draw.sample(range(1, 60), 59)
-        jobs = [job(device, draw, [free.pop() for _ in range(12)], layers=1, rows=3, holes=False)[0] for _ in range(count)]
+        jobs = [
+            job(device, draw, [free.pop() for _ in range(12)], layers=1, rows=3, holes=False)[0]
+            for _ in range(count)
+        ]
         assert static.fits(jobs)
         static.load(jobs, size)
         rows = 3 * count
@@ -226,12 +268,17 @@ def test_what_a_larger_pass_left_is_not_looked_up_by_a_smaller_one(device: torch
         assert static.last.tolist() == ends + [0] * (len(static.last) - len(ends))
 
 
-def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresses(device: torch.device, seed: int) -> None:
+def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresses(
+    device: torch.device, seed: int
+) -> None:
     draw = random.Random(seed)
     static = StaticRows(8, 40, device)
 
     def jobs(count: int, *, slots: int = 10, layers: int = 1, rows: int = 2) -> list[RecomputeJob]:
-        return [job(device, draw, list(range(1, slots + 1)), layers=layers, rows=rows, holes=False)[0] for _ in range(count)]
+        return [
+            job(device, draw, list(range(1, slots + 1)), layers=layers, rows=rows, holes=False)[0]
+            for _ in range(count)
+        ]
 
     assert static.fits(jobs(4))
     assert not static.fits(jobs(5, slots=5, rows=1)), "more jobs than there are places"
@@ -239,7 +286,9 @@ def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresse
     assert not static.fits(jobs(3, slots=14)), "more slots"
     assert not static.fits(jobs(1, slots=30, layers=LAYERS, rows=1)), "rows that differ by layer"
     ids, kept = np.arange(6), np.arange(10)
-    choosing = RecomputeJob.plan(ids, ids, kept, torch.arange(1, 11, device=device), first_document=2, deviation_share=0.5)
+    choosing = RecomputeJob.plan(
+        ids, ids, kept, torch.arange(1, 11, device=device), first_document=2, deviation_share=0.5
+    )
     assert not static.fits([choosing]), "rows that are chosen on the way"
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.gather_h2d import gather_h2d, gather_h2d_naive
 from tests.kernels.reference import poisoned
 
@@ -35,9 +35,13 @@ def check(
     programs: int | None = None,
 ) -> None:
     host = [arena(blocks, tokens, head_dim, dtype) for _ in range(arenas)]
-    index = torch.randint(-1, blocks, (take,), device=device)  # -1: skipped; the same block may be wanted twice
+    index = torch.randint(
+        -1, blocks, (take,), device=device
+    )  # -1: skipped; the same block may be wanted twice
     out_index = torch.randperm(take + 2, device=device)[:take].int()
-    got, want = ([poisoned(take + 2, tokens, head_dim, dtype=dtype, device=device) for _ in host] for _ in range(2))
+    got, want = (
+        [poisoned(take + 2, tokens, head_dim, dtype=dtype, device=device) for _ in host] for _ in range(2)
+    )
     gather_h2d(host, got, index, out_index, programs=programs)
     gather_h2d_naive(host, want, index, out_index)
     for g, w in zip(got, want, strict=True):
@@ -66,7 +70,11 @@ def test_forced_naive(device: torch.device) -> None:
         check(device, 2, 5, 16, 64, torch.bfloat16, take=6)
 
 
-@settings(max_examples=12 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12 if not GPU else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     blocks=st.integers(1, 20),
     tokens=st.integers(1, 80),
@@ -75,7 +83,9 @@ def test_forced_naive(device: torch.device) -> None:
     arenas=st.integers(1, 2),
     seed=st.integers(0, 2**31 - 1),
 )
-def test_any_shape(device: torch.device, blocks: int, tokens: int, head_dim: int, take: int, arenas: int, seed: int) -> None:
+def test_any_shape(
+    device: torch.device, blocks: int, tokens: int, head_dim: int, take: int, arenas: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     check(device, arenas, blocks, tokens, head_dim, torch.bfloat16, take=take)
 
@@ -112,7 +122,10 @@ def test_memory_that_is_not_pinned_is_refused(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_captured_graph_reads_the_index_of_the_day(device: torch.device) -> None:
-    host, out = [arena(8, 16, 128, torch.bfloat16)], [poisoned(4, 16, 128, dtype=torch.bfloat16, device=device)]
+    host, out = (
+        [arena(8, 16, 128, torch.bfloat16)],
+        [poisoned(4, 16, 128, dtype=torch.bfloat16, device=device)],
+    )
     index, target = torch.arange(4, device=device), torch.arange(4, device=device)
     gather_h2d(host, out, index, target)
     graph = torch.cuda.CUDAGraph()

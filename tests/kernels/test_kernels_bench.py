@@ -18,14 +18,14 @@ from ragserve.bench.kernels import compose as kernels_compose
 from ragserve.bench.kernels import copy_engine as kernels_copy_engine
 from ragserve.bench.kernels import decode as kernels_decode
 from ragserve.bench.kernels import flashinfer as kernels_flashinfer
-from ragserve.bench.kernels.decode_cases import Case, Layer, block_weights
+from ragserve.bench.kernels.decode_cases import DecodeCase, Layer, block_weights
 from ragserve.bench.kernels.decode_progressive import fewest_blocks, ladder, quality
 from ragserve.bench.kernels.decode_record import Recorded, long_prompts, record, recorded_cases
 from ragserve.bench.kernels.parts import run_parts
 from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, agree, bandwidth
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve_kernels._common import KVLayers, forced_naive
+from ragserve_kernels.dispatch import KVLayers, forced_naive
 from ragserve_kernels.rotate_gather import HostSource, rotate_gather_naive
 from ragserve_kernels.sparse_decode import sparse_decode
 
@@ -66,7 +66,11 @@ def test_parts_are_written_one_by_one_beside_those_of_earlier_runs(tmp_path: Pat
     before = {
         "workload": {"copy_gb_per_s": 7},
         "environment": {"date": "2026-01-01", "gpu": "old", "versions": {"torch": "1.0"}},
-        "rows": [{"operation": "a", "ms": 1.0}, {"operation": "b", "ms": 2.0}, {"operation": "gone", "ms": 3.0}],
+        "rows": [
+            {"operation": "a", "ms": 1.0},
+            {"operation": "b", "ms": 2.0},
+            {"operation": "gone", "ms": 3.0},
+        ],
     }
     path = tmp_path / "kernels_x.json"
     path.write_text(json.dumps(before))
@@ -76,20 +80,30 @@ def test_parts_are_written_one_by_one_beside_those_of_earlier_runs(tmp_path: Pat
 
     with pytest.raises(RagserveError, match="a kernel is wrong"):
         run_parts(
-            "kernels_x", {"a": lambda: [{"ms": 9.0}], "b": fails, "c": fails}, ["a", "b"], workload={"shape": "s"},
-            ceilings={"copy_gb_per_s": 5}, note="n", out_dir=tmp_path,
-        )  # fmt: skip
+            "kernels_x",
+            {"a": lambda: [{"ms": 9.0}], "b": fails, "c": fails},
+            ["a", "b"],
+            workload={"shape": "s"},
+            ceilings={"copy_gb_per_s": 5},
+            note="n",
+            out_dir=tmp_path,
+        )
     after = json.loads(path.read_text())
     assert after["rows"] == [{"operation": "a", "ms": 9.0}, {"operation": "b", "ms": 2.0}]
     assert list(after["workload"]["measured"]) == ["a", "b"]
     assert after["workload"]["measured"]["a"]["copy_gb_per_s"] == 5
-    assert after["workload"]["measured"]["b"] == {"date": "2026-01-01", "gpu": "old", "torch": "1.0", "copy_gb_per_s": 7}
+    assert after["workload"]["measured"]["b"] == {
+        "date": "2026-01-01",
+        "gpu": "old",
+        "torch": "1.0",
+        "copy_gb_per_s": 7,
+    }
     path.write_text("[]")
     with pytest.raises(InvalidRequest, match="not a report of this benchmark"):
         run_parts("kernels_x", {"a": fails}, ["a"], workload={}, ceilings={}, note="", out_dir=tmp_path)
 
 
-def small_case(*, page: int, lens: Sequence[int]) -> Case:
+def small_case(*, page: int, lens: Sequence[int]) -> DecodeCase:
     kv = torch.randn(2, 2, 200, 2, 64)
     records = [Recorded(2 * torch.randn(1, 2, 6, 64), kv[0, :, :n], kv[1, :, :n], n - 1) for n in lens]
     return recorded_cases(records, page=page, steps=[0])[0]
@@ -102,9 +116,16 @@ class FakeDecode:
         assert layout == "NHD"
 
     def plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, heads: int, kv_heads: int, head_dim: int, page: int,
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page: int,
         **dtypes: torch.dtype,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plans = indptr.tolist(), indices, last.tolist(), heads // kv_heads, head_dim
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -121,7 +142,9 @@ class FakeDecode:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_flashinfer_gets_the_same_pages(monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeDecode))
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeDecode)
+    )
     case = small_case(page=16, lens=[200, 33, 48])
     call = kernels_flashinfer.decode(case, page_size=page_size, tensor_cores=True)
     with forced_naive():
@@ -141,10 +164,16 @@ def test_block_weights_are_those_of_attention() -> None:
     got = block_weights(case, layer)
     torch.testing.assert_close(got.sum(-1), torch.ones(2, 6))
     assert (got[1, :, 3:] == 0).all(), "33 tokens fill three blocks"
-    page = Layer(layer.q, layer.k, (torch.arange(layer.k.shape[0]) // 16)[:, None, None].expand(-1, 2, 64).float().contiguous())
+    page = Layer(
+        layer.q,
+        layer.k,
+        (torch.arange(layer.k.shape[0]) // 16)[:, None, None].expand(-1, 2, 64).float().contiguous(),
+    )
     with forced_naive():  # values that name their page: attention's output is then the mean page
         named = sparse_decode(*case.attention(page), page_size=16)[..., 0]
-    torch.testing.assert_close((got * case.table[:, None, : got.shape[-1]]).sum(-1), named, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        (got * case.table[:, None, : got.shape[-1]]).sum(-1), named, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_quality_of_progressive_decode() -> None:
@@ -181,7 +210,9 @@ def test_recorded_queries_and_keys_are_what_the_model_attends_with(tmp_path: Pat
     assert got.k.shape == (10, len(prompts[0]) + 2, 2, 64)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        DEFAULT_MODEL, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         ids = torch.tensor([prompts[0]])
         for _ in range(2):
@@ -215,13 +246,20 @@ def test_blocks_by_the_copy_engine_are_composed_like_any_others(monkeypatch: pyt
     block, documents, length, tokens = 16, 3, 64, 96
     each = LAYERS * KV_HEADS * length * HEAD_DIM
     arenas = [torch.randn(documents * each).to(torch.bfloat16) for _ in "kv"]
-    source = HostSource(*arenas, torch.arange(documents) * each, torch.full((documents,), length), LAYERS, KV_HEADS, HEAD_DIM)
-    first = torch.stack([torch.randperm(documents * length // block)[: tokens // block] for _ in range(LAYERS)]) * block
+    source = HostSource(
+        *arenas, torch.arange(documents) * each, torch.full((documents,), length), LAYERS, KV_HEADS, HEAD_DIM
+    )
+    first = (
+        torch.stack([torch.randperm(documents * length // block)[: tokens // block] for _ in range(LAYERS)])
+        * block
+    )
     places = (torch.arange(tokens // block) * block).expand_as(first)
     moves = torch.stack([first // length, first % length, torch.full_like(first, block), places], -1).int()
     rest = (moves, torch.arange(tokens), torch.arange(documents) * length + 100, torch.rand(HEAD_DIM // 2))
     shape = (LAYERS, tokens, KV_HEADS, HEAD_DIM)
-    want, got = (KVLayers(*([*torch.full(shape, torch.nan, dtype=torch.bfloat16)] for _ in "kv")) for _ in range(2))
+    want, got = (
+        KVLayers(*([*torch.full(shape, torch.nan, dtype=torch.bfloat16)] for _ in "kv")) for _ in range(2)
+    )
     rotate_gather_naive(source, want, *rest)
     kernels_copy_engine.staged_compose(source, got, *rest, block=block)()
     assert copied == [2 * LAYERS * KV_HEADS * tokens // block]

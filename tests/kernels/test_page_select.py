@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
-from ragserve_kernels.page_select import Selection, page_select, summarise
+from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.page_select import PageSelection, page_select, summarise
 from ragserve_kernels.page_select.naive import block_scores, forced_blocks
 from ragserve_kernels.sparse_decode import sparse_decode
 from tests.kernels.paged import make_batch
@@ -24,9 +24,18 @@ class Case:
     """Summaries of random keys for a ragged batch; NaN in the rows that no block owns."""
 
     def __init__(
-        self, device: torch.device, lens: list[int], *, block_size: int = 16, per_block: int = 1, dtype: torch.dtype = torch.float32,
-        heads: int = 4, kv_heads: int = 2, head_dim: int = 64, scoring: str = "minmax",
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device,
+        lens: list[int],
+        *,
+        block_size: int = 16,
+        per_block: int = 1,
+        dtype: torch.dtype = torch.float32,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        scoring: str = "minmax",
+    ) -> None:
         totals = [-(-n // block_size) for n in lens]
         places = torch.randperm(sum(totals) + 2)[: sum(totals)].int()
         table = torch.full((len(lens), max(1, *totals) + 1), 2**30, dtype=torch.int32)
@@ -48,18 +57,40 @@ class Case:
         self.totals = totals
         self.block_size, self.per_block = block_size, per_block
 
-    def select(self, **options: object) -> Selection:
+    def select(self, **options: object) -> PageSelection:
         names = ("k_min", "k_max") if len(self.parts) == 2 else ("k_center",)
         summaries = dict(zip(names, self.parts, strict=True))
-        return page_select(self.q, self.table, self.lens, block_size=self.block_size, per_block=self.per_block, **summaries, **options)
+        return page_select(
+            self.q,
+            self.table,
+            self.lens,
+            block_size=self.block_size,
+            per_block=self.per_block,
+            **summaries,
+            **options,
+        )
 
-    def check(self, *, budget_tokens: int | None = None, sink: int = 1, recent: int = 1, sum_group: bool = False) -> None:
-        """The chosen blocks are the best: none left out scores higher than one chosen, but for rounding of the scores."""
+    def check(
+        self, *, budget_tokens: int | None = None, sink: int = 1, recent: int = 1, sum_group: bool = False
+    ) -> None:
+        """The chosen blocks are the best: none left out scores higher than one chosen, but for rounding of
+        the scores.
+        """
         got = self.select(
-            budget_tokens=budget_tokens, rank=budget_tokens is None, sink_blocks=sink, recent_blocks=recent, sum_group=sum_group
+            budget_tokens=budget_tokens,
+            rank=budget_tokens is None,
+            sink_blocks=sink,
+            recent_blocks=recent,
+            sum_group=sum_group,
         )
         scores = block_scores(
-            self.q, self.parts, self.table, self.lens, block_size=self.block_size, per_block=self.per_block, sum_group=sum_group
+            self.q,
+            self.parts,
+            self.table,
+            self.lens,
+            block_size=self.block_size,
+            per_block=self.per_block,
+            sum_group=sum_group,
         )
         slack = 1e-4 * scores[scores.isfinite()].abs().amax().item() if scores.isfinite().any() else 0.0
         for b, total in enumerate(self.totals):
@@ -76,7 +107,9 @@ class Case:
                 row = scores[b, h, :total].masked_fill(forced, math.inf)
                 if budget_tokens is None:
                     assert torch.equal(chosen[: int(forced.sum())], forced.nonzero().flatten())
-                    assert (row[chosen][1:].clamp_max(1e30) <= row[chosen][:-1].clamp_max(1e30) + slack).all(), "not in falling order"
+                    assert (
+                        row[chosen][1:].clamp_max(1e30) <= row[chosen][:-1].clamp_max(1e30) + slack
+                    ).all(), "not in falling order"
                 else:
                     assert torch.equal(chosen, chosen.sort().values), "not in the order of the sequence"
                     if 0 < take < total:
@@ -87,7 +120,9 @@ class Case:
 @pytest.mark.parametrize("per_block", [1, 4])
 @pytest.mark.parametrize("budget_tokens", [128, None], ids=["best", "rank"])
 def test_best_blocks(device: torch.device, budget_tokens: int | None, per_block: int, scoring: str) -> None:
-    Case(device, [2000, 0, 1, 111, 63], block_size=64, per_block=per_block, scoring=scoring).check(budget_tokens=budget_tokens)
+    Case(device, [2000, 0, 1, 111, 63], block_size=64, per_block=per_block, scoring=scoring).check(
+        budget_tokens=budget_tokens
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.bfloat16], ids=str)
@@ -119,19 +154,32 @@ def test_ties_go_to_the_earlier_block(device: torch.device) -> None:
 
 
 def test_min_max_score_bounds_every_key(device: torch.device) -> None:
-    """Equation 2 is an upper bound of q . k over the logical page, so a block whose key is aligned with the query is found."""
+    """Equation 2 is an upper bound of q . k over the logical page, so a block whose key is aligned with the
+    query is found.
+    """
     batch = make_batch([1024], device=device, heads=2, kv_heads=1, page_size=64)
     wanted = 11
     slot = batch.slots(0, torch.tensor([wanted * 64 + 37]))
     batch.k[slot, 0] = 4 * batch.q[0, 1]
     low, high, _, _ = summarise(batch.k.nan_to_num(), 16)
-    got = page_select(batch.q, batch.page_table, batch.seq_lens, block_size=64, per_block=4, k_min=low, k_max=high, budget_tokens=256)
+    got = page_select(
+        batch.q,
+        batch.page_table,
+        batch.seq_lens,
+        block_size=64,
+        per_block=4,
+        k_min=low,
+        k_max=high,
+        budget_tokens=256,
+    )
     assert wanted in got.blocks[0, 0].tolist()
     out = sparse_decode(*batch.inputs, page_size=64, index=got.blocks, counts=got.counts)
     assert torch.nn.functional.cosine_similarity(out[0, 1], batch.v[slot[0], 0], dim=0) > 0.99
 
 
-@settings(max_examples=60 if GPU else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 if GPU else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     lens=st.lists(st.integers(0, 400), min_size=1, max_size=4 if GPU else 2),
     kv_heads=st.integers(1, 3),
@@ -144,12 +192,27 @@ def test_min_max_score_bounds_every_key(device: torch.device) -> None:
     rank=st.booleans(),
 )
 def test_any_shape(
-    device: torch.device, lens: list[int], kv_heads: int, group: int, block_size: int, logical: int, budget_blocks: int, scoring: str,
-    dtype: torch.dtype, rank: bool,
-) -> None:  # fmt: skip
+    device: torch.device,
+    lens: list[int],
+    kv_heads: int,
+    group: int,
+    block_size: int,
+    logical: int,
+    budget_blocks: int,
+    scoring: str,
+    dtype: torch.dtype,
+    rank: bool,
+) -> None:
     per_block = min(32, max(1, block_size // logical))
     case = Case(
-        device, lens, block_size=block_size, per_block=per_block, heads=kv_heads * group, kv_heads=kv_heads, scoring=scoring, dtype=dtype
+        device,
+        lens,
+        block_size=block_size,
+        per_block=per_block,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        scoring=scoring,
+        dtype=dtype,
     )
     case.check(budget_tokens=None if rank else budget_blocks * block_size)
 
@@ -173,9 +236,19 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     with pytest.raises(ValueError, match="holds 1 blocks of 16"):
         case.select(budget_tokens=16)
     with pytest.raises(ValueError, match="per_block is 3"):
-        page_select(case.q, case.table, case.lens, block_size=16, per_block=3, k_min=low, k_max=high, budget_tokens=64)
+        page_select(
+            case.q, case.table, case.lens, block_size=16, per_block=3, k_min=low, k_max=high, budget_tokens=64
+        )
     with pytest.raises(TypeError, match="k_min has dtype"):
-        page_select(case.q, case.table, case.lens, block_size=16, k_min=low.double(), k_max=high.double(), budget_tokens=64)
+        page_select(
+            case.q,
+            case.table,
+            case.lens,
+            block_size=16,
+            k_min=low.double(),
+            k_max=high.double(),
+            budget_tokens=64,
+        )
 
 
 @pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
@@ -185,8 +258,9 @@ def test_budgets_and_reuse_by_request(device: torch.device, naive: bool) -> None
     budgets = [3, 9, 7, 2]
     with forced_naive(naive):
         alone = [case.select(budget_tokens=16 * budget) for budget in budgets]
-        into = Selection(
-            torch.full((4, 2, 9), 7, dtype=torch.int32, device=device), torch.full((4, 2), 5, dtype=torch.int32, device=device)
+        into = PageSelection(
+            torch.full((4, 2, 9), 7, dtype=torch.int32, device=device),
+            torch.full((4, 2), 5, dtype=torch.int32, device=device),
         )
         got = case.select(
             budget_tokens=16 * 9,
@@ -212,23 +286,29 @@ def test_layers_in_one_call_are_those_of_a_call_each(device: torch.device, scori
     case = Case(device, lens, per_block=2, scoring=scoring)
     names = ("k_min", "k_max") if scoring == "minmax" else ("k_center",)
     q = torch.stack([case.q, -case.q, 2 * case.q.flip(0)])
-    parts = {name: torch.stack([part, part.flip(-1), part * 3]) for name, part in zip(names, case.parts, strict=True)}
+    parts = {
+        name: torch.stack([part, part.flip(-1), part * 3])
+        for name, part in zip(names, case.parts, strict=True)
+    }
     options = {
         "budget_tokens": 16 * width,
         "budgets": torch.tensor([3, 8, 5], dtype=torch.int32, device=device),
         "active": torch.tensor([1, 0, 1], dtype=torch.int32, device=device),
     }
     shared = {"block_size": 16, "per_block": 2}
-    wide = Selection(
-        torch.full((3, 5, 2, width), 7, dtype=torch.int32, device=device), torch.full((3, 5, 2), 6, dtype=torch.int32, device=device)
+    wide = PageSelection(
+        torch.full((3, 5, 2, width), 7, dtype=torch.int32, device=device),
+        torch.full((3, 5, 2), 6, dtype=torch.int32, device=device),
     )
-    into = Selection(wide.blocks[:, :3], wide.counts[:, :3])
+    into = PageSelection(wide.blocks[:, :3], wide.counts[:, :3])
     with forced_naive(naive):
         page_select(q, case.table, case.lens, **shared, **parts, **options, into=into)
         ranked = page_select(q, case.table, case.lens, **shared, **parts, rank=True)
         for layer in range(3):
             own = {name: part[layer] for name, part in parts.items()}
-            alone = Selection(torch.full_like(into.blocks[layer], 7), torch.full_like(into.counts[layer], 6))
+            alone = PageSelection(
+                torch.full_like(into.blocks[layer], 7), torch.full_like(into.counts[layer], 6)
+            )
             page_select(q[layer], case.table, case.lens, **shared, **own, **options, into=alone)
             assert torch.equal(into.blocks[layer], alone.blocks)
             assert torch.equal(into.counts[layer], alone.counts)
@@ -248,6 +328,9 @@ def test_reuse_needs_a_budget_and_a_place(device: torch.device) -> None:
         case.select(rank=True, budgets=ones)
     with pytest.raises(ValueError, match="active goes with into"):
         case.select(budget_tokens=32, active=ones)
-    wrong = Selection(torch.zeros(1, 2, 3, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int32, device=device))
+    wrong = PageSelection(
+        torch.zeros(1, 2, 3, dtype=torch.int32, device=device),
+        torch.zeros(1, 2, dtype=torch.int32, device=device),
+    )
     with pytest.raises(ValueError, match=r"into\.blocks"):
         case.select(budget_tokens=32, into=wrong)

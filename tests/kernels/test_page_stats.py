@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 
-from ragserve_kernels._common import KVLayers, forced_naive
+from ragserve_kernels.dispatch import KVLayers, forced_naive
 from ragserve_kernels.page_stats import PageStats, page_stats
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def make(device: torch.device, dtype: torch.dtype, pages: int, page_size: int, layers: int = 2, kv_heads: int = 2) -> KVLayers:
+def make(
+    device: torch.device, dtype: torch.dtype, pages: int, page_size: int, layers: int = 2, kv_heads: int = 2
+) -> KVLayers:
     shape = (pages * page_size, kv_heads, 64)
     return KVLayers(*([torch.randn(shape, device=device).to(dtype) for _ in range(layers)] for _ in "kv"))
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from tests.kernels.reference import assert_close, attention64, poisoned
 
@@ -53,7 +53,9 @@ def make(
     pool = (len(order) * page, heads[1], head_dim)
     k, v = (poisoned(*pool, dtype=dtype, device=device) for _ in "kv")
     for own in slots:
-        k[own.to(device)], v[own.to(device)] = (torch.randn(len(own), *pool[1:], device=device).to(dtype) for _ in "kv")
+        k[own.to(device)], v[own.to(device)] = (
+            torch.randn(len(own), *pool[1:], device=device).to(dtype) for _ in "kv"
+        )
     rows = [n for n, _ in requests]
     lengths = [torch.randint(0, kept + 1, (n,)) for n, kept in requests]
     if ordered:
@@ -106,7 +108,10 @@ def test_query_groups(device: torch.device, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page", [1, 16, 32, 64, 128])
 def test_head_and_page_sizes(device: torch.device, head_dim: int, page: int) -> None:
-    check(make(device, [(3, 70)], heads=(2, 1), head_dim=head_dim, page=page, dtype=torch.bfloat16), torch.bfloat16)
+    check(
+        make(device, [(3, 70)], heads=(2, 1), head_dim=head_dim, page=page, dtype=torch.bfloat16),
+        torch.bfloat16,
+    )
 
 
 def test_rows_in_any_order_and_padding_rows(device: torch.device) -> None:
@@ -144,12 +149,17 @@ def test_log_sum_exp_of_every_row(device: torch.device, naive: bool) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_keys_split_over_programs(device: torch.device, splits: int) -> None:
-    """Parts that hold all of a row's keys, some or none; the log-sum-exp is that of all; padding rows stay untouched."""
+    """Parts that hold all of a row's keys, some or none; the log-sum-exp is that of all; padding rows stay
+    untouched.
+    """
     from ragserve_kernels.prefix_rows_attention.triton import prefix_rows_attention_triton
 
     case = make(device, [(9, 150), (3, 4)], padding=2)
     case.row_len[0] = 0
-    out, lse = poisoned(*case.q.shape, dtype=torch.float32, device=device), poisoned(14, 4, dtype=torch.float32, device=device)
+    out, lse = (
+        poisoned(*case.q.shape, dtype=torch.float32, device=device),
+        poisoned(14, 4, dtype=torch.float32, device=device),
+    )
     prefix_rows_attention_triton(*case.args(), out, lse, max_rows=9, scale=0.125, splits=splits)
     assert_close(out[:12], truth(case)[:12], torch.float32)
     assert torch.isnan(out[12:]).all(), "padding rows are not written"
@@ -185,7 +195,11 @@ def test_forced_naive(device: torch.device) -> None:
         check(make(device, [(5, 63), (0, 2), (1, 1)]), torch.float32)
 
 
-@settings(max_examples=12 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12 if not GPU else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 70)), min_size=1, max_size=3),
     kv_heads=st.integers(1, 2),
@@ -195,7 +209,13 @@ def test_forced_naive(device: torch.device) -> None:
     seed=st.integers(0, 2**31 - 1),
 )
 def test_any_shape(
-    device: torch.device, requests: list[tuple[int, int]], kv_heads: int, group: int, dtype: torch.dtype, ordered: bool, seed: int
+    device: torch.device,
+    requests: list[tuple[int, int]],
+    kv_heads: int,
+    group: int,
+    dtype: torch.dtype,
+    ordered: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     case = make(device, requests, heads=(kv_heads * group, kv_heads), dtype=dtype, ordered=ordered)
@@ -228,7 +248,10 @@ def test_bad_arguments(device: torch.device) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(32, 8), (28, 4), (8, 8)], ids=str)
 def test_large(device: torch.device, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    check(make(device, [(333, 2000), (111, 63), (1, 1)], heads=heads, head_dim=head_dim, dtype=dtype, page=16), dtype)
+    check(
+        make(device, [(333, 2000), (111, 63), (1, 1)], heads=heads, head_dim=head_dim, dtype=dtype, page=16),
+        dtype,
+    )
 
 
 @pytest.mark.gpu
@@ -237,7 +260,9 @@ def test_addresses_beyond_32_bits(device: torch.device) -> None:
     far = torch.empty(2**31 // 1024 + 256, 8, 128, dtype=torch.bfloat16, device=device)
     far[-len(case.k) :] = case.k
     case.k = far
-    case.v = torch.cat([torch.empty(len(far) - len(case.v), 8, 128, dtype=torch.bfloat16, device=device), case.v])
+    case.v = torch.cat(
+        [torch.empty(len(far) - len(case.v), 8, 128, dtype=torch.bfloat16, device=device), case.v]
+    )
     case.slots += len(far) - 101
     check(case, torch.bfloat16)
 

@@ -1,4 +1,6 @@
-"""progressive_decode: PSA's rounds, their stop on the device, and how much attention weight they really reach."""
+"""progressive_decode: PSA's rounds, their stop on the device, and how much attention weight they really
+reach.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.page_select import page_select, summarise
 from ragserve_kernels.progressive_decode import Progressive, progressive_decode
 from ragserve_kernels.progressive_decode.naive import block_logs, round_ends, weight_estimate
@@ -22,14 +24,32 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def check(
-    batch: Batch, index: torch.Tensor, counts: torch.Tensor, *, block_size: int, threshold: float, first_round: int, growth: float,
-    forced: int = 2, bound: str = "lowest",
-) -> Progressive:  # fmt: skip
-    """The stop is where the estimate first passes (but for rounding at the threshold), the output is attention over those blocks."""
+    batch: Batch,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    block_size: int,
+    threshold: float,
+    first_round: int,
+    growth: float,
+    forced: int = 2,
+    bound: str = "lowest",
+) -> Progressive:
+    """The stop is where the estimate first passes (but for rounding at the threshold), the output is
+    attention over those blocks.
+    """
     got = progressive_decode(
-        *batch.inputs, index, counts, page_size=batch.page_size, block_size=block_size, threshold=threshold, first_round=first_round,
-        growth=growth, forced=forced, bound=bound,
-    )  # fmt: skip
+        *batch.inputs,
+        index,
+        counts,
+        page_size=batch.page_size,
+        block_size=block_size,
+        threshold=threshold,
+        first_round=first_round,
+        growth=growth,
+        forced=forced,
+        bound=bound,
+    )
     ends = round_ends(index.shape[2], max(first_round, forced, 1), growth, block_size)
     group = batch.q.shape[1] // batch.k.shape[1]
     slack = {torch.float32: 1e-4}.get(batch.q.dtype, 2e-2)
@@ -50,11 +70,17 @@ def check(
             logs = block_logs(scores, blocks, block_size, seq_len)
             starts = dict(zip(ends, [0, *ends], strict=False))
 
-            def estimated(end: int, logs: torch.Tensor = logs, total: int = total, starts: dict[int, int] = starts) -> torch.Tensor:
+            def estimated(
+                end: int, logs: torch.Tensor = logs, total: int = total, starts: dict[int, int] = starts
+            ) -> torch.Tensor:
                 since = starts[end] if bound == "round" else None
                 return weight_estimate(logs[:, :end], forced, total - end, since)
 
-            estimate = estimated(next(end for end in ends if min(end, total) == used)) if used < total else torch.ones(group).double()
+            estimate = (
+                estimated(next(end for end in ends if min(end, total) == used))
+                if used < total
+                else torch.ones(group).double()
+            )
             assert torch.allclose(got.weight[b, rows].double().cpu(), estimate, atol=slack)
             assert used == total or (estimate > threshold - slack).all()
             for end in ends:  # no earlier round may have passed
@@ -67,35 +93,81 @@ def check(
 
 def ranked(batch: Batch, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ranking by min/max scores, with a block per page."""
-    keys = batch.k.nan_to_num() if isinstance(batch.k, torch.Tensor) else batch.values(batch.k, 0, torch.arange(1))
+    keys = (
+        batch.k.nan_to_num()
+        if isinstance(batch.k, torch.Tensor)
+        else batch.values(batch.k, 0, torch.arange(1))
+    )
     low, high, _, _ = summarise(keys, min(16, block_size))
     per_block = max(1, block_size // 16)
     return page_select(
-        batch.q, batch.page_table, batch.seq_lens, block_size=block_size, per_block=per_block, k_min=low, k_max=high, rank=True
+        batch.q,
+        batch.page_table,
+        batch.seq_lens,
+        block_size=block_size,
+        per_block=per_block,
+        k_min=low,
+        k_max=high,
+        rank=True,
     )
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.95, 1.0])
 @pytest.mark.parametrize(("peak", "bound"), [(1.0, "lowest"), (8.0, "lowest"), (8.0, "round")], ids=str)
-def test_stops_where_the_estimate_passes(device: torch.device, peak: float, bound: str, threshold: float) -> None:
-    batch = make_batch([1000, 0, 1, 63] if GPU else [500, 0, 1], device=device, kv_heads=1, heads=2, peak=peak)
-    got = check(batch, *ranked(batch, 16), block_size=16, threshold=threshold, first_round=4, growth=1.5, bound=bound)
+def test_stops_where_the_estimate_passes(
+    device: torch.device, peak: float, bound: str, threshold: float
+) -> None:
+    batch = make_batch(
+        [1000, 0, 1, 63] if GPU else [500, 0, 1], device=device, kv_heads=1, heads=2, peak=peak
+    )
+    got = check(
+        batch, *ranked(batch, 16), block_size=16, threshold=threshold, first_round=4, growth=1.5, bound=bound
+    )
     if threshold == 1.0:
         assert got.blocks_used[0].tolist() == [63 if GPU else 32], "only all the blocks hold all the weight"
 
 
 @pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256] if GPU else [128])
-@pytest.mark.parametrize(("page_size", "block_size"), [(1, 16), (64, 64), (128, 128), (16, 64), (64, 16)] if GPU else [(64, 64), (1, 16)])
-def test_layouts(device: torch.device, page_size: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    batch = make_batch([500, 111], device=device, page_size=page_size, dtype=dtype, head_dim=head_dim, kv_heads=1, heads=3, peak=3.0)
-    check(batch, *random_index(batch, block_size, 1.0), block_size=block_size, threshold=0.9, first_round=2, growth=1.0)
+@pytest.mark.parametrize(
+    ("page_size", "block_size"),
+    [(1, 16), (64, 64), (128, 128), (16, 64), (64, 16)] if GPU else [(64, 64), (1, 16)],
+)
+def test_layouts(
+    device: torch.device, page_size: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        [500, 111],
+        device=device,
+        page_size=page_size,
+        dtype=dtype,
+        head_dim=head_dim,
+        kv_heads=1,
+        heads=3,
+        peak=3.0,
+    )
+    check(
+        batch,
+        *random_index(batch, block_size, 1.0),
+        block_size=block_size,
+        threshold=0.9,
+        first_round=2,
+        growth=1.0,
+    )
 
 
 def test_blocks_larger_than_a_tile(device: torch.device) -> None:
     """float32 with head size 256 has tiles of 16 tokens: a block's sum is put together over its tiles."""
     batch = make_batch([300], device=device, page_size=128, head_dim=256, kv_heads=1, heads=2, peak=3.0)
-    check(batch, *random_index(batch, 128, 1.0), block_size=128, threshold=0.8, first_round=1, growth=1.0, forced=0)
+    check(
+        batch,
+        *random_index(batch, 128, 1.0),
+        block_size=128,
+        threshold=0.8,
+        first_round=1,
+        growth=1.0,
+        forced=0,
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -119,7 +191,11 @@ def test_a_threshold_for_each_request(device: torch.device, naive: bool) -> None
     thresholds = [0.3, 1.0, 0.9]
     with forced_naive(naive):
         got = progressive_decode(
-            *batch.inputs, index, counts, threshold=torch.tensor(thresholds, dtype=torch.float32, device=device), **options
+            *batch.inputs,
+            index,
+            counts,
+            threshold=torch.tensor(thresholds, dtype=torch.float32, device=device),
+            **options,
         )
         for b, threshold in enumerate(thresholds):
             alone = progressive_decode(*batch.inputs, index, counts, threshold=threshold, **options)
@@ -135,7 +211,9 @@ def test_blocks_after_the_stop_are_not_read(device: torch.device) -> None:
     used = int(first.blocks_used[0, 0])
     assert used < 100, "a peaked head stops early"
     batch.forget(0, 0, selection.blocks[0, 0, used:100], 16)
-    again = progressive_decode(*batch.inputs, *selection, page_size=16, threshold=0.6, first_round=8, growth=1.0)
+    again = progressive_decode(
+        *batch.inputs, *selection, page_size=16, threshold=0.6, first_round=8, growth=1.0
+    )
     assert torch.equal(again.out, first.out)
 
 
@@ -150,9 +228,11 @@ def test_the_plain_forward_agrees(device: torch.device) -> None:
     assert_close(got.weight, want.weight, torch.float32)
 
 
-def test_achieved_weight_against_the_threshold(device: torch.device, record_property: pytest.RecordProperty) -> None:
-    """The estimate is no guarantee: the share of heads whose true weight lies below the threshold is reported, and bounded where it must
-    hold.
+def test_achieved_weight_against_the_threshold(
+    device: torch.device, record_property: pytest.RecordProperty
+) -> None:
+    """The estimate is no guarantee: the share of heads whose true weight lies below the threshold is
+    reported, and bounded where it must hold.
 
     Ranked by the true block sums, AS_min bounds every block left, so no head may fall below the threshold.
     """
@@ -170,7 +250,11 @@ def test_achieved_weight_against_the_threshold(device: torch.device, record_prop
                 logs = block_logs(scores, torch.arange(94), block_size, 1500)
                 truth.append(torch.softmax(logs, -1))
                 # exact for the first head of the group only: one ranking cannot be right for both
-                order = logs[0].masked_fill(torch.tensor([i in (0, 93) for i in range(94)]), math.inf).sort(descending=True, stable=True)
+                order = (
+                    logs[0]
+                    .masked_fill(torch.tensor([i in (0, 93) for i in range(94)]), math.inf)
+                    .sort(descending=True, stable=True)
+                )
                 exact[b, h, :94] = order.indices.int()
         rankings = [
             ("estimated ranking", "lowest", scored.blocks),
@@ -180,23 +264,36 @@ def test_achieved_weight_against_the_threshold(device: torch.device, record_prop
         for name, bound, index in rankings:
             for threshold in (0.9, 0.98) if GPU else (0.9,):
                 got = progressive_decode(
-                    *batch.inputs, index, scored.counts, page_size=16, threshold=threshold, first_round=4, growth=1.5, bound=bound
+                    *batch.inputs,
+                    index,
+                    scored.counts,
+                    page_size=16,
+                    threshold=threshold,
+                    first_round=4,
+                    growth=1.5,
+                    bound=bound,
                 )
                 below = []
                 for i, weights in enumerate(truth):
                     b, h = divmod(i, 2)
                     n = int(got.blocks_used[b, h])
                     reached = weights[:, index[b, h, :n].cpu().long()].sum(-1)
-                    below += [float(w) < threshold for w in (reached[:1] if name == "true ranking" else reached)]
+                    below += [
+                        float(w) < threshold for w in (reached[:1] if name == "true ranking" else reached)
+                    ]
                 share = sum(below) / len(below)
-                line = f"peak {peak}, {name}, bound {bound}, threshold {threshold}: {share:.0%} of heads below"
+                line = (
+                    f"peak {peak}, {name}, bound {bound}, threshold {threshold}: {share:.0%} of heads below"
+                )
                 record_property(line, share)
                 print(line)
                 if name == "true ranking":
                     assert share == 0.0, line
 
 
-@settings(max_examples=30 if GPU else 4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30 if GPU else 4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     lens=st.lists(st.integers(0, 300), min_size=1, max_size=4 if GPU else 2),
     kv_heads=st.integers(1, 3 if GPU else 2),
@@ -212,13 +309,40 @@ def test_achieved_weight_against_the_threshold(device: torch.device, record_prop
     share=st.floats(0, 1),
 )
 def test_any_shape(
-    device: torch.device, lens: list[int], kv_heads: int, group: int, page_size: int, block_size: int, bits: int, threshold: float,
-    first_round: int, growth: float, forced: int, bound: str, share: float,
-) -> None:  # fmt: skip
-    batch = make_batch(lens, device=device, heads=kv_heads * group, kv_heads=kv_heads, page_size=page_size, bits=bits, peak=3.0)
+    device: torch.device,
+    lens: list[int],
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    block_size: int,
+    bits: int,
+    threshold: float,
+    first_round: int,
+    growth: float,
+    forced: int,
+    bound: str,
+    share: float,
+) -> None:
+    batch = make_batch(
+        lens,
+        device=device,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        bits=bits,
+        peak=3.0,
+    )
     index, counts = random_index(batch, block_size, share)
     check(
-        batch, index, counts, block_size=block_size, threshold=threshold, first_round=first_round, growth=growth, forced=forced, bound=bound
+        batch,
+        index,
+        counts,
+        block_size=block_size,
+        threshold=threshold,
+        first_round=first_round,
+        growth=growth,
+        forced=forced,
+        bound=bound,
     )
 
 
@@ -239,7 +363,16 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_a_captured_graph_follows_its_inputs() -> None:
     device = torch.device("cuda")
-    batch = make_batch([9000, 3000], device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16, peak=4.0)
+    batch = make_batch(
+        [9000, 3000],
+        device=device,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        peak=4.0,
+    )
     index, counts = ranked(batch, 64)
     options = {"page_size": 64, "threshold": 0.9, "first_round": 8}
     progressive_decode(*batch.inputs, index, counts, **options)
@@ -264,11 +397,20 @@ def test_a_captured_graph_follows_its_inputs() -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("bound", ["lowest", "round"])
 def test_every_call_gives_the_same_bits(bound: str) -> None:
-    """Programs of an item start at different times, and the first of them records the stop while others look for it: the output, which
-    they all hold parts of, must not depend on who comes first. To share the chip, run several of these at once.
-    """
+    """Programs of an item start at different times, and the first of them records the stop while others look
+    for it: the output, which they all hold parts of, must not depend on who comes first. To share the chip,
+    run several of these at once."""
     device = torch.device("cuda")
-    batch = make_batch([12000] * 8, device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16, peak=4.0)
+    batch = make_batch(
+        [12000] * 8,
+        device=device,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        peak=4.0,
+    )
     index, counts = ranked(batch, 64)
     for threshold in (0.5, 0.8, 0.95):
         options = {"page_size": 64, "threshold": threshold, "bound": bound, "first_round": 8, "growth": 1.25}
@@ -277,6 +419,8 @@ def test_every_call_gives_the_same_bits(bound: str) -> None:
         for _ in range(1000):
             again = progressive_decode(*batch.inputs, index, counts, **options)
             wrong += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)])
-        print(f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in {wrong.tolist()}")
+        print(
+            f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in {wrong.tolist()}"
+        )
         assert not wrong.any()
         assert torch.isfinite(first.out).all()

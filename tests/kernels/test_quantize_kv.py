@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -23,9 +23,8 @@ def blank(slots: int, heads: int, head_dim: int, bits: int, device: torch.device
 
 
 def check(x: torch.Tensor, bits: int) -> None:
-    """Every value within half a step (and the rounding of scale and zero); other slots untouched; codes as the plain forward's but for
-    ties.
-    """
+    """Every value within half a step (and the rounding of scale and zero); other slots untouched; codes as
+    the plain forward's but for ties."""
     tokens, heads, head_dim = x.shape
     slots = torch.randperm(tokens + 5, device=x.device)[:tokens]
     caches = [blank(tokens + 5, heads, head_dim, bits, x.device) for _ in range(2)]
@@ -37,7 +36,8 @@ def check(x: torch.Tensor, bits: int) -> None:
     spread = (values.amax(-1) - values.amin(-1))[..., None]
     largest = values.abs().amax(-1, keepdim=True)
     step = spread / (2**bits - 1)
-    # half a step, what the clamp costs when the stored scale is rounded down, and float16's floor for tiny scales
+    # half a step, what the clamp costs when the stored scale is rounded down, and float16's floor for tiny
+    # scales
     assert ((got - values).abs() <= 0.51 * step + spread * 2**-11 + largest * 2**-11 + 2**-14).all()
     assert torch.equal(caches[0].params[slots], caches[1].params[slots])
     assert ((got - dequantize_kv(caches[1], slots)).abs() <= 1.01 * step + 1e-6).all()
@@ -95,7 +95,9 @@ def test_strided_rows(device: torch.device) -> None:
 def test_wrong_arguments_are_named(device: torch.device) -> None:
     cache = blank(2, 2, 64, 8, device)
     with pytest.raises(ValueError, match="x has shape"):
-        quantize_kv(torch.zeros(1, 3, 64, device=device), torch.zeros(1, dtype=torch.int64, device=device), cache)
+        quantize_kv(
+            torch.zeros(1, 3, 64, device=device), torch.zeros(1, dtype=torch.int64, device=device), cache
+        )
     with pytest.raises(TypeError, match="slots has dtype"):
         quantize_kv(torch.zeros(1, 2, 64, device=device), torch.zeros(1, device=device), cache)
     with pytest.raises(ValueError, match="3 bits"):

@@ -1,4 +1,6 @@
-"""rotate_gather: documents' KV from device pages or host blocks into request slots, K rotated; Triton against the float64 truth."""
+"""rotate_gather: documents' KV from device pages or host blocks into request slots, K rotated; Triton against
+the float64 truth.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import KVLayers, forced_naive
+from ragserve_kernels.dispatch import KVLayers, forced_naive
 from ragserve_kernels.rotate_gather import DeviceSource, HostSource, rotate_gather, rotate_gather_naive
 from tests.kernels.reference import TOLERANCE, assert_close, poisoned, relative_error
 
@@ -57,12 +59,22 @@ def make(
     unused: int = 2,
     int64: bool = False,
 ) -> Case:
-    """Documents of ``lengths``; per layer a random share of their blocks, in order, the same number of tokens in every layer."""
+    """Documents of ``lengths``; per layer a random share of their blocks, in order, the same number of tokens
+    in every layer.
+    """
     rng = random.Random(torch.randint(0, 2**31, ()).item())
     rotary = rotary or head_dim
     inv_freq = (10000.0 ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)).float().to(device)
-    shift = torch.tensor(shifts or [rng.randrange(0, 131072) for _ in lengths], dtype=torch.int64 if int64 else torch.int32, device=device)
-    blocks = [(d, b * block, min(block, n - b * block)) for d, n in enumerate(lengths) for b in range(-(-n // block))]
+    shift = torch.tensor(
+        shifts or [rng.randrange(0, 131072) for _ in lengths],
+        dtype=torch.int64 if int64 else torch.int32,
+        device=device,
+    )
+    blocks = [
+        (d, b * block, min(block, n - b * block))
+        for d, n in enumerate(lengths)
+        for b in range(-(-n // block))
+    ]
     whole = [entry for entry in blocks if entry[2] == block]
     partial = [entry for entry in blocks if entry[2] < block]
     rows = []
@@ -83,8 +95,12 @@ def make(
         capacity = torch.tensor([-(-n // block) * block for n in lengths], dtype=torch.int64)
         sizes = capacity * layers * kv_heads * head_dim
         base = 16 + sizes.cumsum(0) - sizes
-        arenas = [torch.randn(16 + int(sizes.sum()), dtype=dtype, pin_memory=device.type == "cuda") for _ in "kv"]
-        source = HostSource(arenas[0], arenas[1], base.to(device), capacity.to(device), layers, kv_heads, head_dim)
+        arenas = [
+            torch.randn(16 + int(sizes.sum()), dtype=dtype, pin_memory=device.type == "cuda") for _ in "kv"
+        ]
+        source = HostSource(
+            arenas[0], arenas[1], base.to(device), capacity.to(device), layers, kv_heads, head_dim
+        )
         return Case(source, *common)
     pages = [-(-n // page) for n in lengths]
     order = torch.randperm(sum(pages))
@@ -96,12 +112,23 @@ def make(
     start = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     shape = (sum(pages) * page, kv_heads, head_dim)
     kv = KVLayers(*([torch.randn(shape, dtype=dtype, device=device) for _ in range(layers)] for _ in "kv"))
-    return Case(DeviceSource(kv, torch.cat(slot_lists).to(device=device, dtype=index), start.to(device)), *common)
+    return Case(
+        DeviceSource(kv, torch.cat(slot_lists).to(device=device, dtype=index), start.to(device)), *common
+    )
 
 
 def check(case: Case, **options: int) -> KVLayers:
     got, want = case.pool(), case.pool()
-    rotate_gather(case.source, got, case.moves, case.slots, case.shift, case.inv_freq, block_tokens=case.block_tokens, **options)
+    rotate_gather(
+        case.source,
+        got,
+        case.moves,
+        case.slots,
+        case.shift,
+        case.inv_freq,
+        block_tokens=case.block_tokens,
+        **options,
+    )
     rotate_gather_naive(case.source, want, case.moves, case.slots, case.shift, case.inv_freq)
     written = torch.zeros(len(got.k[0]), dtype=torch.bool)
     written[case.slots.long().cpu()] = True
@@ -126,10 +153,14 @@ def test_page_sizes(device: torch.device, page: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "rotary"), [(3, 64, 64), (1, 128, 128), (4, 64, 32), (2, 128, 96), (1, 256, 64)], ids=lambda v: str(v)
+    ("kv_heads", "head_dim", "rotary"),
+    [(3, 64, 64), (1, 128, 128), (4, 64, 32), (2, 128, 96), (1, 256, 64)],
+    ids=lambda v: str(v),
 )
 @pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
-def test_heads_and_partial_rotation(device: torch.device, kv_heads: int, head_dim: int, rotary: int, host: bool) -> None:
+def test_heads_and_partial_rotation(
+    device: torch.device, kv_heads: int, head_dim: int, rotary: int, host: bool
+) -> None:
     check(make(device, [20, 17], kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, host=host, layers=1))
 
 
@@ -145,13 +176,17 @@ def test_shifts_lose_no_precision(device: torch.device, shift: int) -> None:
     want = case.pool()
     rotate_gather_naive(case.source, want, case.moves, case.slots, case.shift, case.inv_freq)
     slots = case.slots.long()
-    assert relative_error(got.k[0][slots], want.k[0][slots]) < 1e-6, "float32 angles would be off by 1e-3 or more"
+    assert relative_error(got.k[0][slots], want.k[0][slots]) < 1e-6, (
+        "float32 angles would be off by 1e-3 or more"
+    )
 
 
 def test_rotating_there_and_back_is_the_identity(device: torch.device) -> None:
     there = make(device, [40], shifts=[70_000], keep=1.0, unused=0, layers=1)
     middle, end = there.pool(), there.pool()
-    rotate_gather(there.source, middle, there.moves, there.slots, there.shift, there.inv_freq, block_tokens=16)
+    rotate_gather(
+        there.source, middle, there.moves, there.slots, there.shift, there.inv_freq, block_tokens=16
+    )
     back = DeviceSource(middle, there.slots, torch.zeros(1, dtype=torch.int64, device=device))
     rotate_gather(back, end, there.moves, there.slots, -there.shift, there.inv_freq, block_tokens=16)
     tokens = torch.arange(40, device=device)
@@ -178,7 +213,11 @@ def test_forced_naive_gives_the_same(device: torch.device) -> None:
         check(make(device, [33], host=True))
 
 
-@settings(max_examples=12 if not GPU else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12 if not GPU else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     host=st.booleans(),
@@ -187,7 +226,15 @@ def test_forced_naive_gives_the_same(device: torch.device) -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31 - 1),
 )
-def test_any_shape(device: torch.device, lengths: list[int], host: bool, block: int, kv_heads: int, dtype: torch.dtype, seed: int) -> None:
+def test_any_shape(
+    device: torch.device,
+    lengths: list[int],
+    host: bool,
+    block: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     torch.manual_seed(seed)
     lengths = [min(n, 20) for n in lengths] if block == 1 else lengths
     check(make(device, lengths, host=host, block=block, kv_heads=kv_heads, dtype=dtype, layers=1))
@@ -196,7 +243,14 @@ def test_any_shape(device: torch.device, lengths: list[int], host: bool, block: 
 def test_bad_arguments(device: torch.device) -> None:
     case = make(device, [20])
     pool = case.pool()
-    good = {"source": case.source, "dst": pool, "moves": case.moves, "slots": case.slots, "shift": case.shift, "inv_freq": case.inv_freq}
+    good = {
+        "source": case.source,
+        "dst": pool,
+        "moves": case.moves,
+        "slots": case.slots,
+        "shift": case.shift,
+        "inv_freq": case.inv_freq,
+    }
     for change, error, message in [
         ({"moves": case.moves[:1]}, ValueError, "moves has shape"),
         ({"moves": case.moves.long()}, TypeError, "moves has dtype"),
@@ -219,7 +273,18 @@ def test_bad_arguments(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_large(device: torch.device, head_dim: int, dtype: torch.dtype, host: bool) -> None:
-    check(make(device, [2000, 111, 1, 63], host=host, layers=4, kv_heads=8, head_dim=head_dim, dtype=dtype, page=64))
+    check(
+        make(
+            device,
+            [2000, 111, 1, 63],
+            host=host,
+            layers=4,
+            kv_heads=8,
+            head_dim=head_dim,
+            dtype=dtype,
+            page=64,
+        )
+    )
 
 
 @pytest.mark.gpu
@@ -228,7 +293,9 @@ def test_addresses_beyond_32_bits(device: torch.device) -> None:
     kv = KVLayers(*([torch.empty(slots, 8, 128, dtype=torch.bfloat16, device=device)] for _ in "kv"))
     for tensor in (kv.k[0], kv.v[0]):
         tensor[-64:].normal_()
-    source = DeviceSource(kv, torch.arange(slots - 32, slots, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+    source = DeviceSource(
+        kv, torch.arange(slots - 32, slots, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    )
     target = torch.arange(slots - 64, slots - 32, device=device)
     moves = torch.tensor([[[0, 0, 16, 0], [0, 16, 16, 16]]], dtype=torch.int32, device=device)
     inv_freq = torch.rand(64, device=device)
@@ -237,7 +304,10 @@ def test_addresses_beyond_32_bits(device: torch.device) -> None:
     assert torch.equal(kv.v[0][-64:-32], kv.v[0][-32:])
     from ragserve_kernels.rotate_gather.naive import rotate
 
-    assert relative_error(kv.k[0][-64:-32], rotate(kv.k[0][-32:], shift.expand(32), inv_freq)) < TOLERANCE[torch.bfloat16]
+    assert (
+        relative_error(kv.k[0][-64:-32], rotate(kv.k[0][-32:], shift.expand(32), inv_freq))
+        < TOLERANCE[torch.bfloat16]
+    )
 
 
 @pytest.mark.gpu

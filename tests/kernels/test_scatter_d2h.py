@@ -21,7 +21,9 @@ def expected(src: torch.Tensor, host: torch.Tensor, index: torch.Tensor) -> torc
     return want
 
 
-def case(tokens: int, heads: int, block: int, *, device: str = "cpu", skip: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def case(
+    tokens: int, heads: int, block: int, *, device: str = "cpu", skip: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     blocks = -(-tokens // block)
     src = torch.randn(tokens, heads, 64, device=device).bfloat16()
     host = poisoned(heads * blocks + 2, block, 64, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -32,7 +34,9 @@ def case(tokens: int, heads: int, block: int, *, device: str = "cpu", skip: bool
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.equal(torch.isnan(got), torch.isnan(want)) and torch.equal(got.nan_to_num(), want.nan_to_num())
+    return torch.equal(torch.isnan(got), torch.isnan(want)) and torch.equal(
+        got.nan_to_num(), want.nan_to_num()
+    )
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

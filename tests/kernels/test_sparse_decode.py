@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels._common import forced_naive
+from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING, sparse_decode
 from tests.kernels.paged import Batch, make_batch, random_index
 from tests.kernels.reference import assert_close, poisoned
@@ -42,15 +42,21 @@ def check(batch: Batch, **options: object) -> None:
 
 
 SAMPLE = [
-    (1, torch.float32, 64), (16, torch.bfloat16, 64), (32, torch.float16, 128), (64, torch.float32, 256), (128, torch.bfloat16, 256),
-]  # fmt: skip
+    (1, torch.float32, 64),
+    (16, torch.bfloat16, 64),
+    (32, torch.float16, 128),
+    (64, torch.float32, 256),
+    (128, torch.bfloat16, 256),
+]
 
 
 EVERY = list(product([1, 16, 32, 64, 128], DTYPES, [64, 128, 256]))
 
 
 @pytest.mark.parametrize(("page_size", "dtype", "head_dim"), EVERY if GPU else SAMPLE, ids=str)
-def test_full_heads_are_dense_attention(device: torch.device, page_size: int, dtype: torch.dtype, head_dim: int) -> None:
+def test_full_heads_are_dense_attention(
+    device: torch.device, page_size: int, dtype: torch.dtype, head_dim: int
+) -> None:
     batch = make_batch(LENS, device=device, page_size=page_size, dtype=dtype, head_dim=head_dim)
     out, _ = decode(batch)
     want = torch.zeros_like(out, dtype=torch.float64, device="cpu")
@@ -60,7 +66,9 @@ def test_full_heads_are_dense_attention(device: torch.device, page_size: int, dt
     assert_close(out, want, dtype)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (20, 1), *([(32, 8), (71, 1)] if GPU else [])], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (20, 1), *([(32, 8), (71, 1)] if GPU else [])], ids=str
+)
 def test_query_groups(device: torch.device, heads: int, kv_heads: int) -> None:
     check(make_batch([63, 5], device=device, heads=heads, kv_heads=kv_heads))
 
@@ -76,9 +84,14 @@ SIZES = [(16, 16), (64, 16), (16, 64), (1, 32), (128, 256), (32, 1)]
 
 @pytest.mark.parametrize(
     ("page_size", "block_size", "bits"),
-    [(*sizes, bits) for sizes, bits in (product(SIZES, [0, 8, 4]) if GPU else zip(SIZES, [0, 0, 8, 8, 4, 4], strict=True))],
+    [
+        (*sizes, bits)
+        for sizes, bits in (product(SIZES, [0, 8, 4]) if GPU else zip(SIZES, [0, 0, 8, 8, 4, 4], strict=True))
+    ],
 )
-def test_only_selected_blocks_are_read(device: torch.device, page_size: int, block_size: int, bits: int) -> None:
+def test_only_selected_blocks_are_read(
+    device: torch.device, page_size: int, block_size: int, bits: int
+) -> None:
     batch = make_batch([300, 0, 1], device=device, page_size=page_size, bits=bits)
     index, counts = random_index(batch, block_size, 0.4)
     for b, n in enumerate(batch.seq_lens.tolist()):
@@ -100,8 +113,13 @@ def test_all_blocks_selected_equal_dense(device: torch.device, dtype: torch.dtyp
     assert_close(lse, dense_lse, dtype)
 
 
-@pytest.mark.parametrize(("sink_tokens", "local_tokens"), list(product([0, 1, 20], [1, 40, 500])) if GPU else [(0, 40), (20, 1), (1, 500)])
-def test_three_kinds_of_heads_in_one_launch(device: torch.device, sink_tokens: int, local_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("sink_tokens", "local_tokens"),
+    list(product([0, 1, 20], [1, 40, 500])) if GPU else [(0, 40), (20, 1), (1, 500)],
+)
+def test_three_kinds_of_heads_in_one_launch(
+    device: torch.device, sink_tokens: int, local_tokens: int
+) -> None:
     batch = make_batch([200, 17, 1, 0], device=device, heads=6, kv_heads=3)
     index, counts = random_index(batch, 16, 0.3)
     kinds = torch.tensor([STREAMING, FULL, SELECTED], dtype=torch.int32, device=device)
@@ -115,7 +133,9 @@ def test_kinds_by_request(device: torch.device) -> None:
     """Requests of all kinds in one launch read what each of them would alone."""
     batch = make_batch([150, 150, 90], device=device)
     index, counts = random_index(batch, 16, 0.4)
-    kinds = torch.tensor([[FULL, FULL], [SELECTED, STREAMING], [STREAMING, SELECTED]], dtype=torch.int32, device=device)
+    kinds = torch.tensor(
+        [[FULL, FULL], [SELECTED, STREAMING], [STREAMING, SELECTED]], dtype=torch.int32, device=device
+    )
     options = {"index": index, "counts": counts, "sink_tokens": 16, "local_tokens": 30}
     out, lse = decode(batch, kinds=kinds, **options)
     for b in range(3):
@@ -124,7 +144,11 @@ def test_kinds_by_request(device: torch.device) -> None:
         assert_close(lse[b], alone_lse[b], torch.float32)
 
 
-@pytest.mark.parametrize(("bits", "dtype"), list(product([8, 4], DTYPES)) if GPU else [(8, torch.bfloat16), (4, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    list(product([8, 4], DTYPES)) if GPU else [(8, torch.bfloat16), (4, torch.float16)],
+    ids=str,
+)
 def test_quantised(device: torch.device, bits: int, dtype: torch.dtype) -> None:
     check(make_batch(LENS, device=device, dtype=dtype, bits=bits, head_dim=128, page_size=64))
 
@@ -138,7 +162,9 @@ def test_no_counts_and_negative_entries_give_zero(device: torch.device) -> None:
     assert torch.isneginf(lse).all()
 
 
-@settings(max_examples=60 if GPU else 5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 if GPU else 5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     lens=st.lists(st.integers(0, 150), min_size=1, max_size=4 if GPU else 2),
     kv_heads=st.integers(1, 3),
@@ -151,17 +177,43 @@ def test_no_counts_and_negative_entries_give_zero(device: torch.device) -> None:
     share=st.floats(0, 1),
 )
 def test_any_shape(
-    device: torch.device, lens: list[int], kv_heads: int, group: int, page_size: int, block_size: int, bits: int, dtype: torch.dtype,
-    programs: int, share: float,
-) -> None:  # fmt: skip
-    if bits and not GPU:  # the interpreter cuts a float32 to bfloat16 instead of rounding it: too coarse for codes of few tokens
+    device: torch.device,
+    lens: list[int],
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    block_size: int,
+    bits: int,
+    dtype: torch.dtype,
+    programs: int,
+    share: float,
+) -> None:
+    if (
+        bits and not GPU
+        # the interpreter cuts a float32 to bfloat16 instead of rounding it: too coarse for codes of few tokens
+    ):
         dtype = torch.float32
-    batch = make_batch(lens, device=device, heads=kv_heads * group, kv_heads=kv_heads, page_size=page_size, dtype=dtype, bits=bits)
+    batch = make_batch(
+        lens,
+        device=device,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        dtype=dtype,
+        bits=bits,
+    )
     index, counts = random_index(batch, block_size, share)
     kinds = torch.randint(0, 3, (kv_heads,), dtype=torch.int32, device=device)
     check(
-        batch, block_size=block_size, index=index, counts=counts, kinds=kinds, sink_tokens=5, local_tokens=33, programs=programs,
-    )  # fmt: skip
+        batch,
+        block_size=block_size,
+        index=index,
+        counts=counts,
+        kinds=kinds,
+        sink_tokens=5,
+        local_tokens=33,
+        programs=programs,
+    )
 
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:
@@ -178,7 +230,9 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     with pytest.raises(TypeError, match="k has dtype"):
         sparse_decode(q, k.double(), v, table, lens, page_size=16)
     with pytest.raises(ValueError, match="both or neither"):
-        sparse_decode(q, k, v, table, lens, page_size=16, index=torch.zeros(1, 2, 1, dtype=torch.int32, device=device))
+        sparse_decode(
+            q, k, v, table, lens, page_size=16, index=torch.zeros(1, 2, 1, dtype=torch.int32, device=device)
+        )
     with pytest.raises(ValueError, match="page_table has shape"):
         sparse_decode(q, k, v, table[:0], lens, page_size=16)
 
@@ -187,7 +241,9 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_a_captured_graph_follows_its_inputs() -> None:
     device = torch.device("cuda")
-    batch = make_batch([5000, 300], device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
+    batch = make_batch(
+        [5000, 300], device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16
+    )
     index, counts = random_index(batch, 64, 0.5)
     options = {"page_size": 64, "index": index, "counts": counts}
     out = torch.empty_like(batch.q)
@@ -215,7 +271,16 @@ def test_a_captured_graph_follows_its_inputs() -> None:
 def test_addresses_beyond_two_billion_elements(bits: int) -> None:
     """A pool of 2.6 million slots x 8 heads x 128: 2.7e9 elements, the request at its end."""
     device = torch.device("cuda")
-    small = make_batch([3000], device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16, bits=bits)
+    small = make_batch(
+        [3000],
+        device=device,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        bits=bits,
+    )
     want, _ = decode(small)
     far = 40_000
     page_table = small.page_table + far

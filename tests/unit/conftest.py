@@ -1,4 +1,6 @@
-"""What several rooms share: tokenizer, parser process and embedder, each started once, and a scripted server (`live`)."""
+"""What several rooms share: tokenizer, parser process and embedder, each started once, and a scripted server
+(`live`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.ingest.ingestor import Ingestor
-from ragserve.ingest.parsing.process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve.ingest.tokenizer import Counter, TokenizerSource
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
@@ -31,7 +33,9 @@ def count(tokenizer: TokenizerSource) -> Counter:
 
 @pytest.fixture(scope="session")
 def parser(tokenizer: TokenizerSource) -> Iterator[ParseProcess]:
-    with ParseProcess(tokenizer_json=tokenizer.json, chunk_tokens=256, max_bytes=MAX_BYTES, timeout_s=60) as process:
+    with ParseProcess(
+        tokenizer_json=tokenizer.json, chunk_tokens=256, max_bytes=MAX_BYTES, timeout_s=60
+    ) as process:
         yield process
 
 

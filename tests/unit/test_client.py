@@ -25,7 +25,14 @@ class Scripted:
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
                 data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                scripted.seen.append((self.command, self.path, self.headers.get("Authorization"), json.loads(data) if data else None))
+                scripted.seen.append(
+                    (
+                        self.command,
+                        self.path,
+                        self.headers.get("Authorization"),
+                        json.loads(data) if data else None,
+                    )
+                )
                 status, body = scripted.answers.pop(0)
                 payload = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
@@ -95,7 +102,9 @@ def test_no_server(scripted: Scripted) -> None:
 
 
 def test_fields_left_out_are_the_servers_to_choose(scripted: Scripted) -> None:
-    scripted.answers.append((200, {"results": [{"index": 1, "title": "t", "text": "x", "metadata": {"lang": "en"}}]}))
+    scripted.answers.append(
+        (200, {"results": [{"index": 1, "title": "t", "text": "x", "metadata": {"lang": "en"}}]})
+    )
     with Client(scripted.url + "/", api_key="secret") as client:
         [passage] = client.retrieve("why?", namespace="n", k=None, filter=None)
     assert scripted.seen == [("POST", "/rag/retrieve", "Bearer secret", {"query": "why?", "namespace": "n"})]

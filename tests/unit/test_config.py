@@ -52,7 +52,8 @@ def test_settings_that_are_objects_are_given_as_json(name: str) -> None:
 
 def test_numbers_to_choose_from_are_given_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     command = with_settings(
-        lambda settings: (settings.kv_block_tokens, settings.kv_bits), ["kv_block_tokens", "kv_bits", "sparse_attention"]
+        lambda settings: (settings.kv_block_tokens, settings.kv_bits),
+        ["kv_block_tokens", "kv_bits", "sparse_attention"],
     )
     assert command(kv_block_tokens="32", kv_bits="8", sparse_attention="on") == (32, 8)
     monkeypatch.setenv("RAGSERVE_KV_BLOCK_TOKENS", "16")
@@ -65,7 +66,10 @@ def test_numbers_to_choose_from_are_given_as_text(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_strategy_may_bring_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(strategy="concat:share=0.1,recompute=sentences").default_strategy.options == {"recompute": "sentences", "share": 0.1}
+    assert load(strategy="concat:share=0.1,recompute=sentences").default_strategy.options == {
+        "recompute": "sentences",
+        "share": 0.1,
+    }
     monkeypatch.setenv("RAGSERVE_STRATEGY", "samkv:update=fusion")
     assert load().strategy == "samkv:update=fusion"
     for wrong, says in (

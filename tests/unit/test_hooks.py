@@ -57,7 +57,9 @@ class Runtime:
     def after_forward(self, batch: Any) -> None: ...
 
 
-def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_gets_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_gets_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(current, "runtime", Runtime())
     around = {hook.target: hook.function for hook in hooks.HOOKS}
     forward = around["sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"]
@@ -72,7 +74,10 @@ def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_g
     def failing(worker: Any, batch: Any) -> None:
         raise MemoryError
 
-    extend, decode = (SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda is_it=is_it: is_it)) for is_it in (True, False))
+    extend, decode = (
+        SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda is_it=is_it: is_it))
+        for is_it in (True, False)
+    )
     assert forward(generate, None, extend) == ["computed already", "run"]
     with pytest.raises(MemoryError):
         forward(failing, None, extend)

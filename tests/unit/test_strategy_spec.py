@@ -22,14 +22,23 @@ def test_options_belong_to_the_strategy_before_them() -> None:
 
 
 def test_a_label_reads_back_as_what_it_labels() -> None:
-    for text in ("full", "samkv:block_size=16,update=fusion", "concat:recompute=all", "concat:keep=0.5,kept=[[1,2],[3]]", "a:x=b:c"):
+    for text in (
+        "full",
+        "samkv:block_size=16,update=fusion",
+        "concat:recompute=all",
+        "concat:keep=0.5,kept=[[1,2],[3]]",
+        "a:x=b:c",
+    ):
         [spec] = parse(text)
         assert spec.label == text
         assert parse(spec.label) == [spec]
 
 
 def test_the_same_strategy_is_asked_once() -> None:
-    assert [spec.label for spec in parse("epic:first=1,share=2,full,epic:share=2,first=1,full")] == ["epic:first=1,share=2", "full"]
+    assert [spec.label for spec in parse("epic:first=1,share=2,full,epic:share=2,first=1,full")] == [
+        "epic:first=1,share=2",
+        "full",
+    ]
 
 
 @pytest.mark.parametrize(

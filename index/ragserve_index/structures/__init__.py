@@ -6,25 +6,43 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from ragserve_index.errors import InvalidRequest
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss
+from ragserve_index.structures.base import Floats, Ids, IdSelection, Results, Structure, load_faiss
 from ragserve_index.types import IndexType
 
 INDEX_TYPES: tuple[str, ...] = get_args(IndexType)
 
-__all__ = ["INDEX_TYPES", "Floats", "Ids", "Results", "Selection", "Structure", "check_type", "create", "load", "why_rebuild"]
+__all__ = [
+    "INDEX_TYPES",
+    "Floats",
+    "IdSelection",
+    "Ids",
+    "Results",
+    "Structure",
+    "check_type",
+    "create",
+    "load",
+    "why_rebuild",
+]
 
 
 def check_type(index_type: str) -> str:
-    """The type itself if it is on the list. Raises InvalidRequest: no FAISS factory string gets further than here."""
+    """The type itself if it is on the list. Raises InvalidRequest: no FAISS factory string gets further than
+    here.
+    """
     if index_type not in INDEX_TYPES:
         raise InvalidRequest(
-            f"No index type {index_type!r}.", hint=f"Types are: {', '.join(INDEX_TYPES)}.", code="invalid_index_type", param="index_type"
+            f"No index type {index_type!r}.",
+            hint=f"Types are: {', '.join(INDEX_TYPES)}.",
+            code="invalid_index_type",
+            param="index_type",
         )
     return index_type
 
 
 def create(index_type: str, dim: int, n: int, sample: Callable[[int], Floats]) -> Structure:
-    """An empty structure for ``n`` vectors; ``sample(m)`` gives up to m of them [m, dim] to train on, evenly spread."""
+    """An empty structure for ``n`` vectors; ``sample(m)`` gives up to m of them [m, dim] to train on, evenly
+    spread.
+    """
     from ragserve_index.structures.flat import Flat, Sq8
     from ragserve_index.structures.hnsw import Hnsw
     from ragserve_index.structures.ivf import Ivf, lists_for
@@ -55,7 +73,9 @@ def why_rebuild(index_type: str, structure: Structure) -> str | None:
 
 
 def load(name: str, index: Any, state: dict[str, Any]) -> Structure:
-    """The structure called ``name`` around an index that FAISS has read. Raises ValueError when the two do not fit."""
+    """The structure called ``name`` around an index that FAISS has read. Raises ValueError when the two do
+    not fit.
+    """
     faiss = load_faiss()
 
     from ragserve_index.structures.flat import Flat, Sq8
@@ -72,7 +92,11 @@ def load(name: str, index: Any, state: dict[str, Any]) -> Structure:
         raise ValueError(f"no structure {name!r}")
     outer, inner = expected[name]
     found = faiss.downcast_index(index.index) if inner is not None and hasattr(index, "index") else None
-    if type(index) is not outer or (inner is not None and not isinstance(found, inner)) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+    if (
+        type(index) is not outer
+        or (inner is not None and not isinstance(found, inner))
+        or index.metric_type != faiss.METRIC_INNER_PRODUCT
+    ):
         raise ValueError(f"a {type(index).__name__} is no {name}")
     if name == "hnsw":
         return Hnsw(index)

@@ -1,4 +1,6 @@
-"""What an index structure can do, and what a filter selects. Structures hold vectors and ids, and know nothing of SQLite."""
+"""What an index structure can do, and what a filter selects. Structures hold vectors and ids, and know
+nothing of SQLite.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ def load_faiss() -> Any:
     return faiss
 
 
-BITMAP_MAX_IDS = 1 << 26  # 8 MiB of bits; beyond it a hash set is smaller than a bitmap over all ids ever given
+BITMAP_MAX_IDS = (
+    1 << 26
+)  # 8 MiB of bits; beyond it a hash set is smaller than a bitmap over all ids ever given
 
 
-class Selection:
-    """The ids a search may return: ascending, unique, all of them in the index. May be shared between threads."""
+class IdSelection:
+    """The ids a search may return: ascending, unique, all of them in the index. May be shared between
+    threads.
+    """
 
     def __init__(self, ids: Ids) -> None:
         self.ids = ids
@@ -39,7 +45,9 @@ class Selection:
         return len(self.ids)
 
     def selector(self) -> Any:
-        """A faiss.IDSelector over the ids, made once. FAISS only reads it, so threads may share it, unlike search parameters."""
+        """A faiss.IDSelector over the ids, made once. FAISS only reads it, so threads may share it, unlike
+        search parameters.
+        """
         if self._selector is None:
             faiss = load_faiss()
 
@@ -65,7 +73,9 @@ class Selection:
 
 
 class Structure(ABC):
-    """A FAISS index. Searches may run at once; ``add`` and ``remove`` exclude everything else (the caller holds the locks)."""
+    """A FAISS index. Searches may run at once; ``add`` and ``remove`` exclude everything else (the caller
+    holds the locks).
+    """
 
     name: ClassVar[str]
 
@@ -101,8 +111,10 @@ class Structure(ABC):
         """Remove those of the ids that are there; how many were."""
 
     @abstractmethod
-    def search(self, queries: Floats, k: int, selection: Selection | None = None) -> Results:
-        """The k best per query, k at most the number of candidates: ``count``, or the selection's length. Never fewer than k."""
+    def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
+        """The k best per query, k at most the number of candidates: ``count``, or the selection's length.
+        Never fewer than k.
+        """
 
     def state(self) -> dict[str, Any]:
         """What, beside FAISS's own bytes, it takes to load it again; JSON."""
@@ -116,7 +128,9 @@ class Structure(ABC):
 
 
 def search_plain(index: Any, queries: Floats, k: int) -> Results:
-    """``index.search(queries, k)`` without the Python wrapper's conversions, which cost 2 us: as much as a fiftieth of a graph search."""
+    """``index.search(queries, k)`` without the Python wrapper's conversions, which cost 2 us: as much as a
+    fiftieth of a graph search.
+    """
     if queries.dtype != np.float32 or not queries.flags.c_contiguous or queries.shape[1] != index.d or k < 1:
         return index.search(queries, k)  # has its own checks
     pointer = load_faiss().swig_ptr
@@ -130,5 +144,7 @@ def search_positions(storage: Any, id_map: Ids, queries: Floats, k: int, positio
     """Exact search over the rows at ``positions`` of an IndexFlat, and only over them: no scan of the others."""
     faiss = load_faiss()
 
-    scores, found = storage.search(queries, k, params=faiss.SearchParameters(sel=faiss.IDSelectorArray(positions)))
+    scores, found = storage.search(
+        queries, k, params=faiss.SearchParameters(sel=faiss.IDSelectorArray(positions))
+    )
     return scores, np.where(found < 0, -1, id_map[np.maximum(found, 0)])

@@ -1,4 +1,6 @@
-"""Exact search: every vector compared, as float32 (flat) or quantised to 8 bits a component (sq8). ``IndexIDMap2`` around both."""
+"""Exact search: every vector compared, as float32 (flat) or quantised to 8 bits a component (sq8).
+``IndexIDMap2`` around both.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_plain, search_positions
+from ragserve_index.structures.base import (
+    Floats,
+    Ids,
+    IdSelection,
+    Results,
+    Structure,
+    load_faiss,
+    search_plain,
+    search_positions,
+)
 
-SCAN_SHARE = 8  # a selection below 1/8 of the rows is scored row by row; above it, scanning all with a bitmap is as fast
+# a selection below 1/8 of the rows is scored row by row; above it, scanning all with a bitmap is as fast
+SCAN_SHARE = 8
 
 
 class MappedStructure(Structure):
@@ -44,7 +56,7 @@ class MappedStructure(Structure):
         self.generation += 1
         return int(self._index.remove_ids(ids))
 
-    def search(self, queries: Floats, k: int, selection: Selection | None = None) -> Results:
+    def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
         if selection is None:
             return search_plain(self._index, queries, k)
         faiss = load_faiss()
@@ -62,7 +74,7 @@ class Flat(MappedStructure):
 
         return cls(faiss.IndexIDMap2(faiss.IndexFlatIP(dim)))
 
-    def search(self, queries: Floats, k: int, selection: Selection | None = None) -> Results:
+    def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
         if selection is None or len(selection) * SCAN_SHARE > self.count:
             return super().search(queries, k, selection)
         faiss = load_faiss()
@@ -73,12 +85,16 @@ class Flat(MappedStructure):
 
 
 class Sq8(MappedStructure):
-    """A quarter of the memory. The range of each component is learnt from the vectors there are, widened by a tenth on both sides."""
+    """A quarter of the memory. The range of each component is learnt from the vectors there are, widened by a
+    tenth on both sides.
+    """
 
     name = "sq8"
     TRAIN_FROM = 1_000  # fewer vectors say too little about the range of a component: kept flat until then
     TRAIN_SAMPLE = 65_536
-    RETRAIN_GROWTH = 8  # ranges learnt from a small start are learnt again when there are this many times more vectors
+    RETRAIN_GROWTH = (
+        8  # ranges learnt from a small start are learnt again when there are this many times more vectors
+    )
 
     def __init__(self, index: Any, trained_on: int) -> None:
         super().__init__(index)
@@ -89,7 +105,9 @@ class Sq8(MappedStructure):
         """An empty structure with ranges from ``sample`` [n, dim]."""
         faiss = load_faiss()
 
-        inner = faiss.IndexScalarQuantizer(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+        inner = faiss.IndexScalarQuantizer(
+            sample.shape[1], faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT
+        )
         inner.sq.rangestat = faiss.ScalarQuantizer.RS_minmax
         inner.sq.rangestat_arg = 0.1
         inner.train(sample)

@@ -1,9 +1,9 @@
 """A navigable graph: approximate, fast at any size, slow to build. FAISS cannot remove from it.
 
-Removed vectors become tombstones: they still carry searches through the graph, a selector keeps them out of the results, and the graph is
-built anew when they are more than a fifth of it. Selective filters are where graphs fail (the few selected are too far apart to be
-met), so a small selection is scored exactly, and a larger one widens the search in proportion.
-"""
+Removed vectors become tombstones: they still carry searches through the graph, a selector keeps them out of
+the results, and the graph is built anew when they are more than a fifth of it. Selective filters are where
+graphs fail (the few selected are too far apart to be met), so a small selection is scored exactly, and a
+larger one widens the search in proportion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_plain, search_positions
+from ragserve_index.structures.base import (
+    Floats,
+    Ids,
+    IdSelection,
+    Results,
+    Structure,
+    load_faiss,
+    search_plain,
+    search_positions,
+)
 
 
 class Hnsw(Structure):
@@ -75,14 +84,18 @@ class Hnsw(Structure):
 
         before = len(self._dead)
         self._dead = np.union1d(self._dead, np.intersect1d(ids, self._id_map()))
-        self._alive_selector = faiss.IDSelectorNot(faiss.IDSelectorBatch(self._dead)) if len(self._dead) else None
+        self._alive_selector = (
+            faiss.IDSelectorNot(faiss.IDSelectorBatch(self._dead)) if len(self._dead) else None
+        )
         self.generation += 1
         return len(self._dead) - before
 
-    def search(self, queries: Floats, k: int, selection: Selection | None = None) -> Results:
+    def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
         if selection is None and k * self.EXACT_SHARE <= self.count:
             scores, ids = self._graph(queries, k, self._alive_selector, self.count)
-        elif selection is not None and len(selection) > max(self.EXACT_MAX, self._index.ntotal // self.EXACT_SHARE, k * self.EXACT_SHARE):
+        elif selection is not None and len(selection) > max(
+            self.EXACT_MAX, self._index.ntotal // self.EXACT_SHARE, k * self.EXACT_SHARE
+        ):
             scores, ids = self._graph(queries, k, selection.selector(), len(selection))
         else:
             return self._exact(queries, k, selection)
@@ -98,9 +111,13 @@ class Hnsw(Structure):
         width = math.ceil(self.EF_SEARCH * self._index.ntotal / candidates)
         return self._index.search(queries, k, params=faiss.SearchParametersHNSW(efSearch=width, sel=selector))
 
-    def _exact(self, queries: Floats, k: int, selection: Selection | None) -> Results:
+    def _exact(self, queries: Floats, k: int, selection: IdSelection | None) -> Results:
         id_map = self._id_map()
-        positions = np.searchsorted(id_map, self.ids()) if selection is None else selection.positions(self, self.generation, id_map)
+        positions = (
+            np.searchsorted(id_map, self.ids())
+            if selection is None
+            else selection.positions(self, self.generation, id_map)
+        )
         return search_positions(self._storage, id_map, queries, k, positions)
 
     def wants_building(self) -> str | None:

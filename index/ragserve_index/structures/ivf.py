@@ -1,8 +1,9 @@
-"""Inverted lists: vectors grouped by their nearest of ``nlist`` centroids, a search looks into the ``nprobe`` nearest groups.
+"""Inverted lists: vectors grouped by their nearest of ``nlist`` centroids, a search looks into the ``nprobe``
+nearest groups.
 
-A plain ``IndexIVFFlat`` with our ids in its lists and a hashtable direct map, so that ``remove_ids`` finds them. It must never be
-wrapped in ``IndexIDMap2``: removal from a list moves its last entry into the gap, and the wrapper's positions then name other vectors.
-"""
+A plain ``IndexIVFFlat`` with our ids in its lists and a hashtable direct map, so that ``remove_ids`` finds
+them. It must never be wrapped in ``IndexIDMap2``: removal from a list moves its last entry into the gap, and
+the wrapper's positions then name other vectors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.structures.base import Floats, Ids, Results, Selection, Structure, load_faiss, search_plain
+from ragserve_index.structures.base import (
+    Floats,
+    Ids,
+    IdSelection,
+    Results,
+    Structure,
+    load_faiss,
+    search_plain,
+)
 
 
 def lists_for(n: int) -> int:
@@ -26,7 +35,9 @@ def probes_for(nlist: int) -> int:
 
 class Ivf(Structure):
     name = "ivf"
-    TRAIN_FROM = 25_000  # from here on 4 sqrt(n) lists have the 39 points each that k-means wants; below, flat answers in a millisecond
+    # from here on 4 sqrt(n) lists have the 39 points each that k-means wants; below, flat answers in a
+    # millisecond
+    TRAIN_FROM = 25_000
     POINTS_PER_LIST = 64
     RETRAIN_GROWTH = 4  # more vectors than this many times the trained number: twice the lists
     RETRAIN_SHRINK = 8
@@ -46,7 +57,9 @@ class Ivf(Structure):
 
         dim = sample.shape[1]
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists_for(n), faiss.METRIC_INNER_PRODUCT)
-        index.cp.spherical = True  # centroids of normalised vectors, normalised: inner product ranks them as distance would
+        index.cp.spherical = (
+            True  # centroids of normalised vectors, normalised: inner product ranks them as distance would
+        )
         index.cp.max_points_per_centroid = cls.POINTS_PER_LIST
         index.cp.seed = 1234
         index.train(sample)
@@ -65,7 +78,11 @@ class Ivf(Structure):
         faiss = load_faiss()
 
         lists = self._index.invlists
-        parts = [faiss.rev_swig_ptr(lists.get_ids(i), size) for i in range(self._nlist) if (size := lists.list_size(i))]
+        parts = [
+            faiss.rev_swig_ptr(lists.get_ids(i), size)
+            for i in range(self._nlist)
+            if (size := lists.list_size(i))
+        ]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
 
     def add(self, ids: Ids, vectors: Floats) -> None:
@@ -76,30 +93,42 @@ class Ivf(Structure):
         faiss = load_faiss()
 
         self.generation += 1
-        return int(self._index.remove_ids(faiss.IDSelectorArray(ids)))  # the hashtable takes no other selector
+        return int(
+            self._index.remove_ids(faiss.IDSelectorArray(ids))
+        )  # the hashtable takes no other selector
 
-    def search(self, queries: Floats, k: int, selection: Selection | None = None) -> Results:
+    def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
         faiss = load_faiss()
 
         nlist, nprobe = self._nlist, self._nprobe
         candidates = self.count if selection is None else len(selection)
-        # As many candidates as an unfiltered search would score, and enough for k: a selective filter looks into more lists, up to all.
+        # As many candidates as an unfiltered search would score, and enough for k: a selective filter looks
+        # into more lists, up to all.
         wanted = max(nprobe * self.count, nlist * k * self.CANDIDATES_PER_RESULT) / max(1, candidates)
         if selection is None and wanted <= nprobe:
             scores, ids = search_plain(self._index, queries, k)
         else:
             selector = None if selection is None else selection.selector()
             nprobe = min(nlist, math.ceil(wanted))
-            scores, ids = self._index.search(queries, k, params=faiss.SearchParametersIVF(nprobe=nprobe, sel=selector))
-        if nprobe < nlist and (ids[:, -1] < 0).any():  # the lists were too empty for some query: look into all of them
+            scores, ids = self._index.search(
+                queries, k, params=faiss.SearchParametersIVF(nprobe=nprobe, sel=selector)
+            )
+        if (
+            nprobe < nlist and (ids[:, -1] < 0).any()
+        ):  # the lists were too empty for some query: look into all of them
             selector = None if selection is None else selection.selector()
-            scores, ids = self._index.search(queries, k, params=faiss.SearchParametersIVF(nprobe=nlist, sel=selector))
+            scores, ids = self._index.search(
+                queries, k, params=faiss.SearchParametersIVF(nprobe=nlist, sel=selector)
+            )
         return scores, ids
 
     def state(self) -> dict[str, Any]:
         return {"trained_on": self.trained_on}
 
     def wants_training(self) -> str | None:
-        if self.count >= self.trained_on * self.RETRAIN_GROWTH or self.count < self.trained_on // self.RETRAIN_SHRINK:
+        if (
+            self.count >= self.trained_on * self.RETRAIN_GROWTH
+            or self.count < self.trained_on // self.RETRAIN_SHRINK
+        ):
             return f"its lists are for {self.trained_on:,} vectors, now there are {self.count:,}"
         return None

@@ -1,4 +1,6 @@
-"""What is kept of a document at ingestion, per block: mean, min and max K, mean local Q, and SamKV's static attention analysis (A.1)."""
+"""What is kept of a document at ingestion, per block: mean, min and max K, mean local Q, and SamKV's static
+attention analysis (A.1).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import math
 
 import torch
 
-from ragserve_kernels._common import (
+from ragserve_kernels.block_summary.naive import block_summary_naive
+from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary, default_block_tokens
+from ragserve_kernels.dispatch import (
     check_dtype,
     check_head_dim,
     check_last_contiguous,
@@ -15,24 +19,24 @@ from ragserve_kernels._common import (
     query_group,
     use_triton,
 )
-from ragserve_kernels.block_summary.naive import block_summary_naive
-from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary, default_block_tokens
 
 __all__ = ["BlockPlan", "BlockSummary", "block_summary", "block_summary_naive", "default_block_tokens"]
 
 
 def block_summary(
-    q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, *, scale: float | None = None, lse: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float | None = None,
+    lse: torch.Tensor | None = None,
 ) -> BlockSummary:
     """Summarise one layer of a batch of documents, each attending causally to itself alone.
 
-    Args:
-        q: ``[tokens, query_heads, head_dim]``, rotated, the documents one after another as in ``plan``.
-        k: ``[tokens, kv_heads, head_dim]``, the same dtype, rotated.
-        plan: on ``q``'s device.
-        scale: of the scores; default ``1 / sqrt(head_dim)``.
-        lse: float32 ``[query_heads, tokens]``: the natural log-sum-exp of each query's scores, if the prefill's attention kept it; it saves
-            half of the work.
+    Args: q: ``[tokens, query_heads, head_dim]``, rotated, the documents one after another as in ``plan``. k:
+        ``[tokens, kv_heads, head_dim]``, the same dtype, rotated. plan: on ``q``'s device. scale: of the
+        scores; default ``1 / sqrt(head_dim)``. lse: float32 ``[query_heads, tokens]``: the natural
+        log-sum-exp of each query's scores, if the prefill's attention kept it; it saves half of the work.
 
     Nothing waits for the device, so a CUDA graph can capture it for a fixed plan.
 
@@ -57,7 +61,7 @@ def block_summary(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     if use_triton(q) and plan.tokens:
-        from ragserve_kernels.block_summary.host import block_summary_triton
+        from ragserve_kernels.block_summary.launches import block_summary_triton
 
         return block_summary_triton(q, k, plan, scale=scale, lse=lse)
     return block_summary_naive(q, k, plan, scale=scale, precision=torch.float32)

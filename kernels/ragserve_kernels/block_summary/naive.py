@@ -23,8 +23,8 @@ def block_summary_naive(
 ) -> BlockSummary:
     """See :func:`ragserve_kernels.block_summary.block_summary`; computed in ``precision``.
 
-    ``token``: int32 [blocks], fits these tokens instead of each block's most attended one (to compare fits where two tokens nearly tie).
-    """
+    ``token``: int32 [blocks], fits these tokens instead of each block's most attended one (to compare fits
+    where two tokens nearly tie)."""
     device, (blocks, heads, dim) = q.device, (plan.blocks, k.shape[1], k.shape[2])
     mean_k, min_k, max_k = (torch.zeros(blocks, heads, dim, device=device) for _ in range(3))
     local_q = torch.zeros(plan.documents, q.shape[1], dim, device=device)
@@ -32,7 +32,11 @@ def block_summary_naive(
     chosen = torch.full((blocks,), -1, dtype=torch.int32, device=device)
     attention, exponent = (torch.full((blocks,), math.inf, device=device) for _ in range(2))
     outlier = torch.zeros(blocks, dtype=torch.bool, device=device)
-    block_start, doc_start, doc_block = plan.block_start.tolist(), plan.doc_start.tolist(), plan.doc_block.tolist()
+    block_start, doc_start, doc_block = (
+        plan.block_start.tolist(),
+        plan.doc_start.tolist(),
+        plan.doc_block.tolist(),
+    )
     for b, (first, last) in enumerate(pairwise(block_start)):
         keys = k[first:last].to(precision)
         mean_k[b], min_k[b], max_k[b] = keys.mean(0), keys.amin(0), keys.amax(0)
@@ -41,7 +45,9 @@ def block_summary_naive(
         if start == end:
             continue
         local_q[d] = q[local:end].to(precision).mean(0)
-        weights = sampled_weights(q[start:end], k[start:end], plan.query_stride, scale, precision)  # [sampled, n], strictly later queries
+        weights = sampled_weights(
+            q[start:end], k[start:end], plan.query_stride, scale, precision
+        )  # [sampled, n], strictly later queries
         queries = torch.arange(len(weights), device=device) * plan.query_stride + plan.query_stride - 1
         later = (queries[:, None] > torch.arange(end - start, device=device)[None, :]).sum(0)
         received[start:end] = weights.sum(0)
@@ -61,8 +67,12 @@ def block_summary_naive(
     return BlockSummary(mean_k, min_k, max_k, local_q, received, chosen, attention, exponent, outlier)
 
 
-def sampled_weights(q: torch.Tensor, k: torch.Tensor, stride: int, scale: float, precision: torch.dtype) -> torch.Tensor:
-    """``[sampled queries, n]``: causal attention averaged over query heads; zero at and after the query's own position."""
+def sampled_weights(
+    q: torch.Tensor, k: torch.Tensor, stride: int, scale: float, precision: torch.dtype
+) -> torch.Tensor:
+    """``[sampled queries, n]``: causal attention averaged over query heads; zero at and after the query's own
+    position.
+    """
     n = len(k)
     rows = torch.arange(n // stride, device=q.device) * stride + stride - 1
     keys = k.to(precision).repeat_interleave(q.shape[1] // k.shape[1], 1)

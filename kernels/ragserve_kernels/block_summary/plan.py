@@ -17,9 +17,9 @@ def default_block_tokens(length: int) -> int:
 class BlockPlan:
     """Documents one after another, cut into blocks; the tables are int32 on the device.
 
-    ``doc_start`` [docs + 1]: first token. ``doc_block`` [docs + 1]: first block. ``local_start`` [docs]: first token of the local blocks.
-    ``block_start`` [blocks + 1]: first token (blocks lie as close as the documents do). ``block_doc`` [blocks].
-    """
+    ``doc_start`` [docs + 1]: first token. ``doc_block`` [docs + 1]: first block. ``local_start`` [docs]:
+    first token of the local blocks. ``block_start`` [blocks + 1]: first token (blocks lie as close as the
+    documents do). ``block_doc`` [blocks]."""
 
     lengths: tuple[int, ...]
     block_tokens: tuple[int, ...]  # per document
@@ -43,25 +43,27 @@ class BlockPlan:
         device: torch.device | str = "cpu",
     ) -> BlockPlan:
         """
-        Args:
-            lengths: tokens of each document.
-            block_tokens: of all documents or of each, 1 to 128; default :func:`default_block_tokens`.
-            local_blocks: how many blocks at a document's end its mean local Q is taken from.
-            query_stride: received attention is summed over every ``query_stride``-th query of a document (position plus one is a multiple
-                of it); 1 is exact.
+        Args: lengths: tokens of each document. block_tokens: of all documents or of each, 1 to 128; default
+            :func:`default_block_tokens`. local_blocks: how many blocks at a document's end its mean local Q
+            is taken from. query_stride: received attention is summed over every ``query_stride``-th query of
+            a document (position plus one is a multiple of it); 1 is exact.
             min_queries: a token with fewer (sampled) later queries gets no mean attention and no exponent.
 
-        Raises:
-            ValueError: a size below 1, a block above 128 tokens, or as many block sizes as there are no documents.
+        Raises: ValueError: a size below 1, a block above 128 tokens, or as many block sizes as there are no
+            documents.
         """
         if any(n < 0 for n in lengths) or local_blocks < 1 or query_stride < 1 or min_queries < 2:
-            raise ValueError("Lengths must be 0 or more, local_blocks and query_stride at least 1, min_queries at least 2.")
+            raise ValueError(
+                "Lengths must be 0 or more, local_blocks and query_stride at least 1, min_queries at least 2."
+            )
         if block_tokens is None:
             sizes = [default_block_tokens(n) for n in lengths]
         else:
             sizes = [block_tokens] * len(lengths) if isinstance(block_tokens, int) else list(block_tokens)
         if len(sizes) != len(lengths) or any(not 1 <= size <= 128 for size in sizes):
-            raise ValueError(f"block_tokens is {sizes} for {len(lengths)} documents; expected one size from 1 to 128 for each.")
+            raise ValueError(
+                f"block_tokens is {sizes} for {len(lengths)} documents; expected one size from 1 to 128 for each."
+            )
         doc_start, doc_block, block_start, block_doc, local_start = [0], [0], [0], [], []
         for i, (n, size) in enumerate(zip(lengths, sizes, strict=True)):
             blocks = -(-n // size)
@@ -70,7 +72,10 @@ class BlockPlan:
             block_doc += [i] * blocks
             doc_start.append(doc_start[-1] + n)
             doc_block.append(doc_block[-1] + blocks)
-        tables = [torch.tensor(t, dtype=torch.int32).to(device) for t in (doc_start, doc_block, local_start, block_start, block_doc)]
+        tables = [
+            torch.tensor(t, dtype=torch.int32).to(device)
+            for t in (doc_start, doc_block, local_start, block_start, block_doc)
+        ]
         return cls(tuple(lengths), tuple(sizes), query_stride, min_queries, *tables)
 
     @property
@@ -91,7 +96,9 @@ class BlockPlan:
 
     @property
     def max_blocks(self) -> int:
-        return max((-(-n // size) for n, size in zip(self.lengths, self.block_tokens, strict=True)), default=0)
+        return max(
+            (-(-n // size) for n, size in zip(self.lengths, self.block_tokens, strict=True)), default=0
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +108,18 @@ class BlockSummary:
     mean_k: torch.Tensor  # [blocks, kv_heads, head_dim]
     min_k: torch.Tensor  # the same; with max_k the cuboid around the block's keys, whose centre is their mean
     max_k: torch.Tensor
-    local_q: torch.Tensor  # [docs, query_heads, head_dim]: mean over the local blocks; zero for an empty document
-    received: torch.Tensor  # [tokens]: attention from strictly later (sampled) queries, mean over heads, summed over queries
-    token: torch.Tensor  # int32 [blocks]: the most attended token of the block, as a row of k; -1: none has enough later queries
-    attention: torch.Tensor  # [blocks]: mean attention of that token; the smallest is the least important block. inf without a token
-    exponent: torch.Tensor  # [blocks]: a of y = c x^-a over the distance x; the smallest is the most important. inf without a token
-    outlier: torch.Tensor  # bool [blocks]: the token's exponent lies over three standard deviations below the document's mean
+    local_q: (
+        torch.Tensor
+    )  # [docs, query_heads, head_dim]: mean over the local blocks; zero for an empty document
+    received: (
+        torch.Tensor
+    )  # [tokens]: attention from strictly later (sampled) queries, mean over heads, summed over queries
+    # int32 [blocks]: the most attended token of the block, as a row of k; -1: none has enough later queries
+    token: torch.Tensor
+    # [blocks]: mean attention of that token; the smallest is the least important block. inf without a token
+    attention: torch.Tensor
+    # [blocks]: a of y = c x^-a over the distance x; the smallest is the most important. inf without a token
+    exponent: torch.Tensor
+    outlier: (
+        torch.Tensor
+    )  # bool [blocks]: the token's exponent lies over three standard deviations below the document's mean

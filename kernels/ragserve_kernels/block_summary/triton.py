@@ -1,12 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of ``block_summary``. Positions are within the document; sampled query ``r`` is at ``STRIDE * (r + 1) - 1``."""
+"""The kernels of ``block_summary``. Positions are within the document; sampled query ``r`` is at ``STRIDE *
+(r + 1) - 1``.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ragserve_kernels._dot import dot
+from ragserve_kernels.dot import dot
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -35,7 +37,9 @@ def lse_kernel(
     i_start = tl.load(p_doc_start + tl.program_id(1))
     n_tokens = tl.load(p_doc_start + tl.program_id(1) + 1) - i_start
     n_sampled = n_tokens // STRIDE
-    i_tile = tl.cdiv(n_sampled, B_ROWS) - 1 - tl.program_id(2)  # the last queries see the most keys: start them first
+    i_tile = (
+        tl.cdiv(n_sampled, B_ROWS) - 1 - tl.program_id(2)
+    )  # the last queries see the most keys: start them first
     if i_tile < 0:
         return
     o_m = tl.arange(0, B_ROWS * B_GROUP)
@@ -46,7 +50,11 @@ def lse_kernel(
     o_key = tl.arange(0, B_KEYS)
     o_row = (i_start + i_query).to(tl.int64)
     # [M, D], M = rows x group
-    b_q = tl.load(p_q + o_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :], mask=m_q[:, None], other=0.0)
+    b_q = tl.load(
+        p_q + o_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :],
+        mask=m_q[:, None],
+        other=0.0,
+    )
     p_k += i_start.to(tl.int64) * stride_k_row + i_kv_head * stride_k_head
     b_max = tl.full([B_ROWS * B_GROUP], -float("inf"), tl.float32)
     b_sum = tl.zeros([B_ROWS * B_GROUP], tl.float32)
@@ -54,7 +62,11 @@ def lse_kernel(
     for i_key in tl.range(0, n_keys, B_KEYS):
         m_key = i_key + o_key < n_keys
         # [D, N]
-        b_k = tl.load(p_k + (i_key + o_key).to(tl.int64)[None, :] * stride_k_row + o_dim[:, None], mask=m_key[None, :], other=0.0)
+        b_k = tl.load(
+            p_k + (i_key + o_key).to(tl.int64)[None, :] * stride_k_row + o_dim[:, None],
+            mask=m_key[None, :],
+            other=0.0,
+        )
         b_s = dot(b_q, b_k, tl.zeros([B_ROWS * B_GROUP, B_KEYS], tl.float32), PRECISION) * scale_2
         b_s = tl.where((i_key + o_key)[None, :] <= i_query[:, None], b_s, -float("inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))  # finite from the first tile on: key 0 is seen by all
@@ -97,14 +109,22 @@ def received_kernel(
     i_head = i_kv_head * GROUP + o_m % B_GROUP
     o_key = (i_start + i_key).to(tl.int64)
     # [N, D]
-    b_k = tl.load(p_k + o_key[:, None] * stride_k_row + i_kv_head * stride_k_head + o_dim[None, :], mask=m_key[:, None], other=0.0)
+    b_k = tl.load(
+        p_k + o_key[:, None] * stride_k_row + i_kv_head * stride_k_head + o_dim[None, :],
+        mask=m_key[:, None],
+        other=0.0,
+    )
     b_received = tl.zeros([B_KEYS], tl.float32)
     for i_sampled in tl.range((i_first + 1) // STRIDE, n_tokens // STRIDE, B_ROWS):
         i_query = STRIDE * (i_sampled + o_m // B_GROUP + 1) - 1
         m_q = (i_query < n_tokens) & (o_m % B_GROUP < GROUP)
         o_row = (i_start + i_query).to(tl.int64)
         # [D, M]
-        b_q = tl.load(p_q + o_row[None, :] * stride_q_row + i_head[None, :] * stride_q_head + o_dim[:, None], mask=m_q[None, :], other=0.0)
+        b_q = tl.load(
+            p_q + o_row[None, :] * stride_q_row + i_head[None, :] * stride_q_head + o_dim[:, None],
+            mask=m_q[None, :],
+            other=0.0,
+        )
         b_lse = tl.load(p_lse + i_head.to(tl.int64) * n_all + o_row, mask=m_q, other=0.0) * LOG2E
         b_s = dot(b_k, b_q, tl.zeros([B_KEYS, B_ROWS * B_GROUP], tl.float32), PRECISION) * scale_2
         b_p = tl.exp2(b_s - b_lse[None, :])
@@ -114,10 +134,21 @@ def received_kernel(
 
 @triton.jit
 def block_k_kernel(
-    p_k, p_mean, p_min, p_max, p_block_start, stride_k_row, stride_k_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, B_ROW: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Mean, min and max K of one block, all heads: one thread keeps its dimensions, so that nothing is reduced across threads."""
+    p_k,
+    p_mean,
+    p_min,
+    p_max,
+    p_block_start,
+    stride_k_row,
+    stride_k_head,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    B_ROW: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Mean, min and max K of one block, all heads: one thread keeps its dimensions, so that nothing is
+    reduced across threads.
+    """
     i_block = tl.program_id(0).to(tl.int64)
     i_first = tl.load(p_block_start + i_block)
     i_last = tl.load(p_block_start + i_block + 1)
@@ -143,8 +174,15 @@ def block_k_kernel(
 
 @triton.jit
 def local_q_kernel(
-    p_q, p_local_q, p_doc_start, p_local_start, stride_q_row, stride_q_head, HEAD_DIM: tl.constexpr, B_TOKENS: tl.constexpr
-):  # fmt: skip
+    p_q,
+    p_local_q,
+    p_doc_start,
+    p_local_start,
+    stride_q_row,
+    stride_q_head,
+    HEAD_DIM: tl.constexpr,
+    B_TOKENS: tl.constexpr,
+):
     """Mean Q of one document's local blocks and one head."""
     i_doc = tl.program_id(0)
     i_head = tl.program_id(1)
@@ -155,9 +193,16 @@ def local_q_kernel(
     for i_token in tl.range(i_first, i_last, B_TOKENS):
         o_token = i_token + tl.arange(0, B_TOKENS)
         m_token = (o_token < i_last)[:, None]
-        b_q = tl.load(p_q + o_token.to(tl.int64)[:, None] * stride_q_row + i_head * stride_q_head + o_dim[None, :], mask=m_token, other=0.0)
+        b_q = tl.load(
+            p_q + o_token.to(tl.int64)[:, None] * stride_q_row + i_head * stride_q_head + o_dim[None, :],
+            mask=m_token,
+            other=0.0,
+        )
         b_sum += tl.sum(b_q.to(tl.float32), 0)
-    tl.store(p_local_q + (i_doc.to(tl.int64) * tl.num_programs(1) + i_head) * HEAD_DIM + o_dim, b_sum / tl.maximum(i_last - i_first, 1))
+    tl.store(
+        p_local_q + (i_doc.to(tl.int64) * tl.num_programs(1) + i_head) * HEAD_DIM + o_dim,
+        b_sum / tl.maximum(i_last - i_first, 1),
+    )
 
 
 @triton.jit
@@ -250,10 +295,19 @@ def fit_kernel(
     for i_kv_head in tl.range(0, n_heads):
         i_head = i_kv_head * GROUP + o_m % B_GROUP
         # [D, B]
-        p_keys = p_k + tl.maximum(i_token, 0).to(tl.int64)[None, :] * stride_k_row + i_kv_head * stride_k_head + o_dim[:, None]
+        p_keys = (
+            p_k
+            + tl.maximum(i_token, 0).to(tl.int64)[None, :] * stride_k_row
+            + i_kv_head * stride_k_head
+            + o_dim[:, None]
+        )
         b_k = tl.load(p_keys, mask=m_token[None, :], other=0.0)
         # [M, D], M = rows x group
-        b_q = tl.load(p_q + o_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :], mask=m_q[:, None], other=0.0)
+        b_q = tl.load(
+            p_q + o_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :],
+            mask=m_q[:, None],
+            other=0.0,
+        )
         b_lse = tl.load(p_lse + i_head.to(tl.int64) * n_all + o_row, mask=m_q, other=0.0) * LOG2E
         b_s = dot(b_q, b_k, tl.zeros([B_ROWS * B_GROUP, B_BLOCKS], tl.float32), PRECISION) * scale_2
         # a query before the token does not see it: its score may exceed its log-sum-exp without bound

@@ -1,4 +1,6 @@
-"""Load scattered blocks from pinned host memory into device blocks with one kernel (SparseServe's FlashH2D, section 3.2.1)."""
+"""Load scattered blocks from pinned host memory into device blocks with one kernel (SparseServe's FlashH2D,
+section 3.2.1).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ragserve_kernels._common import INT_DTYPES, check_dtype, check_same_device, check_shape, use_triton
+from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_same_device, check_shape, use_triton
 from ragserve_kernels.gather_h2d.naive import gather_h2d_naive
 
 __all__ = ["gather_h2d", "gather_h2d_naive"]
@@ -20,32 +22,37 @@ def gather_h2d(
     *,
     programs: int | None = None,
 ) -> None:
-    """``out[a][out_index[i]] = host[a][index[i]]`` for every ``i`` with ``index[i] >= 0``, for one arena ``a`` or two (K and V).
+    """``out[a][out_index[i]] = host[a][index[i]]`` for every ``i`` with ``index[i] >= 0``, for one arena
+    ``a`` or two (K and V).
 
-    Args:
-        host: one or two arenas ``[blocks, ...]`` in host memory, contiguous, pinned if ``out`` is on a GPU. Usually
-            ``[blocks, block_tokens, head_dim]``: one block of one KV head is contiguous.
-        out: as many tensors ``[device_blocks, ...]``, the same dtype and block shape, contiguous.
-        index: int32 or int64 ``[n]``, on ``out``'s device: host blocks; negative entries are skipped, so that a captured CUDA graph serves
-            any number of blocks up to ``n``.
+    Args: host: one or two arenas ``[blocks, ...]`` in host memory, contiguous, pinned if ``out`` is on a GPU.
+        Usually ``[blocks, block_tokens, head_dim]``: one block of one KV head is contiguous.
+        out: as many tensors ``[device_blocks, ...]``, the same dtype and block shape, contiguous. index:
+        int32 or int64 ``[n]``, on ``out``'s device: host blocks; negative entries are skipped, so that a
+        captured CUDA graph serves any number of blocks up to ``n``.
         out_index: like ``index``: device blocks, all different. A block must have a multiple of 16 bytes.
-        programs: how many programs run; default 4, which saturate the link and leave the rest of the chip to decode.
+        programs: how many programs run; default 4, which saturate the link and leave the rest of the chip to
+        decode.
 
-    Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit. Index values are not checked against the arenas' sizes.
+    Raises: ValueError, TypeError: shapes, dtypes or devices that do not fit. Index values are not checked
+        against the arenas' sizes.
     """
     if len(host) != len(out) or len(host) not in (1, 2):
         raise ValueError(f"Got {len(host)} host arenas and {len(out)} outputs; expected one of each, or two.")
     for i, (arena, target) in enumerate(zip(host, out, strict=True)):
         if arena.dim() < 2 or arena.shape[1:] != host[0].shape[1:]:
-            raise ValueError(f"host[{i}] has shape {list(arena.shape)}; expected [blocks, ...] with the same block shape in all arenas.")
+            raise ValueError(
+                f"host[{i}] has shape {list(arena.shape)}; expected [blocks, ...] with the same block shape in all arenas."
+            )
         check_shape(f"out[{i}]", target, (None, *arena.shape[1:]))
         check_dtype(f"out[{i}]", target, (arena.dtype,))
         check_dtype(f"host[{i}]", arena, (host[0].dtype,))
         if arena.is_cuda:
             raise TypeError(f"host[{i}] is on {arena.device}; expected host memory.")
         if target.is_cuda and not arena.is_pinned():
-            raise ValueError(f"host[{i}] is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+            raise ValueError(
+                f"host[{i}] is not pinned, so the GPU cannot read it; allocate it with pin_memory=True."
+            )
         if not arena.is_contiguous() or not target.is_contiguous():
             raise ValueError(f"host[{i}] and out[{i}] must be contiguous.")
         if arena.data_ptr() % 16 or target.data_ptr() % 16:

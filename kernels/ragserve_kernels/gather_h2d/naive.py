@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 
-def gather_h2d_naive(host: Sequence[torch.Tensor], out: Sequence[torch.Tensor], index: torch.Tensor, out_index: torch.Tensor) -> None:
+def gather_h2d_naive(
+    host: Sequence[torch.Tensor], out: Sequence[torch.Tensor], index: torch.Tensor, out_index: torch.Tensor
+) -> None:
     """See :func:`ragserve_kernels.gather_h2d.gather_h2d`."""
     used = index >= 0
     source, target = index[used].long().cpu(), out_index[used].long()

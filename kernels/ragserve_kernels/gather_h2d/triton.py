@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""``gather_h2d`` in Triton: programs loop over tiles of blocks and read pinned memory directly, 16 bytes per thread and access."""
+"""``gather_h2d`` in Triton: programs loop over tiles of blocks and read pinned memory directly, 16 bytes per
+thread and access.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import host_tile_bytes, next_power_of_2
+from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
 
 PROGRAMS = 4  # as fast as any number alone, and least in the way of what runs beside it
 

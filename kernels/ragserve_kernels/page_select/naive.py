@@ -1,13 +1,17 @@
-"""Plain torch: score the blocks, choose the best, or rank them all. Also the summaries that the scores are made from."""
+"""Plain torch: score the blocks, choose the best, or rank them all. Also the summaries that the scores are
+made from.
+"""
 
 from __future__ import annotations
 
 import torch
 
 
-def summarise(k: torch.Tensor, logical_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(min, max, mean, box centre)`` of ``k`` [slots, kv_heads, head_dim] over runs of ``logical_size`` slots: four of [rows, kv_heads,
-    head_dim].
+def summarise(
+    k: torch.Tensor, logical_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(min, max, mean, box centre)`` of ``k`` [slots, kv_heads, head_dim] over runs of ``logical_size``
+    slots: four of [rows, kv_heads, head_dim].
 
     For a pool whose pages are full; ``slots`` a multiple of ``logical_size``.
     """
@@ -27,12 +31,17 @@ def forced_blocks(total: int, sink: int, recent: int) -> torch.Tensor:
 
 
 def block_scores(
-    q: torch.Tensor, summaries: tuple[torch.Tensor, ...], block_table: torch.Tensor, seq_lens: torch.Tensor, *,
-    block_size: int, per_block: int, sum_group: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Scores float64 [batch, kv_heads, max_blocks] on the CPU, -inf past a request's blocks. Two summaries are (min, max), one is a
-    centre.
-    """
+    q: torch.Tensor,
+    summaries: tuple[torch.Tensor, ...],
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    block_size: int,
+    per_block: int,
+    sum_group: bool,
+) -> torch.Tensor:
+    """Scores float64 [batch, kv_heads, max_blocks] on the CPU, -inf past a request's blocks. Two summaries
+    are (min, max), one is a centre."""
     batch, heads, head_dim = q.shape
     kv_heads = summaries[0].shape[1]
     logical = block_size // per_block
@@ -45,7 +54,9 @@ def block_scores(
         query = q[b].double().view(kv_heads, heads // kv_heads, head_dim)
         if len(parts) == 2:
             low, high = parts
-            logits = torch.einsum("hgd,rhd->hgr", query.clamp_min(0), high) + torch.einsum("hgd,rhd->hgr", query.clamp_max(0), low)
+            logits = torch.einsum("hgd,rhd->hgr", query.clamp_min(0), high) + torch.einsum(
+                "hgd,rhd->hgr", query.clamp_max(0), low
+            )
         else:
             logits = torch.einsum("hgd,rhd->hgr", query, parts[0])
         logits = logits.sum(1) if sum_group else logits.amax(1)  # [kv_heads, rows]
@@ -56,40 +67,83 @@ def block_scores(
 
 
 def page_select(
-    q: torch.Tensor, summaries: tuple[torch.Tensor, ...], block_table: torch.Tensor, seq_lens: torch.Tensor, *,
-    block_size: int, per_block: int, budget: int | None, sink: int, recent: int, sum_group: bool,
-    budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    summaries: tuple[torch.Tensor, ...],
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    block_size: int,
+    per_block: int,
+    budget: int | None,
+    sink: int,
+    recent: int,
+    sum_group: bool,
+    budgets: torch.Tensor | None,
+    active: torch.Tensor | None,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``q`` [layers, batch, heads, head_dim] and summaries [layers, ...], as the result and ``into``.
 
-    ``budget``: blocks to choose, in the order of the sequence; None ranks all blocks, forced ones first, then by score.
-    """
+    ``budget``: blocks to choose, in the order of the sequence; None ranks all blocks, forced ones first, then
+    by score."""
     found = [
         _layer(
-            q[i], tuple(summary[i] for summary in summaries), block_table, seq_lens, block_size=block_size, per_block=per_block,
-            budget=budget, sink=sink, recent=recent, sum_group=sum_group, budgets=budgets, active=active,
+            q[i],
+            tuple(summary[i] for summary in summaries),
+            block_table,
+            seq_lens,
+            block_size=block_size,
+            per_block=per_block,
+            budget=budget,
+            sink=sink,
+            recent=recent,
+            sum_group=sum_group,
+            budgets=budgets,
+            active=active,
             into=None if into is None else (into[0][i], into[1][i]),
         )
         for i in range(len(q))
-    ]  # fmt: skip
+    ]
     if into is not None:
         return into
     return torch.stack([index for index, _ in found]), torch.stack([counts for _, counts in found])
 
 
 def _layer(
-    q: torch.Tensor, summaries: tuple[torch.Tensor, ...], block_table: torch.Tensor, seq_lens: torch.Tensor, *,
-    block_size: int, per_block: int, budget: int | None, sink: int, recent: int, sum_group: bool,
-    budgets: torch.Tensor | None, active: torch.Tensor | None, into: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    summaries: tuple[torch.Tensor, ...],
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    block_size: int,
+    per_block: int,
+    budget: int | None,
+    sink: int,
+    recent: int,
+    sum_group: bool,
+    budgets: torch.Tensor | None,
+    active: torch.Tensor | None,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, max_blocks = block_table.shape
     kv_heads = summaries[0].shape[1]
     rows = [b for b in range(batch) if active is None or int(active[b])]
     scores = block_scores(
-        q[rows], summaries, block_table[rows], seq_lens[rows], block_size=block_size, per_block=per_block, sum_group=sum_group
+        q[rows],
+        summaries,
+        block_table[rows],
+        seq_lens[rows],
+        block_size=block_size,
+        per_block=per_block,
+        sum_group=sum_group,
     )
     if into is None:
-        index = torch.full((batch, kv_heads, max_blocks if budget is None else budget), -1, dtype=torch.int32, device=q.device)
+        index = torch.full(
+            (batch, kv_heads, max_blocks if budget is None else budget),
+            -1,
+            dtype=torch.int32,
+            device=q.device,
+        )
         counts = torch.zeros(batch, kv_heads, dtype=torch.int32, device=q.device)
     else:
         index, counts = into

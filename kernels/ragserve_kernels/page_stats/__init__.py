@@ -1,10 +1,20 @@
-"""Page statistics of a paged KV cache, made again from the pool for the pages named: what `page_select` scores. See README.md."""
+"""Page statistics of a paged KV cache, made again from the pool for the pages named: what `page_select`
+scores. See README.md.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels._common import KVLayers, check_dtype, check_head_dim, check_page_size, check_same_device, check_shape, use_triton
+from ragserve_kernels.dispatch import (
+    KVLayers,
+    check_dtype,
+    check_head_dim,
+    check_page_size,
+    check_same_device,
+    check_shape,
+    use_triton,
+)
 from ragserve_kernels.page_stats import naive
 from ragserve_kernels.page_stats.types import PageStats
 
@@ -12,11 +22,11 @@ __all__ = ["PageStats", "page_stats"]
 
 
 def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, *, page_size: int) -> None:
-    """Recompute the statistics of ``pages`` in all layers from all their ``page_size`` slots; other rows stay as they are.
+    """Recompute the statistics of ``pages`` in all layers from all their ``page_size`` slots; other rows stay
+    as they are.
 
-    ``pages`` int32 [n], full pages, distinct; negative ones are skipped. Nothing here waits for the device, so a CUDA graph can capture
-    it. Raises ``ValueError`` and ``TypeError``.
-    """
+    ``pages`` int32 [n], full pages, distinct; negative ones are skipped. Nothing here waits for the device,
+    so a CUDA graph can capture it. Raises ``ValueError`` and ``TypeError``."""
     check_page_size(page_size)
     check_head_dim(kv.head_dim)
     check_dtype("pages", pages, (torch.int32,))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragserve_kernels._common import KVLayers
+from ragserve_kernels.dispatch import KVLayers
 
 if TYPE_CHECKING:
     from ragserve_kernels.page_stats.types import PageStats

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import KVLayers
+from ragserve_kernels.dispatch import KVLayers
 
 if TYPE_CHECKING:
     from ragserve_kernels.page_stats.types import PageStats
@@ -17,9 +17,18 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _stats(
-    k_ptrs, pages, low, high, center, kv_heads, n_pages,
-    D: tl.constexpr, PAGE: tl.constexpr, PER: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    k_ptrs,
+    pages,
+    low,
+    high,
+    center,
+    kv_heads,
+    n_pages,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    PER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     i_layer = tl.program_id(1).to(tl.int64)
     i_head = tl.program_id(2)
     page = tl.load(pages + tl.program_id(0)).to(tl.int64)
@@ -43,6 +52,16 @@ def _stats(
 def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, page_size: int) -> None:
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[kv.dtype]
     _stats[(len(pages), kv.layers, kv.kv_heads)](
-        kv.k_ptrs, pages, into.k_min, into.k_max, into.k_center, kv.kv_heads, kv.slots // page_size,
-        D=kv.head_dim, PAGE=page_size, PER=into.per_page, DTYPE=dtype, num_warps=4,
-    )  # fmt: skip
+        kv.k_ptrs,
+        pages,
+        into.k_min,
+        into.k_max,
+        into.k_center,
+        kv.kv_heads,
+        kv.slots // page_size,
+        D=kv.head_dim,
+        PAGE=page_size,
+        PER=into.per_page,
+        DTYPE=dtype,
+        num_warps=4,
+    )

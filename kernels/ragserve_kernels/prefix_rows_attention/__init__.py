@@ -1,4 +1,6 @@
-"""The recompute pass: queries of many requests, each row attending to the first ``row_len`` of its request's kept slots."""
+"""The recompute pass: queries of many requests, each row attending to the first ``row_len`` of its request's
+kept slots.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import math
 
 import torch
 
-from ragserve_kernels._common import (
+from ragserve_kernels.dispatch import (
     INT_DTYPES,
     check_dtype,
     check_head_dim,
@@ -35,25 +37,25 @@ def prefix_rows_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one layer for all requests of a batch (SamKV section 3.3: slots are sorted by position, so causality is a length).
+    """Attention of one layer for all requests of a batch (SamKV section 3.3: slots are sorted by position, so
+    causality is a length).
 
-    Args:
-        q: ``[rows, query_heads, head_dim]``, the rows of request ``b`` at ``row_start[b]`` to ``row_start[b + 1]``. Any order is
-            right; sorted by ``row_len`` is fast.
-        k, v: ``[pool slots, kv_heads, head_dim]``, this layer of the pool.
-        slots: int32 or int64 ``[total]``: the kept slots of all requests; those of request ``b`` begin at ``slot_start[b]``.
-        slot_start: int32 or int64 ``[requests]``.
-        row_start: int32 or int64 ``[requests + 1]``. Rows from ``row_start[requests]`` on are padding: their output is not written.
-        row_len: int32 ``[rows]``: how many of its request's first slots a row attends to, that layer's count of kept tokens at
-            positions up to the row's own; 0 gives a zero row.
-        max_rows: at least the most rows of any request (a launch size, known on the host; a captured graph keeps it).
-        scale: of the scores; default ``1 / sqrt(head_dim)``.
-        out: like ``q``, contiguous; allocated if left out.
-        lse: float32 ``[rows, query_heads]``, contiguous: if given, the natural log-sum-exp of each row's scaled scores is written there
-            (-inf for a row without slots), so that keys outside the pool can be folded in afterwards.
+    Args: q: ``[rows, query_heads, head_dim]``, the rows of request ``b`` at ``row_start[b]`` to ``row_start[b
+        + 1]``. Any order is right; sorted by ``row_len`` is fast.
+        k, v: ``[pool slots, kv_heads, head_dim]``, this layer of the pool. slots: int32 or int64 ``[total]``:
+        the kept slots of all requests; those of request ``b`` begin at ``slot_start[b]``. slot_start: int32
+        or int64 ``[requests]``. row_start: int32 or int64 ``[requests + 1]``. Rows from
+        ``row_start[requests]`` on are padding: their output is not written. row_len: int32 ``[rows]``: how
+        many of its request's first slots a row attends to, that layer's count of kept tokens at positions up
+        to the row's own; 0 gives a zero row.
+        max_rows: at least the most rows of any request (a launch size, known on the host; a captured graph
+        keeps it). scale: of the scores; default ``1 / sqrt(head_dim)``. out: like ``q``, contiguous;
+        allocated if left out. lse: float32 ``[rows, query_heads]``, contiguous: if given, the natural
+        log-sum-exp of each row's scaled scores is written there (-inf for a row without slots), so that keys
+        outside the pool can be folded in afterwards.
 
-    Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit. Slot values and lengths are not checked here.
+    Raises: ValueError, TypeError: shapes, dtypes or devices that do not fit. Slot values and lengths are not
+        checked here.
     """
     check_dtype("q", q)
     check_shape("q", q, (None, None, None))
@@ -72,7 +74,14 @@ def prefix_rows_attention(
     check_shape("row_len", row_len, (q.shape[0],))
     check_dtype("row_len", row_len, (torch.int32,))
     check_same_device(q, k=k, v=v, slots=slots, slot_start=slot_start, row_start=row_start, row_len=row_len)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("slots", slots), ("slot_start", slot_start), ("row_len", row_len)):
+    for name, tensor in (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("slots", slots),
+        ("slot_start", slot_start),
+        ("row_len", row_len),
+    ):
         check_last_contiguous(name, tensor)
     if max_rows < 0:
         raise ValueError(f"max_rows is {max_rows}; expected 0 or more.")
@@ -98,7 +107,11 @@ def prefix_rows_attention(
     if use_triton(q):
         from ragserve_kernels.prefix_rows_attention.triton import prefix_rows_attention_triton
 
-        prefix_rows_attention_triton(q, k, v, slots, slot_start, row_start, row_len, out, lse, max_rows=max_rows, scale=scale)
+        prefix_rows_attention_triton(
+            q, k, v, slots, slot_start, row_start, row_len, out, lse, max_rows=max_rows, scale=scale
+        )
     else:
-        prefix_rows_attention_naive(q, k, v, slots, slot_start, row_start, row_len, out, lse, scale=scale, precision=torch.float32)
+        prefix_rows_attention_naive(
+            q, k, v, slots, slot_start, row_start, row_len, out, lse, scale=scale, precision=torch.float32
+        )
     return out

@@ -21,7 +21,9 @@ def prefix_rows_attention_naive(
     scale: float,
     precision: torch.dtype = torch.float64,
 ) -> None:
-    """See :func:`ragserve_kernels.prefix_rows_attention.prefix_rows_attention`; scores and sums are in ``precision``."""
+    """See :func:`ragserve_kernels.prefix_rows_attention.prefix_rows_attention`; scores and sums are in
+    ``precision``.
+    """
     group = q.shape[1] // k.shape[1]
     starts, bounds = slot_start.tolist(), row_start.tolist()
     for start, first, last in zip(starts, bounds, bounds[1:], strict=False):

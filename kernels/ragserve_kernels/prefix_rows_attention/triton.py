@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""``prefix_rows_attention`` in Triton: flash attention over gathered slots, with the bound of each row instead of a mask tensor."""
+"""``prefix_rows_attention`` in Triton: flash attention over gathered slots, with the bound of each row
+instead of a mask tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import next_power_of_2
-from ragserve_kernels._dot import dot, dot_precision
+from ragserve_kernels.dispatch import next_power_of_2
+from ragserve_kernels.dot import dot, dot_precision
 
 _SMS = 132  # of the H200
 _WAVES = 4
 _MAX_SPLITS = 32
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     rows: int  # of the score tile: query rows x query heads of one group
     keys: int
     warps: int
@@ -44,7 +46,9 @@ def attend_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold slots ``i_begin`` to ``i_end`` into the running softmax; without ``MASKED`` every row attends to all of them."""
+    """Fold slots ``i_begin`` to ``i_end`` into the running softmax; without ``MASKED`` every row attends to
+    all of them.
+    """
     o_dim = tl.arange(0, HEAD_DIM)
     o_key = tl.arange(0, B_KEYS)
     for i_key in tl.range(i_begin, i_end, B_KEYS):
@@ -75,7 +79,9 @@ def attend_keys(
     return b_acc, b_max, b_sum
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_splits"])  # one compilation for any number of them: requests wait for it
+@triton.jit(
+    do_not_specialize=["n_rows", "n_splits"]
+)  # one compilation for any number of them: requests wait for it
 def prefix_rows_attention_kernel(
     p_q,  # [R, Hq, D]
     p_k,  # [slots, Hkv, D]
@@ -134,21 +140,59 @@ def prefix_rows_attention_kernel(
     p_k += i_kv_head.to(tl.int64) * stride_k_head
     p_v += i_kv_head.to(tl.int64) * stride_v_head
     # [M, D], M = rows x group
-    b_q = tl.load(p_q + i_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :], mask=m_q[:, None], other=0.0)
+    b_q = tl.load(
+        p_q + i_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :],
+        mask=m_q[:, None],
+        other=0.0,
+    )
     b_acc = tl.zeros([B_ROWS * B_GROUP, HEAD_DIM], tl.float32)
     b_max = tl.full([B_ROWS * B_GROUP], -float("inf"), tl.float32)
     b_sum = tl.zeros([B_ROWS * B_GROUP], tl.float32)
     b_acc, b_max, b_sum = attend_keys(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, i_begin, i_masked, stride_k_slot, stride_v_slot, scale_2,
-        HEAD_DIM, B_KEYS, False, PRECISION,
-    )  # fmt: skip
+        b_acc,
+        b_max,
+        b_sum,
+        b_q,
+        p_k,
+        p_v,
+        p_slots,
+        n_len,
+        i_begin,
+        i_masked,
+        stride_k_slot,
+        stride_v_slot,
+        scale_2,
+        HEAD_DIM,
+        B_KEYS,
+        False,
+        PRECISION,
+    )
     b_acc, b_max, b_sum = attend_keys(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_slots, n_len, i_masked, i_end, stride_k_slot, stride_v_slot, scale_2,
-        HEAD_DIM, B_KEYS, True, PRECISION,
-    )  # fmt: skip
+        b_acc,
+        b_max,
+        b_sum,
+        b_q,
+        p_k,
+        p_v,
+        p_slots,
+        n_len,
+        i_masked,
+        i_end,
+        stride_k_slot,
+        stride_v_slot,
+        scale_2,
+        HEAD_DIM,
+        B_KEYS,
+        True,
+        PRECISION,
+    )
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_head_of_row = (i_split.to(tl.int64) * n_rows + i_row) * QUERY_HEADS + i_head
-    tl.store(p_out + o_head_of_row[:, None] * HEAD_DIM + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q[:, None])
+    tl.store(
+        p_out + o_head_of_row[:, None] * HEAD_DIM + o_dim[None, :],
+        b_out.to(p_out.dtype.element_ty),
+        mask=m_q[:, None],
+    )
     if WRITE_LSE or SPLIT:
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), -float("inf"))
         tl.store(p_lse + o_head_of_row, b_lse * (1.0 if SPLIT else 0.6931471805599453), mask=m_q)
@@ -175,13 +219,17 @@ def combine_splits_kernel(
         return
     o_split = tl.arange(0, B_SPLITS)
     o_dim = tl.arange(0, HEAD_DIM)
-    b_part_lse = tl.load(p_part_lse + o_split * n_heads_of_rows + i, mask=o_split < n_splits, other=-float("inf"))
+    b_part_lse = tl.load(
+        p_part_lse + o_split * n_heads_of_rows + i, mask=o_split < n_splits, other=-float("inf")
+    )
     b_max = tl.max(b_part_lse, 0)
     b_weight = tl.exp2(b_part_lse - tl.where(b_max == -float("inf"), 0.0, b_max))
     b_sum = tl.sum(b_weight, 0)
     # [SPLITS, D]; a part without keys is zero
     b_part = tl.load(
-        p_part + (o_split * n_heads_of_rows + i)[:, None] * HEAD_DIM + o_dim[None, :], mask=(o_split < n_splits)[:, None], other=0.0
+        p_part + (o_split * n_heads_of_rows + i)[:, None] * HEAD_DIM + o_dim[None, :],
+        mask=(o_split < n_splits)[:, None],
+        other=0.0,
     )
     b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(p_out + i * HEAD_DIM + o_dim, b_out.to(p_out.dtype.element_ty))
@@ -191,28 +239,33 @@ def combine_splits_kernel(
 
 
 def choose_splits(programs: int, key_tiles: int) -> int:
-    """Into how many parts the keys are split: with fewer programs than SMs, so that each SM gets at least ``_WAVES``.
+    """Into how many parts the keys are split: with fewer programs than SMs, so that each SM gets at least
+    ``_WAVES``.
 
-    The last rows see all keys and the first ones few: the longest program decides, and the others wait for it. With a program for each SM
-    the parts and adding them up cost more than that (README.md). ``key_tiles``: how many tiles the keys can be at most.
-    """
+    The last rows see all keys and the first ones few: the longest program decides, and the others wait for
+    it. With a program for each SM the parts and adding them up cost more than that (README.md).
+    ``key_tiles``: how many tiles the keys can be at most."""
     if programs >= _SMS:
         return 1
     return max(1, min(_MAX_SPLITS, key_tiles, -(-_WAVES * _SMS // programs)))
 
 
-def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) -> Tile:
-    """The fastest tiles measured on the H200 (README.md); ``programs``: how many a score tile of 128 rows would make.
+def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) -> RowTile:
+    """The fastest tiles measured on the H200 (README.md); ``programs``: how many a score tile of 128 rows
+    would make.
 
-    With less than two waves of them the latency of each counts, and two warpgroups share a tile. float32 runs without tensor
-    cores and needs small tiles.
-    """
+    With less than two waves of them the latency of each counts, and two warpgroups share a tile. float32 runs
+    without tensor cores and needs small tiles."""
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        return Tile(least, 32, 4, 1)
+        return RowTile(least, 32, 4, 1)
     if head_dim == 256:
-        return Tile(max(least, 64), 32, 4, 2)
-    return Tile(max(least, 128), 128, 8, 3) if programs < 2 * _SMS and head_dim <= 128 else Tile(max(least, 128), 64, 4, 3)
+        return RowTile(max(least, 64), 32, 4, 2)
+    return (
+        RowTile(max(least, 128), 128, 8, 3)
+        if programs < 2 * _SMS and head_dim <= 128
+        else RowTile(max(least, 128), 64, 4, 3)
+    )
 
 
 def prefix_rows_attention_triton(
@@ -228,7 +281,7 @@ def prefix_rows_attention_triton(
     *,
     max_rows: int,
     scale: float,
-    tile: Tile | None = None,
+    tile: RowTile | None = None,
     splits: int | None = None,
 ) -> None:
     """``tile`` and ``splits``: to measure and to test others than those chosen here."""
@@ -236,8 +289,12 @@ def prefix_rows_attention_triton(
     kv_heads, requests = k.shape[1], slot_start.shape[0]
     group = query_heads // kv_heads
     block_group = next_power_of_2(group)
-    # a captured graph has more requests and rows in one than will be there: all of them together are never more than ``rows``
-    tiles = min(requests * triton.cdiv(max_rows * block_group, 128), triton.cdiv(rows * block_group, 128) + requests - 1)
+    # a captured graph has more requests and rows in one than will be there: all of them together are never
+    # more than ``rows``
+    tiles = min(
+        requests * triton.cdiv(max_rows * block_group, 128),
+        triton.cdiv(rows * block_group, 128) + requests - 1,
+    )
     programs = kv_heads * tiles
     tile = choose_tile(head_dim, group, q.dtype, programs) if tile is None else tile
     splits = choose_splits(programs, triton.cdiv(slots.shape[0], tile.keys)) if splits is None else splits

@@ -6,15 +6,18 @@ import math
 
 import torch
 
-from ragserve_kernels._paged import KV
+from ragserve_kernels.paged import KV
 from ragserve_kernels.sparse_decode.naive import block_tokens, gather
 
 MAX_TILE = 64
-"""Tokens of the largest tile; rounds end at whole tiles, so that blocks smaller than a tile are read together."""
+"""Tokens of the largest tile; rounds end at whole tiles, so that blocks smaller than a tile are read
+together.
+"""
 
 
 def round_ends(capacity: int, first: int, growth: float, block_size: int) -> list[int]:
-    """Ranks (exclusive) at which the rounds over ``capacity`` blocks end: rounds of ``first`` blocks, each ``growth`` times the one before.
+    """Ranks (exclusive) at which the rounds over ``capacity`` blocks end: rounds of ``first`` blocks, each
+    ``growth`` times the one before.
 
     All ends but the last fall on whole tiles of :data:`MAX_TILE` tokens. At least one round.
     """
@@ -29,18 +32,20 @@ def round_ends(capacity: int, first: int, growth: float, block_size: int) -> lis
 
 
 def block_logs(scores: torch.Tensor, blocks: torch.Tensor, block_size: int, seq_len: int) -> torch.Tensor:
-    """Log of each block's sum of exponentials: [heads, blocks] from ``scores`` [heads, tokens] of the tokens of ``blocks`` in order."""
+    """Log of each block's sum of exponentials: [heads, blocks] from ``scores`` [heads, tokens] of the tokens
+    of ``blocks`` in order.
+    """
     sizes = (seq_len - blocks * block_size).clamp(0, block_size).tolist()
     parts = torch.split(scores, sizes, dim=-1)
     return torch.stack([torch.logsumexp(part, -1) for part in parts], -1)
 
 
 def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | None = None) -> torch.Tensor:
-    """P per head, from the blocks attended to so far in ranked order (``logs`` [heads, blocks]); the first ``forced`` bound nothing.
+    """P per head, from the blocks attended to so far in ranked order (``logs`` [heads, blocks]); the first
+    ``forced`` bound nothing.
 
-    A block left is taken to weigh what the lowest of the others does (PSA), or, with ``since``, the rank at which the latest round
-    began, what that round's blocks weigh on average.
-    """
+    A block left is taken to weigh what the lowest of the others does (PSA), or, with ``since``, the rank at
+    which the latest round began, what that round's blocks weigh on average."""
     if left <= 0:
         return torch.ones(logs.shape[0], dtype=logs.dtype, device=logs.device)
     ranked = logs[:, max(forced, since or 0) :]
@@ -51,9 +56,22 @@ def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | Non
 
 
 def progressive_decode(
-    q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, *,
-    page_size: int, block_size: int, threshold: float | torch.Tensor, ends: list[int], forced: int, bound: str, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    page_size: int,
+    block_size: int,
+    threshold: float | torch.Tensor,
+    ends: list[int],
+    forced: int,
+    bound: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -74,7 +92,9 @@ def progressive_decode(
             logs = block_logs(scores, blocks, block_size, seq_len)
             for start, end in zip([0, *ends], ends, strict=False):
                 n = min(end, total)
-                estimate = weight_estimate(logs[:, :n], forced, total - n, start if bound == "round" else None)
+                estimate = weight_estimate(
+                    logs[:, :n], forced, total - n, start if bound == "round" else None
+                )
                 if bool((estimate > enough).all()) or n == total:
                     break
             kept = len(block_tokens(blocks[:n], block_size, seq_len))

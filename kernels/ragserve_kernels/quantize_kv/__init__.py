@@ -1,10 +1,12 @@
-"""Quantised KV: 8 or 4 bits, scale and zero point per token and head (LServe, section 3.2; QServe). See README.md."""
+"""Quantised KV: 8 or 4 bits, scale and zero point per token and head (LServe, section 3.2; QServe). See
+README.md.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels._common import (
+from ragserve_kernels.dispatch import (
     INT_DTYPES,
     check_dtype,
     check_head_dim,
@@ -23,9 +25,9 @@ __all__ = ["QuantizedKV", "dequantize_kv", "quantize_kv"]
 def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None:
     """Quantise the rows of ``x`` into the slots of ``into``.
 
-    ``x`` [tokens, kv_heads, head_dim] bf16, fp16 or fp32, finite and within float16's range; ``slots`` int32 or int64 [tokens], distinct,
-    negative ones are skipped (padding of a CUDA graph). Writes codes, scales and zeros of those slots and nothing else.
-    """
+    ``x`` [tokens, kv_heads, head_dim] bf16, fp16 or fp32, finite and within float16's range; ``slots`` int32
+    or int64 [tokens], distinct, negative ones are skipped (padding of a CUDA graph). Writes codes, scales and
+    zeros of those slots and nothing else."""
     check_dtype("x", x)
     check_shape("x", x, (None, into.shape[1], into.shape[2]))
     check_head_dim(x.shape[2])

@@ -10,15 +10,18 @@ from ragserve_kernels.quantize_kv.types import QuantizedKV
 def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``(codes int64 [..., head_dim], params float16 [..., 2])`` of ``x`` [..., head_dim].
 
-    The codes are computed against the scale and zero as stored, so that their rounding to float16 costs next to nothing.
-    """
+    The codes are computed against the scale and zero as stored, so that their rounding to float16 costs next
+    to nothing."""
     half = 1 << (bits - 1)
     values = x.float()
     low, high = values.amin(-1), values.amax(-1)
-    # By a tensor: CUDA multiplies by the reciprocal of a number, which can round to another float16 than the division.
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which can round to another float16 than the
+    # division.
     scale = ((high - low) / torch.full_like(high, 2 * half - 1)).half()
     zero = (low + half * scale.float()).half()
-    steps = (values - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    steps = (values - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(torch.float32).tiny)[
+        ..., None
+    ]
     codes = (steps + 0.5).floor().clamp(-half, half - 1)
     codes = torch.where(scale[..., None] > 0, codes, torch.zeros_like(codes))
     return codes.long(), torch.stack((scale, zero), -1)
@@ -38,7 +41,9 @@ def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None
 
 def dequantize_kv(cache: QuantizedKV, slots: torch.Tensor | None = None) -> torch.Tensor:
     """The values, float32 ``[slots, kv_heads, head_dim]``; only the named slots where ``slots`` is given."""
-    codes, params = (cache.codes, cache.params) if slots is None else (cache.codes[slots], cache.params[slots])
+    codes, params = (
+        (cache.codes, cache.params) if slots is None else (cache.codes[slots], cache.params[slots])
+    )
     if cache.bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
     scale, zero = params.float().unbind(-1)

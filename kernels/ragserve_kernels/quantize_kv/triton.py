@@ -12,9 +12,20 @@ from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 @triton.jit
 def _quantize(
-    x, slots, codes, pairs, rows, heads, stride_x_token, stride_x_head, stride_token, stride_head,
-    D: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    slots,
+    codes,
+    pairs,
+    rows,
+    heads,
+    stride_x_token,
+    stride_x_head,
+    stride_token,
+    stride_head,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = i_row < rows
     i_token, i_head = i_row // heads, i_row % heads
@@ -38,8 +49,12 @@ def _quantize(
     offset = zero.to(tl.float32)[:, None]
     c_low = tl.floor(tl.div_rn(b_low - offset, tl.broadcast_to(divisor, b_low.shape)) + 0.5)
     c_high = tl.floor(tl.div_rn(b_high - offset, tl.broadcast_to(divisor, b_high.shape)) + 0.5)
-    c_low = tl.where(usable[:, None], tl.minimum(tl.maximum(c_low, -1.0 * middle), middle - 1.0), 0.0).to(tl.int32)
-    c_high = tl.where(usable[:, None], tl.minimum(tl.maximum(c_high, -1.0 * middle), middle - 1.0), 0.0).to(tl.int32)
+    c_low = tl.where(usable[:, None], tl.minimum(tl.maximum(c_low, -1.0 * middle), middle - 1.0), 0.0).to(
+        tl.int32
+    )
+    c_high = tl.where(usable[:, None], tl.minimum(tl.maximum(c_high, -1.0 * middle), middle - 1.0), 0.0).to(
+        tl.int32
+    )
     target = codes + (slot * stride_token + i_head * stride_head)[:, None] + cols[None, :]
     if BITS == 4:
         tl.store(target, ((c_low + 8) | ((c_high + 8) << 4)).to(tl.uint8), mask=ok[:, None])
@@ -58,6 +73,18 @@ def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None
         return
     block = 16 if x.is_cuda else 64
     _quantize[(triton.cdiv(rows, block),)](
-        x, slots, into.codes, into.params, rows, heads, x.stride(0), x.stride(1), into.codes.stride(0), into.codes.stride(1),
-        D=head_dim, BITS=into.bits, ROWS=block, num_warps=4,
-    )  # fmt: skip
+        x,
+        slots,
+        into.codes,
+        into.params,
+        rows,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        into.codes.stride(0),
+        into.codes.stride(1),
+        D=head_dim,
+        BITS=into.bits,
+        ROWS=block,
+        num_warps=4,
+    )

@@ -13,11 +13,10 @@ BITS = (4, 8)
 class QuantizedKV:
     """K or V of one layer in 8 or 4 bits: value = scale * code + zero, scale and zero per token and head.
 
-    ``codes``: 8 bits: int8 ``[slots, kv_heads, head_dim]``, codes from -128 to 127. 4 bits: uint8 ``[slots, kv_heads, head_dim // 2]``;
-    the low nibble of byte j is dimension j, the high nibble dimension j + head_dim // 2, each code + 8 (so that a kernel needs no
-    interleaving). ``params``: float16 ``[slots, kv_heads, 2]``, contiguous: scale and zero. Inputs beyond float16's range (65504) do not
-    fit.
-    """
+    ``codes``: 8 bits: int8 ``[slots, kv_heads, head_dim]``, codes from -128 to 127. 4 bits: uint8 ``[slots,
+    kv_heads, head_dim // 2]``; the low nibble of byte j is dimension j, the high nibble dimension j +
+    head_dim // 2, each code + 8 (so that a kernel needs no interleaving). ``params``: float16 ``[slots,
+    kv_heads, 2]``, contiguous: scale and zero. Inputs beyond float16's range (65504) do not fit."""
 
     codes: torch.Tensor
     params: torch.Tensor
@@ -28,14 +27,22 @@ class QuantizedKV:
             raise ValueError(f"{self.bits} bits are not supported; expected one of {BITS}.")
         wanted = torch.int8 if self.bits == 8 else torch.uint8
         if self.codes.dtype != wanted or self.codes.dim() != 3:
-            raise TypeError(f"codes is {self.codes.dtype} with {self.codes.dim()} dimensions; expected {wanted} with 3.")
-        if self.params.dtype != torch.float16 or self.params.shape != (*self.codes.shape[:2], 2) or not self.params.is_contiguous():
+            raise TypeError(
+                f"codes is {self.codes.dtype} with {self.codes.dim()} dimensions; expected {wanted} with 3."
+            )
+        if (
+            self.params.dtype != torch.float16
+            or self.params.shape != (*self.codes.shape[:2], 2)
+            or not self.params.is_contiguous()
+        ):
             raise ValueError(f"params must be contiguous float16 {[*self.codes.shape[:2], 2]}.")
         if self.params.device != self.codes.device:
             raise TypeError(f"params is on {self.params.device}; expected {self.codes.device}.")
 
     @classmethod
-    def empty(cls, slots: int, kv_heads: int, head_dim: int, *, bits: int, device: torch.device | str) -> QuantizedKV:
+    def empty(
+        cls, slots: int, kv_heads: int, head_dim: int, *, bits: int, device: torch.device | str
+    ) -> QuantizedKV:
         """Unfilled room for ``slots`` tokens."""
         if bits == 4:
             codes = torch.empty(slots, kv_heads, head_dim // 2, dtype=torch.uint8, device=device)

@@ -1,10 +1,12 @@
-"""Compose: move chosen tokens of documents' KV into request slots, K rotated by each document's shift; all layers in one launch."""
+"""Compose: move chosen tokens of documents' KV into request slots, K rotated by each document's shift; all
+layers in one launch.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels._common import (
+from ragserve_kernels.dispatch import (
     INT_DTYPES,
     KVLayers,
     check_dtype,
@@ -14,8 +16,8 @@ from ragserve_kernels._common import (
     next_power_of_2,
     use_triton,
 )
+from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 from ragserve_kernels.rotate_gather.naive import rotate_gather_naive
-from ragserve_kernels.rotate_gather.sources import DeviceSource, HostSource
 
 __all__ = ["DeviceSource", "HostSource", "rotate_gather", "rotate_gather_naive"]
 
@@ -31,26 +33,34 @@ def rotate_gather(
     block_tokens: int,
     programs: int | None = None,
 ) -> None:
-    """Copy documents' K and V into ``dst``, with K rotated by its document's shift in positions (RoPE, half-split pairs).
+    """Copy documents' K and V into ``dst``, with K rotated by its document's shift in positions (RoPE,
+    half-split pairs).
 
-    Args:
-        source: where the documents' KV lies: slots of a device pool, or host memory that the kernel reads over the link.
-        dst: the pool written to. Its slots must not overlap the source's, except where a token moves onto itself.
-        moves: int32 ``[layers, n, 4]``: (document, first token in the document, tokens, position in ``slots`` of the first token).
-            One run of at most ``block_tokens`` consecutive tokens each, per layer its own list; a negative document is an unused
-            entry, so that a CUDA graph captured once serves any number of moves up to ``n``.
-        slots: int32 or int64 ``[total]``: the requests' destination slots, the same in every layer.
-        shift: int32 or int64 ``[documents]``: how many positions each document moves by; negative moves towards zero.
-        inv_freq: float32 or float64 ``[rotary_dim / 2]``: RoPE's inverse frequencies in radians per position. Dimensions from
-            ``rotary_dim`` on are copied as they are. Angles are reduced to one turn in float64, so large shifts lose nothing.
-        block_tokens: the longest run in ``moves``; a longer one would be cut there.
-        programs: how many programs run, each looping over runs. Default: one per run from the device; from the host 3, which saturate the
-            link. With 2 a decode step beside them loses half as much time, and loading is a fifth slower (README.md).
+    Args: source: where the documents' KV lies: slots of a device pool, or host memory that the kernel reads
+        over the link. dst: the pool written to. Its slots must not overlap the source's, except where a token
+        moves onto itself. moves: int32 ``[layers, n, 4]``: (document, first token in the document, tokens,
+        position in ``slots`` of the first token). One run of at most ``block_tokens`` consecutive tokens
+        each, per layer its own list; a negative document is an unused entry, so that a CUDA graph captured
+        once serves any number of moves up to ``n``.
+        slots: int32 or int64 ``[total]``: the requests' destination slots, the same in every layer. shift:
+        int32 or int64 ``[documents]``: how many positions each document moves by; negative moves towards
+        zero. inv_freq: float32 or float64 ``[rotary_dim / 2]``: RoPE's inverse frequencies in radians per
+        position. Dimensions from ``rotary_dim`` on are copied as they are. Angles are reduced to one turn in
+        float64, so large shifts lose nothing.
+        block_tokens: the longest run in ``moves``; a longer one would be cut there. programs: how many
+        programs run, each looping over runs. Default: one per run from the device; from the host 3, which
+        saturate the link. With 2 a decode step beside them loses half as much time, and loading is a fifth
+        slower (README.md).
 
-    Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit. The values of ``moves`` and ``slots`` are not checked here.
+    Raises: ValueError, TypeError: shapes, dtypes or devices that do not fit. The values of ``moves`` and
+        ``slots`` are not checked here.
     """
-    if source.kv_heads != dst.kv_heads or source.head_dim != dst.head_dim or source.dtype != dst.dtype or source.layers != dst.layers:
+    if (
+        source.kv_heads != dst.kv_heads
+        or source.head_dim != dst.head_dim
+        or source.dtype != dst.dtype
+        or source.layers != dst.layers
+    ):
         raise ValueError(
             f"The source holds {source.layers} layers of {source.kv_heads} x {source.head_dim} {source.dtype}; "
             f"dst holds {dst.layers} of {dst.kv_heads} x {dst.head_dim} {dst.dtype}."
@@ -66,7 +76,9 @@ def rotate_gather(
     check_dtype("inv_freq", inv_freq, (torch.float32, torch.float64))
     check_same_device(dst.k[0], moves=moves, slots=slots, shift=shift, inv_freq=inv_freq, source=source.table)
     if not 1 <= inv_freq.numel() <= dst.head_dim // 2:
-        raise ValueError(f"inv_freq has {inv_freq.numel()} entries; expected 1 to {dst.head_dim // 2} for head size {dst.head_dim}.")
+        raise ValueError(
+            f"inv_freq has {inv_freq.numel()} entries; expected 1 to {dst.head_dim // 2} for head size {dst.head_dim}."
+        )
     if not 1 <= block_tokens <= 128:
         raise ValueError(f"block_tokens is {block_tokens}; expected 1 to 128. Split longer runs.")
     if programs is not None and programs < 1:
@@ -79,6 +91,15 @@ def rotate_gather(
     if use_triton(dst.k[0]):
         from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
-        rotate_gather_triton(source, dst, moves, slots, shift, inv_freq, tile_tokens=next_power_of_2(block_tokens), programs=programs)
+        rotate_gather_triton(
+            source,
+            dst,
+            moves,
+            slots,
+            shift,
+            inv_freq,
+            tile_tokens=next_power_of_2(block_tokens),
+            programs=programs,
+        )
     else:
         rotate_gather_naive(source, dst, moves, slots, shift, inv_freq, precision=torch.float32)

@@ -1,4 +1,6 @@
-"""``rotate_gather`` in Triton: one launch for all layers, documents and runs; see README.md for the layout and the roofline."""
+"""``rotate_gather`` in Triton: one launch for all layers, documents and runs; see README.md for the layout
+and the roofline.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -7,14 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import KVLayers, host_tile_bytes, next_power_of_2
-from ragserve_kernels.rotate_gather.sources import DeviceSource, HostSource
+from ragserve_kernels.dispatch import KVLayers, host_tile_bytes, next_power_of_2
+from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 
 _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-HOST_PROGRAMS = 3  # as fast as any number alone, and the most that slow a decode step beside it by less than 5 % (README.md)
+# as fast as any number alone, and the most that slow a decode step beside it by less than 5 % (README.md)
+HOST_PROGRAMS = 3
 
 
-@triton.jit(do_not_specialize=["n_moves", "n_items"])  # one compilation for any number of runs: requests wait for it
+@triton.jit(
+    do_not_specialize=["n_moves", "n_items"]
+)  # one compilation for any number of runs: requests wait for it
 def rotate_gather_kernel(
     p_moves,  # int32 [L, N, 4]
     p_slots,  # [S]
@@ -47,7 +52,9 @@ def rotate_gather_kernel(
     o_half = tl.arange(0, B_HALF)
     m_half = o_half < ROT_HALF
     # turns per position, in float64: float32 would lose the angle at large shifts
-    b_freq = tl.load(p_inv_freq + o_half, mask=m_half, other=0.0).to(tl.float64) * tl.full([1], 0.15915494309189535, tl.float64)
+    b_freq = tl.load(p_inv_freq + o_half, mask=m_half, other=0.0).to(tl.float64) * tl.full(
+        [1], 0.15915494309189535, tl.float64
+    )
 
     for i_item in tl.range(tl.program_id(0), n_items, tl.num_programs(0), num_stages=STAGES):
         i_move = i_item // HEAD_TILES
@@ -64,11 +71,16 @@ def rotate_gather_kernel(
         # source and destination rows, in elements
         if HOST:
             n_capacity = tl.load(p_src_index + i_doc)
-            o_src = tl.load(p_src_table + i_doc) + ((i_layer * KV_HEADS + o_head) * n_capacity + i_first + o_token) * HEAD_DIM
+            o_src = (
+                tl.load(p_src_table + i_doc)
+                + ((i_layer * KV_HEADS + o_head) * n_capacity + i_first + o_token) * HEAD_DIM
+            )
             p_k = tl.multiple_of(p_src_k, 16)
             p_v = tl.multiple_of(p_src_v, 16)
         else:
-            i_slot = tl.load(p_src_index + tl.load(p_src_table + i_doc) + i_first + o_token, mask=m_row, other=0).to(tl.int64)
+            i_slot = tl.load(
+                p_src_index + tl.load(p_src_table + i_doc) + i_first + o_token, mask=m_row, other=0
+            ).to(tl.int64)
             o_src = (i_slot * KV_HEADS + o_head) * HEAD_DIM
             p_k = tl.multiple_of(tl.load(p_src_k + i_layer).to(tl.pointer_type(DTYPE)), 16)
             p_v = tl.multiple_of(tl.load(p_src_v + i_layer).to(tl.pointer_type(DTYPE)), 16)
@@ -84,7 +96,8 @@ def rotate_gather_kernel(
         q_k = tl.multiple_of(tl.load(p_dst_k + i_layer).to(tl.pointer_type(DTYPE)), 16)
         q_v = tl.multiple_of(tl.load(p_dst_v + i_layer).to(tl.pointer_type(DTYPE)), 16)
 
-        # one angle per pair: all tokens of a document move by the same shift; only the fraction of a turn matters
+        # one angle per pair: all tokens of a document move by the same shift; only the fraction of a turn
+        # matters
         b_turn = tl.load(p_shift + i_doc).to(tl.float64) * b_freq
         b_angle = (b_turn - tl.floor(b_turn + 0.5)).to(tl.float32) * 6.283185307179586
         b_cos = tl.cos(b_angle)[None, :]
@@ -92,7 +105,9 @@ def rotate_gather_kernel(
         b_1 = b_1.to(tl.float32)
         b_2 = b_2.to(tl.float32)
         tl.store(q_k + o_dst[:, None] + o_half[None, :], (b_1 * b_cos - b_2 * b_sin).to(DTYPE), mask=m_k)
-        tl.store(q_k + o_dst[:, None] + ROT_HALF + o_half[None, :], (b_2 * b_cos + b_1 * b_sin).to(DTYPE), mask=m_k)
+        tl.store(
+            q_k + o_dst[:, None] + ROT_HALF + o_half[None, :], (b_2 * b_cos + b_1 * b_sin).to(DTYPE), mask=m_k
+        )
         tl.store(q_v + o_dst[:, None] + o_dim[None, :], b_v, mask=m_row[:, None])
         if B_REST > 0:
             o_rest = 2 * ROT_HALF + tl.arange(0, B_REST)
@@ -115,7 +130,9 @@ def rotate_gather_triton(
     num_warps: int | None = None,
     stages: int = 1,
 ) -> None:
-    """``tile_rows``: rows (tokens x heads) that a program holds at once, a power of two; fewer than ``tile_tokens`` counts as that."""
+    """``tile_rows``: rows (tokens x heads) that a program holds at once, a power of two; fewer than
+    ``tile_tokens`` counts as that.
+    """
     row_bytes = 2 * dst.head_dim * dst.k[0].element_size()
     host = isinstance(source, HostSource)
     heads, head_dim = dst.kv_heads, dst.head_dim

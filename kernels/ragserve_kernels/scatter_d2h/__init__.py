@@ -1,29 +1,33 @@
-"""Save new KV to host blocks: one contiguous copy down, then CPU threads scatter (SparseServe's FlashD2H, section 3.2.2).
+"""Save new KV to host blocks: one contiguous copy down, then CPU threads scatter (SparseServe's FlashD2H,
+section 3.2.2).
 
-There is no Triton kernel here, on purpose: a kernel that writes to the host takes SMs from the prefill it should hide behind.
-"""
+There is no Triton kernel here, on purpose: a kernel that writes to the host takes SMs from the prefill it
+should hide behind."""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels._common import INT_DTYPES, check_dtype, check_head_dim, check_shape, use_naive
+from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_head_dim, check_shape, use_naive
 from ragserve_kernels.scatter_d2h.naive import scatter_d2h_naive
 from ragserve_kernels.scatter_d2h.saver import Saver
 
 __all__ = ["Saver", "scatter_d2h", "scatter_d2h_naive"]
 
 
-def scatter_d2h(src: torch.Tensor, host: torch.Tensor, index: torch.Tensor, *, saver: Saver | None = None) -> None:
+def scatter_d2h(
+    src: torch.Tensor, host: torch.Tensor, index: torch.Tensor, *, saver: Saver | None = None
+) -> None:
     """Write ``src``, tokens by heads, into per-head host blocks.
 
-    Args:
-        src: ``[tokens, kv_heads, head_dim]``, contiguous: the K or V that a prefill of one layer made.
-        host: ``[blocks, block_tokens, head_dim]`` in host memory, the same dtype, contiguous; pinned if a GPU is to read it back.
-        index: int32 or int64 ``[kv_heads, ceil(tokens / block_tokens)]`` on the CPU: the host block of each head's blocks, all different;
-            negative: do not save that block. The rows of a last, partial block beyond ``tokens`` stay as they are.
-        saver: with one, ``src`` on a GPU is saved in the background and this returns at once: ``host`` is complete after ``saver.wait()``.
-            ``src`` may be freed, but not written to before that. Without one, ``host`` is complete on return.
+    Args: src: ``[tokens, kv_heads, head_dim]``, contiguous: the K or V that a prefill of one layer made.
+        host: ``[blocks, block_tokens, head_dim]`` in host memory, the same dtype, contiguous; pinned if a GPU
+        is to read it back. index: int32 or int64 ``[kv_heads, ceil(tokens / block_tokens)]`` on the CPU: the
+        host block of each head's blocks, all different; negative: do not save that block. The rows of a last,
+        partial block beyond ``tokens`` stay as they are.
+        saver: with one, ``src`` on a GPU is saved in the background and this returns at once: ``host`` is
+            complete after ``saver.wait()``. ``src`` may be freed, but not written to before that. Without
+            one, ``host`` is complete on return.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, or an index beyond ``host``.
@@ -36,7 +40,11 @@ def scatter_d2h(src: torch.Tensor, host: torch.Tensor, index: torch.Tensor, *, s
     check_dtype("index", index, INT_DTYPES)
     if host.is_cuda or index.is_cuda:
         raise TypeError("host and index must be in host memory.")
-    if not src.is_contiguous() or not host.is_contiguous() or host.storage_offset() * host.element_size() % 16:
+    if (
+        not src.is_contiguous()
+        or not host.is_contiguous()
+        or host.storage_offset() * host.element_size() % 16
+    ):
         raise ValueError("src and host must be contiguous, and host aligned to 16 bytes.")
     if host.shape[1] < 1:
         raise ValueError("host blocks hold no tokens.")

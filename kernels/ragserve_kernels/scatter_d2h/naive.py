@@ -13,9 +13,8 @@ def scatter_d2h_naive(src: torch.Tensor, host: torch.Tensor, index: torch.Tensor
 def scatter(rows: torch.Tensor, host: torch.Tensor, index: torch.Tensor) -> None:
     """``rows`` ``[tokens, kv_heads, head_dim]`` on the CPU into ``host``.
 
-    One indexed copy for the whole blocks and one per head for a partial last block; torch spreads the first over its threads. Seen as
-    16-byte words it is five times as fast as in bfloat16.
-    """
+    One indexed copy for the whole blocks and one per head for a partial last block; torch spreads the first
+    over its threads. Seen as 16-byte words it is five times as fast as in bfloat16."""
     rows, host = rows.view(torch.complex128), host.view(torch.complex128)
     block_tokens = host.shape[1]
     whole = rows.shape[0] // block_tokens

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Stream-K decode: the tiles of all (request, KV head) items form one list, and every program takes an equal share of it.
+"""Stream-K decode: the tiles of all (request, KV head) items form one list, and every program takes an equal
+share of it.
 
-A program's share may begin and end inside an item: it then leaves a partial result in segment ``program + item``. That number is unique,
-because going along the list either the program or the item (or both) advances. A second kernel merges the segments of an item by their
-log-sum-exp.
-"""
+A program's share may begin and end inside an item: it then leaves a partial result in segment ``program +
+item``. That number is unique, because going along the list either the program or the item (or both) advances.
+A second kernel merges the segments of an item by their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import next_power_of_2
-from ragserve_kernels._decode import FULL, SELECTED, STREAMING, attend_tile, load_query, tile_slots
-from ragserve_kernels._paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
+from ragserve_kernels.decode_tiles import FULL, SELECTED, STREAMING, attend_tile, load_query, tile_slots
+from ragserve_kernels.dispatch import next_power_of_2
+from ragserve_kernels.paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
 
 LN2 = math.log(2.0)
 FEW_TOKENS = 2 * 132 * 128
@@ -25,10 +25,24 @@ FEW_TOKENS = 2 * 132 * 128
 
 @triton.jit
 def _walk(
-    b, h, ok, lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local,
-    BLOCK: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_KINDS: tl.constexpr,
-):  # fmt: skip
-    """``(blocks, gap_at, gap, indexed, seq_len)`` of items ``(b, h)``, scalars or vectors: see ``tile_slots``."""
+    b,
+    h,
+    ok,
+    lens,
+    counts,
+    kinds,
+    stride_kinds,
+    kv_heads,
+    capacity,
+    sink,
+    local,
+    BLOCK: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_KINDS: tl.constexpr,
+):
+    """``(blocks, gap_at, gap, indexed, seq_len)`` of items ``(b, h)``, scalars or vectors: see
+    ``tile_slots``.
+    """
     seq_len = tl.load(lens + b, mask=ok, other=0)
     total = (seq_len + BLOCK - 1) // BLOCK
     zero = total * 0
@@ -54,28 +68,84 @@ def _walk(
 
 @triton.jit
 def _attend(
-    q, k, v, k_params, v_params, table, lens, index, counts, kinds, out, lse, part_out, part_lse, spans,
-    n_items, stride_kinds, kv_heads, capacity, sink, local, scale,
-    stride_qb, stride_qh, stride_table, stride_k, stride_kh, stride_v, stride_vh, stride_kp, stride_kph, stride_vp, stride_vph,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    ITEMS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_INDEX: tl.constexpr, HAS_KINDS: tl.constexpr, HAS_LSE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    k_params,
+    v_params,
+    table,
+    lens,
+    index,
+    counts,
+    kinds,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    spans,
+    n_items,
+    stride_kinds,
+    kv_heads,
+    capacity,
+    sink,
+    local,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_table,
+    stride_k,
+    stride_kh,
+    stride_v,
+    stride_vh,
+    stride_kp,
+    stride_kph,
+    stride_vp,
+    stride_vph,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ITEMS: tl.constexpr,
+    BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_KINDS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     items = tl.arange(0, ITEMS)
     known = items < n_items
     blocks, _gap_at, _gap, _indexed, _len = _walk(
-        items // kv_heads, items % kv_heads, known, lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local,
-        BLOCK, HAS_INDEX, HAS_KINDS,
-    )  # fmt: skip
+        items // kv_heads,
+        items % kv_heads,
+        known,
+        lens,
+        counts,
+        kinds,
+        stride_kinds,
+        kv_heads,
+        capacity,
+        sink,
+        local,
+        BLOCK,
+        HAS_INDEX,
+        HAS_KINDS,
+    )
     tiles = tl.where(known, (blocks * BLOCK + BLOCK_N - 1) // BLOCK_N, 0)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0).to(tl.int64)
-    workers = tl.minimum(programs, tl.maximum(total, 1))  # every worker has a tile; the other programs have none
+    workers = tl.minimum(
+        programs, tl.maximum(total, 1)
+    )  # every worker has a tile; the other programs have none
     at = tl.minimum(total * program // workers, total).to(tl.int32)
     stop = tl.minimum(total * (program + 1) // workers, total).to(tl.int32)
-    if program == programs - 1:  # for the merge: the workers [from, to) that hold an item's tiles [ends - tiles, ends)
+    if (
+        program == programs - 1
+    ):  # for the merge: the workers [from, to) that hold an item's tiles [ends - tiles, ends)
         some = tl.maximum(total, 1)
         span_from = ((ends - tiles + 1).to(tl.int64) * workers - 1) // some
         span_to = (ends.to(tl.int64) * workers - 1) // some + 1
@@ -91,7 +161,20 @@ def _attend(
         n_tiles = tl.sum(tl.where(items == item, tiles, 0), 0)
         first = tl.sum(tl.where(items == item, ends, 0), 0) - n_tiles
         n_blocks, gap_at, gap, indexed, seq_len = _walk(
-            i_b, i_h, True, lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local, BLOCK, HAS_INDEX, HAS_KINDS
+            i_b,
+            i_h,
+            True,
+            lens,
+            counts,
+            kinds,
+            stride_kinds,
+            kv_heads,
+            capacity,
+            sink,
+            local,
+            BLOCK,
+            HAS_INDEX,
+            HAS_KINDS,
         )
         row = i_b.to(tl.int64) * stride_qb + i_h * GROUP * stride_qh
         q_low, q_high, q_sum = load_query(q, row, GROUP, stride_qh, GROUP, BLOCK_M, half)
@@ -105,12 +188,33 @@ def _attend(
         head = i_h.to(tl.int64)
         until = tl.minimum(stop - first, n_tiles)
         for tile in tl.range(at - first, until, num_stages=STAGES):
-            slots, ok = tile_slots(tile, n_blocks, gap_at, gap, indexed, seq_len, index_row, table_row, PAGE, BLOCK, BLOCK_N)
+            slots, ok = tile_slots(
+                tile, n_blocks, gap_at, gap, indexed, seq_len, index_row, table_row, PAGE, BLOCK, BLOCK_N
+            )
             _scores, acc_low, acc_high, acc_zero, b_max, b_sum = attend_tile(
-                q_low, q_high, q_sum, acc_low, acc_high, acc_zero, b_max, b_sum, slots, ok,
-                k + head * stride_kh, v + head * stride_vh, k_params + head * stride_kph, v_params + head * stride_vph,
-                stride_k, stride_v, stride_kp, stride_vp, scale, half, BITS, PRECISION,
-            )  # fmt: skip
+                q_low,
+                q_high,
+                q_sum,
+                acc_low,
+                acc_high,
+                acc_zero,
+                b_max,
+                b_sum,
+                slots,
+                ok,
+                k + head * stride_kh,
+                v + head * stride_vh,
+                k_params + head * stride_kph,
+                v_params + head * stride_vph,
+                stride_k,
+                stride_v,
+                stride_kp,
+                stride_vp,
+                scale,
+                half,
+                BITS,
+                PRECISION,
+            )
         # an item whose blocks hold no token (all skipped) has sum 0 and gives zero
         held = b_sum > 0.0
         share = tl.where(held, 1.0 / tl.where(held, b_sum, 1.0), 0.0)
@@ -136,9 +240,16 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out, lse, part_out, part_lse, spans,
-    GROUP: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    part_out,
+    part_lse,
+    spans,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
     item = tl.program_id(0)
     i_g = tl.program_id(1)
     span_from = tl.load(spans + item * 2)
@@ -170,11 +281,16 @@ def _merge(
         divisor = tl.where(some, b_sum, 1.0)
         tl.store(out + o_row * D + cols, tl.where(some, acc / divisor, 0.0).to(out.dtype.element_ty))
         if HAS_LSE:
-            tl.store(lse + o_row, tl.where(some, (b_max + tl.math.log2(divisor)) * 0.6931471805599453, float("-inf")))
+            tl.store(
+                lse + o_row,
+                tl.where(some, (b_max + tl.math.log2(divisor)) * 0.6931471805599453, float("-inf")),
+            )
 
 
 def launch_options(head_dim: int, itemsize: int, few: bool) -> tuple[int, int, int, int]:
-    """``(tokens per tile, warps, stages, programs per multiprocessor)``, as measured on the H200; ``few``: at most two tiles a program."""
+    """``(tokens per tile, warps, stages, programs per multiprocessor)``, as measured on the H200; ``few``: at
+    most two tiles a program.
+    """
     if itemsize == 4:
         return tile_tokens(head_dim, itemsize), 4, 2, 1
     tokens = 8192 // max(128, head_dim)
@@ -182,11 +298,26 @@ def launch_options(head_dim: int, itemsize: int, few: bool) -> tuple[int, int, i
 
 
 def sparse_decode(
-    q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, *,
-    page_size: int, block_size: int, index: torch.Tensor | None, counts: torch.Tensor | None, kinds: torch.Tensor | None,
-    sink_tokens: int, local_tokens: int, scale: float, programs: int | None, bits: int,
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    page_size: int,
+    block_size: int,
+    index: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    kinds: torch.Tensor | None,
+    sink_tokens: int,
+    local_tokens: int,
+    scale: float,
+    programs: int | None,
+    bits: int,
     options: tuple[int, int, int, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """``options``: as :func:`launch_options`, to tune them."""
     batch, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -203,17 +334,63 @@ def sparse_decode(
     none = seq_lens  # stands for an absent pointer
     spans = torch.empty(n_items, 2, dtype=torch.int32, device=q.device)
     _attend[(programs,)](
-        q, k_values, v_values, k_params, v_params, page_table, seq_lens,
-        none if index is None else index, none if counts is None else counts, none if kinds is None else kinds,
-        out, part_lse if lse is None else lse, part_out, part_lse, spans,
-        n_items, 0 if kinds is None or kinds.dim() == 1 else kinds.stride(0), kv_heads, capacity, sink_tokens, local_tokens, scale / LN2,
-        q.stride(0), q.stride(1), page_table.stride(0), k_strides[0], k_strides[1], v_strides[0], v_strides[1],
-        k_strides[2], k_strides[3], v_strides[2], v_strides[3],
-        GROUP=group, BLOCK_M=tile_rows(group), D=head_dim, PAGE=page_size, BLOCK=block_size, BLOCK_N=tokens, ITEMS=next_power_of_2(n_items),
-        BITS=bits, PRECISION=code_precision(q.dtype, bits),
-        HAS_INDEX=index is not None, HAS_KINDS=kinds is not None, HAS_LSE=lse is not None, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
+        q,
+        k_values,
+        v_values,
+        k_params,
+        v_params,
+        page_table,
+        seq_lens,
+        none if index is None else index,
+        none if counts is None else counts,
+        none if kinds is None else kinds,
+        out,
+        part_lse if lse is None else lse,
+        part_out,
+        part_lse,
+        spans,
+        n_items,
+        0 if kinds is None or kinds.dim() == 1 else kinds.stride(0),
+        kv_heads,
+        capacity,
+        sink_tokens,
+        local_tokens,
+        scale / LN2,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        k_strides[0],
+        k_strides[1],
+        v_strides[0],
+        v_strides[1],
+        k_strides[2],
+        k_strides[3],
+        v_strides[2],
+        v_strides[3],
+        GROUP=group,
+        BLOCK_M=tile_rows(group),
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK=block_size,
+        BLOCK_N=tokens,
+        ITEMS=next_power_of_2(n_items),
+        BITS=bits,
+        PRECISION=code_precision(q.dtype, bits),
+        HAS_INDEX=index is not None,
+        HAS_KINDS=kinds is not None,
+        HAS_LSE=lse is not None,
+        STAGES=stages,
+        num_warps=warps,
+    )
     _merge[(n_items, group)](
-        out, part_lse if lse is None else lse, part_out, part_lse, spans,
-        GROUP=group, D=head_dim, SEGMENTS=16 if head_dim <= 128 else 8, HAS_LSE=lse is not None, num_warps=4,
-    )  # fmt: skip
+        out,
+        part_lse if lse is None else lse,
+        part_out,
+        part_lse,
+        spans,
+        GROUP=group,
+        D=head_dim,
+        SEGMENTS=16 if head_dim <= 128 else 8,
+        HAS_LSE=lse is not None,
+        num_warps=4,
+    )

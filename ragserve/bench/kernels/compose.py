@@ -1,8 +1,9 @@
-"""`ragserve bench kernels-compose`, the half that composes a context: rotate_gather, host transfers, prefix_rows_attention, block_summary.
+"""`ragserve bench kernels-compose`, the half that composes a context: rotate_gather, host transfers,
+prefix_rows_attention, block_summary.
 
-Each figure stands beside its rival and the ceiling of this machine, measured in the same run; nothing is timed before its result agrees
-with the plain reference. Shapes are Llama-3.1-8B's: 32 layers, 32 query and 8 KV heads of 128, bfloat16.
-"""
+Each figure stands beside its rival and the ceiling of this machine, measured in the same run; nothing is
+timed before its result agrees with the plain reference. Shapes are Llama-3.1-8B's: 32 layers, 32 query and 8
+KV heads of 128, bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from ragserve.bench.kernels.compose_attention import block_summary_rows, prefix_
 from ragserve.bench.kernels.compose_beside import beside_decode_rows
 from ragserve.bench.kernels.compose_load import gather_h2d_rows, rotate_gather_rows, scatter_d2h_rows
 from ragserve.bench.kernels.parts import chosen_parts, run_parts
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, copy_gb_per_s, link_gb_per_s, require_cuda
+from ragserve.bench.kernels.timing import (
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    QUERY_HEADS,
+    Row,
+    copy_gb_per_s,
+    link_gb_per_s,
+    require_cuda,
+)
 
 PARTS: dict[str, Callable[[dict[str, float], bool], list[Row]]] = {
     "rotate_gather": rotate_gather_rows,
@@ -32,8 +42,8 @@ PARTS: dict[str, Callable[[dict[str, float], bool], list[Row]]] = {
 def run(out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = ()) -> dict[str, Any]:
     """Measure and write ``kernels_compose.json``; ``parts``: names out of :data:`PARTS`, default all.
 
-    Raises:
-        InvalidRequest: no CUDA device, or no such part. RagserveError: a kernel's result disagrees with its reference.
+    Raises: InvalidRequest: no CUDA device, or no such part. RagserveError: a kernel's result disagrees with
+        its reference.
     """
     chosen = chosen_parts(parts, list(PARTS), "kernels-compose")
     require_cuda("kernels-compose")
@@ -41,7 +51,11 @@ def run(out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = ())
 
     torch.manual_seed(int(time.time()))
     up, down = link_gb_per_s()
-    ceilings = {"copy_gb_per_s": round(copy_gb_per_s()), "link_up_gb_per_s": round(up, 1), "link_down_gb_per_s": round(down, 1)}
+    ceilings = {
+        "copy_gb_per_s": round(copy_gb_per_s()),
+        "link_up_gb_per_s": round(up, 1),
+        "link_down_gb_per_s": round(down, 1),
+    }
     print(json.dumps(ceilings), flush=True)
     return run_parts(
         "kernels_compose",

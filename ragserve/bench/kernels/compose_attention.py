@@ -17,20 +17,38 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
     import torch
 
     from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-    from ragserve_kernels.prefix_rows_attention.triton import Tile, prefix_rows_attention_triton
+    from ragserve_kernels.prefix_rows_attention.triton import RowTile, prefix_rows_attention_triton
 
     rows: list[Row] = []
     tiles = [
-        Tile(128, 64, 8, 3), Tile(128, 64, 4, 2), Tile(128, 64, 4, 3), Tile(128, 32, 4, 3), Tile(128, 128, 8, 3), Tile(128, 128, 4, 2),
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 4), Tile(256, 64, 8, 2), Tile(256, 64, 8, 3),
-    ]  # fmt: skip
+        RowTile(128, 64, 8, 3),
+        RowTile(128, 64, 4, 2),
+        RowTile(128, 64, 4, 3),
+        RowTile(128, 32, 4, 3),
+        RowTile(128, 128, 8, 3),
+        RowTile(128, 128, 4, 2),
+        RowTile(64, 64, 4, 2),
+        RowTile(64, 64, 4, 3),
+        RowTile(64, 32, 4, 4),
+        RowTile(256, 64, 8, 2),
+        RowTile(256, 64, 8, 3),
+    ]
     cases = (1, 614, 4096), (8, 614, 4096), (1, 4915, 32768), (16, 153, 1024), (1, 256, 8192)
     for requests, recomputed, kept in cases[:1] if quick else cases:
-        slots = torch.randperm(requests * kept // 16, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
+        slots = torch.randperm(requests * kept // 16, device="cuda")[:, None] * 16 + torch.arange(
+            16, device="cuda"
+        )
         slots = slots.flatten().int()
-        q = torch.empty(requests * recomputed, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
-        k, v = (torch.empty(requests * kept, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv")
-        positions = torch.stack([torch.randperm(kept, device="cuda")[:recomputed].sort().values for _ in range(requests)])
+        q = torch.empty(
+            requests * recomputed, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+        ).normal_()
+        k, v = (
+            torch.empty(requests * kept, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+            for _ in "kv"
+        )
+        positions = torch.stack(
+            [torch.randperm(kept, device="cuda")[:recomputed].sort().values for _ in range(requests)]
+        )
         row_len = (positions.flatten() + 1).int()
         starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32)
         args = (q, k, v, slots, starts[:-1] * kept, starts * recomputed, row_len)
@@ -40,13 +58,26 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
         case = f"{requests} x {recomputed} rows of {kept} kept"
 
         def row(variant: str, ms: float, tflop: float = tflop, case: str = case) -> Row:
-            return {"case": case, "variant": variant, "ms": round(ms, 4), "tflop_per_s": round(tflop / ms * 1e3, 1)}
+            return {
+                "case": case,
+                "variant": variant,
+                "ms": round(ms, 4),
+                "tflop_per_s": round(tflop / ms * 1e3, 1),
+            }
 
         ours = median_ms(partial(prefix_rows_attention, *args, max_rows=recomputed, out=out))
         rows.append(row("default", ours))
         if not quick:
-            direct = partial(prefix_rows_attention_triton, *args, torch.empty_like(out), max_rows=recomputed, scale=1 / math.sqrt(HEAD_DIM))
-            for tile, splits in [(tile, 1) for tile in tiles] + [(tile, n) for tile in (tiles[2], tiles[4]) for n in (2, 4, 8)]:
+            direct = partial(
+                prefix_rows_attention_triton,
+                *args,
+                torch.empty_like(out),
+                max_rows=recomputed,
+                scale=1 / math.sqrt(HEAD_DIM),
+            )
+            for tile, splits in [(tile, 1) for tile in tiles] + [
+                (tile, n) for tile in (tiles[2], tiles[4]) for n in (2, 4, 8)
+            ]:
                 name = f"rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}, {splits} splits"
                 rows.append(row(name, median_ms(partial(direct, tile=tile, splits=splits))))
         try:
@@ -58,7 +89,8 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
 
 
 def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> Iterator[tuple[str, float]]:
-    """Times of SDPA with a mask, FlexAttention and FlashInfer's prefill with a custom mask; each agrees with ours.
+    """Times of SDPA with a mask, FlexAttention and FlashInfer's prefill with a custom mask; each agrees with
+    ours.
 
     Raises RivalMissing after the first two where there is no FlashInfer.
     """
@@ -69,7 +101,9 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     requests, recomputed = positions.shape
     kept = slots.shape[0] // requests
     batched = q.view(requests, recomputed, QUERY_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
-    keys, values = (t[slots.long()].view(requests, kept, KV_HEADS, HEAD_DIM).transpose(1, 2).contiguous() for t in (k, v))
+    keys, values = (
+        t[slots.long()].view(requests, kept, KV_HEADS, HEAD_DIM).transpose(1, 2).contiguous() for t in (k, v)
+    )
     mask = torch.arange(kept, device="cuda") <= positions[..., None]  # [requests, rows, kept]
 
     def check(out: Any, name: str) -> None:
@@ -97,9 +131,18 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     indptr = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
     last = torch.ones(requests, dtype=torch.int32, device="cuda")
     wrapper.plan(
-        indptr * recomputed, indptr * kept, slots, last, QUERY_HEADS, KV_HEADS, HEAD_DIM, 1,
-        custom_mask=mask.flatten(), q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
+        indptr * recomputed,
+        indptr * kept,
+        slots,
+        last,
+        QUERY_HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        1,
+        custom_mask=mask.flatten(),
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
     pages = (k[:, None], v[:, None])
     agree(wrapper.run(q, pages), ours, "FlashInfer")
     name = f"FlashInfer {flashinfer.__version__} custom-mask prefill, page size 1, planned beforehand"
@@ -107,24 +150,33 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
 
 
 def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
-    """One layer's summary against that layer's causal attention over the same documents (SDPA's flash kernel)."""
+    """One layer's summary against that layer's causal attention over the same documents (SDPA's flash
+    kernel).
+    """
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from ragserve_kernels.block_summary import BlockPlan, block_summary, block_summary_naive
-    from ragserve_kernels.block_summary.host import Tile, block_summary_triton
+    from ragserve_kernels.block_summary.launches import SummaryTile, block_summary_triton
 
     rows: list[Row] = []
     for documents, length in ((4, 2048),) if quick else ((32, 512), (4, 2048), (4, 8192), (1, 32768)):
-        q = torch.empty(documents * length, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+        q = torch.empty(
+            documents * length, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+        ).normal_()
         k = torch.empty(documents * length, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
         case = f"{documents} x {length} tokens"
         if length <= 2048:
             plan = BlockPlan.build([length], device="cuda")
             got = block_summary(q[:length], k[:length], plan)
             want = block_summary_naive(
-                q[:length], k[:length], plan, scale=1 / math.sqrt(HEAD_DIM), token=got.token, precision=torch.float32
+                q[:length],
+                k[:length],
+                plan,
+                scale=1 / math.sqrt(HEAD_DIM),
+                token=got.token,
+                precision=torch.float32,
             )
             for name in ("received", "mean_k", "local_q"):
                 agree(getattr(got, name), getattr(want, name), f"block_summary {name}")
@@ -134,19 +186,47 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             prefill = median_ms(
-                partial(F.scaled_dot_product_attention, wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True), repeats=7
+                partial(
+                    F.scaled_dot_product_attention, wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
+                ),
+                repeats=7,
             )
-        rows.append({"case": case, "variant": "rival: the prefill's attention itself (SDPA, flash)", "ms": round(prefill, 4)})
+        rows.append(
+            {
+                "case": case,
+                "variant": "rival: the prefill's attention itself (SDPA, flash)",
+                "ms": round(prefill, 4),
+            }
+        )
         lse = torch.full((QUERY_HEADS, documents * length), math.log(length), device="cuda")
         for stride, given in ((1, False), (1, True), (8, True), (16, False), (16, True), (32, True)):
             plan = BlockPlan.build([length] * documents, query_stride=stride, device="cuda")
             ms = median_ms(partial(block_summary, q, k, plan, lse=lse if given else None), repeats=7)
-            name = f"every query{'' if stride == 1 else f' of {stride}'}{', log-sum-exp given' if given else ''}"
-            rows.append({"case": case, "variant": name, "ms": round(ms, 4), "of_prefill_attention": round(ms / prefill, 3)})
+            name = (
+                f"every query{'' if stride == 1 else f' of {stride}'}{', log-sum-exp given' if given else ''}"
+            )
+            rows.append(
+                {
+                    "case": case,
+                    "variant": name,
+                    "ms": round(ms, 4),
+                    "of_prefill_attention": round(ms / prefill, 3),
+                }
+            )
         if (documents, length) == (4, 8192):
             plan = BlockPlan.build([length] * documents, device="cuda")
-            for tile in (Tile(128, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)):
-                ms = median_ms(partial(block_summary_triton, q, k, plan, scale=1 / math.sqrt(HEAD_DIM), tile=tile), repeats=5)
+            for tile in (SummaryTile(128, 64, 4, 2), SummaryTile(64, 64, 4, 3), SummaryTile(128, 128, 8, 3)):
+                ms = median_ms(
+                    partial(block_summary_triton, q, k, plan, scale=1 / math.sqrt(HEAD_DIM), tile=tile),
+                    repeats=5,
+                )
                 name = f"every query, rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}"
-                rows.append({"case": case, "variant": name, "ms": round(ms, 4), "of_prefill_attention": round(ms / prefill, 3)})
+                rows.append(
+                    {
+                        "case": case,
+                        "variant": name,
+                        "ms": round(ms, 4),
+                        "of_prefill_attention": round(ms / prefill, 3),
+                    }
+                )
     return rows

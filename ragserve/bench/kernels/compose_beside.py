@@ -1,4 +1,6 @@
-"""Host loads beside decode: how fast documents' KV comes while a decode step runs on the same GPU, and by how much that step slows down."""
+"""Host loads beside decode: how fast documents' KV comes while a decode step runs on the same GPU, and by how
+much that step slows down.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CASE = "host, 2048 tokens, beside decode of 8 x 8192"
 
 
 def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
-    """A decode step of the model's shape: its matrix products and dense attention. Four layers' weights and KV stand for all 32."""
+    """A decode step of the model's shape: its matrix products and dense attention. Four layers' weights and
+    KV stand for all 32.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -28,8 +32,14 @@ def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
         return torch.empty(n, m, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
     hidden, wide = 4096, 14336
-    layers = [(weight(hidden, 6144), weight(hidden, hidden), weight(hidden, 2 * wide), weight(wide, hidden)) for _ in range(4)]
-    caches = [torch.empty(2, batch, KV_HEADS, context, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(4)]
+    layers = [
+        (weight(hidden, 6144), weight(hidden, hidden), weight(hidden, 2 * wide), weight(wide, hidden))
+        for _ in range(4)
+    ]
+    caches = [
+        torch.empty(2, batch, KV_HEADS, context, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+        for _ in range(4)
+    ]
     x = torch.empty(batch, hidden, dtype=torch.bfloat16, device="cuda").normal_()
 
     def step() -> torch.Tensor:
@@ -98,7 +108,9 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
 
     def measure(variant: str, load: Callable[[], object], *, loads: int = 16, ahead: int = 0) -> Row:
-        """``ahead``: decode steps put in the queue before the loads, where submitting a load takes the CPU's time."""
+        """``ahead``: decode steps put in the queue before the loads, where submitting a load takes the CPU's
+        time.
+        """
 
         def submit() -> tuple[Any, Any]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -120,25 +132,48 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         events = events or steps(12)
         torch.cuda.synchronize()
         # only steps that ran wholly while loads were running
-        within = [(a, b) for a, b in pairwise(events[1:]) if start.elapsed_time(a) > 0 and b.elapsed_time(end) > 0]
+        within = [
+            (a, b) for a, b in pairwise(events[1:]) if start.elapsed_time(a) > 0 and b.elapsed_time(end) > 0
+        ]
         if not within:
             raise RagserveError("No decode step ran while loads did.", hint="Raise the number of loads.")
         beside = statistics.median(a.elapsed_time(b) for a, b in within)
         base = (base + alone()) / 2
-        extra = {"decode_alone_ms": round(base, 3), "decode_beside_ms": round(beside, 3), "decode_slowdown": round(beside / base - 1, 4)}
+        extra = {
+            "decode_alone_ms": round(base, 3),
+            "decode_beside_ms": round(beside, 3),
+            "decode_slowdown": round(beside / base - 1, 4),
+        }
         extra |= {"alone_gb_per_s": round(gb / unhindered * 1e3, 1)}
         ms = start.elapsed_time(end) / loads
         return bandwidth(CASE, variant, ms, gb, ceiling["link_up_gb_per_s"], **extra, steps=len(within))
 
     # (programs, rows of a tile, warps, stages): few programs with much in flight each, or many small ones
-    variants: list[tuple[int, int | None, int | None, int]] = [(programs, None, None, 1) for programs in (4, 1, 2, 3, 6, 8, 32, 64)]
+    variants: list[tuple[int, int | None, int | None, int]] = [
+        (programs, None, None, 1) for programs in (4, 1, 2, 3, 6, 8, 32, 64)
+    ]
     variants += [(4, 128, 8, 1), (4, 128, 32, 1), (4, 128, 8, 3), (4, 128, 16, 2), (4, 128, 16, 3)]
     for programs, tile_rows, warps, stages in variants[:1] if quick else variants:
-        options: dict[str, Any] = {"programs": programs, "tile_rows": tile_rows, "num_warps": warps, "stages": stages}
-        label = f"programs {programs}" + (f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else "")
+        options: dict[str, Any] = {
+            "programs": programs,
+            "tile_rows": tile_rows,
+            "num_warps": warps,
+            "stages": stages,
+        }
+        label = f"programs {programs}" + (
+            f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else ""
+        )
         rows.append(measure(label, partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options)))
-    host, device = (torch.empty(round(gb * 1e9), dtype=torch.int8, **where) for where in ({"pin_memory": True}, {"device": "cuda"}))
-    rows.append(measure("floor: one plain copy of as many bytes, by the copy engine", partial(device.copy_, host, non_blocking=True)))
+    host, device = (
+        torch.empty(round(gb * 1e9), dtype=torch.int8, **where)
+        for where in ({"pin_memory": True}, {"device": "cuda"})
+    )
+    rows.append(
+        measure(
+            "floor: one plain copy of as many bytes, by the copy engine",
+            partial(device.copy_, host, non_blocking=True),
+        )
+    )
     del host, device
     variant = "blocks by the copy engine, batched, then rotated on the device"
     try:

@@ -12,19 +12,29 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree
 
 BLOCK = 16  # tokens
 
-# --- rotate_gather ------------------------------------------------------------------------------------------------------------------
+# --- rotate_gather
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer."""
     import torch
 
-    from ragserve_kernels._common import KVLayers
+    from ragserve_kernels.dispatch import KVLayers
     from ragserve_kernels.rotate_gather import DeviceSource, HostSource
 
     length = 4 * tokens // documents
     shape = (LAYERS, documents * length, KV_HEADS, HEAD_DIM)
-    dst = KVLayers(*([*torch.full((LAYERS, tokens, KV_HEADS, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda")] for _ in "kv"))
+    dst = KVLayers(
+        *(
+            [
+                *torch.full(
+                    (LAYERS, tokens, KV_HEADS, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda"
+                )
+            ]
+            for _ in "kv"
+        )
+    )
     source: DeviceSource | HostSource
     if host:
         each = LAYERS * KV_HEADS * length * HEAD_DIM
@@ -32,16 +42,34 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
         arenas = [torch.empty(documents * each, dtype=torch.bfloat16, pin_memory=True) for _ in "kv"]
         for arena in arenas:
             arena.copy_(torch.empty(arena.shape, dtype=torch.bfloat16, device="cuda").normal_())
-        source = HostSource(arenas[0], arenas[1], base, torch.full((documents,), length, device="cuda"), LAYERS, KV_HEADS, HEAD_DIM)
+        source = HostSource(
+            arenas[0],
+            arenas[1],
+            base,
+            torch.full((documents,), length, device="cuda"),
+            LAYERS,
+            KV_HEADS,
+            HEAD_DIM,
+        )
     else:
         pools = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv"]
         pages = torch.randperm(documents * length // 16, device="cuda")  # page size 16
         slots = (pages[:, None] * 16 + torch.arange(16, device="cuda")).flatten()
-        source = DeviceSource(KVLayers([*pools[0]], [*pools[1]]), slots, torch.arange(documents, device="cuda") * length)
-    chosen = torch.stack([torch.randperm(documents * length // BLOCK)[: tokens // BLOCK].sort().values for _ in range(LAYERS)])
+        source = DeviceSource(
+            KVLayers([*pools[0]], [*pools[1]]), slots, torch.arange(documents, device="cuda") * length
+        )
+    chosen = torch.stack(
+        [torch.randperm(documents * length // BLOCK)[: tokens // BLOCK].sort().values for _ in range(LAYERS)]
+    )
     first = chosen * BLOCK
     moves = torch.stack(
-        [first // length, first % length, torch.full_like(first, BLOCK), (torch.arange(tokens // BLOCK) * BLOCK).expand_as(first)], -1
+        [
+            first // length,
+            first % length,
+            torch.full_like(first, BLOCK),
+            (torch.arange(tokens // BLOCK) * BLOCK).expand_as(first),
+        ],
+        -1,
     )
     slots = torch.arange(tokens, device="cuda")
     shift = torch.arange(documents, device="cuda") * length + 100
@@ -49,8 +77,12 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     return source, dst, moves.int().cuda(), slots, shift, inv_freq.float()
 
 
-def _per_layer_torch(source: Any, dst: Any, moves: Any, slots: Any, shift: Any, inv_freq: Any) -> Callable[[], None]:
-    """The rival: per layer an indexed copy of V, and gather, rotation and indexed store of K. Index tensors are made beforehand."""
+def _per_layer_torch(
+    source: Any, dst: Any, moves: Any, slots: Any, shift: Any, inv_freq: Any
+) -> Callable[[], None]:
+    """The rival: per layer an indexed copy of V, and gather, rotation and indexed store of K. Index tensors
+    are made beforehand.
+    """
     import torch
 
     within = torch.arange(BLOCK, device="cuda")
@@ -74,7 +106,7 @@ def _per_layer_torch(source: Any, dst: Any, moves: Any, slots: Any, shift: Any, 
 def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     import torch
 
-    from ragserve_kernels._common import KVLayers
+    from ragserve_kernels.dispatch import KVLayers
     from ragserve_kernels.rotate_gather import rotate_gather_naive
     from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
@@ -83,7 +115,10 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     for host in (False, True):
         for tokens in (2048,) if quick else (512, 2048, 8192):
             args = compose_case(tokens, 8, host)
-            dst, truth = args[1], KVLayers([torch.empty_like(t) for t in args[1].k], [torch.empty_like(t) for t in args[1].v])
+            dst, truth = (
+                args[1],
+                KVLayers([torch.empty_like(t) for t in args[1].k], [torch.empty_like(t) for t in args[1].v]),
+            )
             rotate_gather_triton(*args, tile_tokens=BLOCK)
             if tokens <= 2048:  # the plain reference reads host memory element by element
                 rotate_gather_naive(args[0], truth, *args[2:], precision=torch.float32)
@@ -93,7 +128,9 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             case = f"{'host' if host else 'device'}, {tokens} tokens, blocks of 16"
             if host:
                 gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
-                variants: list[tuple[int | None, int | None, int | None, int]] = [(p, None, None, 1) for p in (None, 1, 2, 8, 32, 64)]
+                variants: list[tuple[int | None, int | None, int | None, int]] = [
+                    (p, None, None, 1) for p in (None, 1, 2, 8, 32, 64)
+                ]
                 variants += [(32, 16, 4, 3), (128, 16, 4, 1)]
             else:
                 gb, limit = 2 * tokens * token_bytes / 1e9, ceiling["copy_gb_per_s"]
@@ -106,10 +143,22 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                     (None, 128, 8, 1),
                     (132 * 8, 32, 4, 3),
                 ]
-            for programs, tile_rows, warps, stages in variants if tokens == 2048 and not quick else [(None, None, None, 1)]:
-                options: dict[str, Any] = {"programs": programs, "tile_rows": tile_rows, "num_warps": warps, "stages": stages}
-                ms = median_ms(partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options), repeats=7 if host else 15)
-                label = f"programs {programs or 'all'}" + (f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else "")
+            for programs, tile_rows, warps, stages in (
+                variants if tokens == 2048 and not quick else [(None, None, None, 1)]
+            ):
+                options: dict[str, Any] = {
+                    "programs": programs,
+                    "tile_rows": tile_rows,
+                    "num_warps": warps,
+                    "stages": stages,
+                }
+                ms = median_ms(
+                    partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options),
+                    repeats=7 if host else 15,
+                )
+                label = f"programs {programs or 'all'}" + (
+                    f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else ""
+                )
                 label = label if programs or tile_rows else "default"
                 rows.append(bandwidth(case, label, ms, gb, limit))
             if not host:
@@ -118,7 +167,8 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     return rows
 
 
-# --- plain transfers ----------------------------------------------------------------------------------------------------------------
+# --- plain transfers
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
@@ -134,13 +184,20 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         host = [torch.empty(shape, dtype=torch.bfloat16, pin_memory=True) for _ in "kv"]
         for arena in host:
             arena.copy_(torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_())
-        out = [torch.full((blocks, tokens, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in "kv"]
+        out = [
+            torch.full((blocks, tokens, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda")
+            for _ in "kv"
+        ]
         index = torch.randperm(2 * blocks, device="cuda")[:blocks]
         target = torch.randperm(blocks, device="cuda")
         gather_h2d_triton(host, out, index, target)
         for arena, got in zip(host, out, strict=True):
             agree(got[target], arena[index.cpu()].cuda(), "gather_h2d", 1e-12)
-        gb, limit, case = total / 1e9, ceiling["link_up_gb_per_s"], f"blocks of {tokens * HEAD_DIM * 2 // 1024} KB"
+        gb, limit, case = (
+            total / 1e9,
+            ceiling["link_up_gb_per_s"],
+            f"blocks of {tokens * HEAD_DIM * 2 // 1024} KB",
+        )
         for programs in (32,) if quick else (4, 8, 16, 32, 64):
             ms = median_ms(partial(gather_h2d_triton, host, out, index, target, programs=programs), repeats=5)
             rows.append(bandwidth(case, f"programs {programs}", ms, gb, limit))
@@ -152,21 +209,36 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 out[0][place].copy_(host[0][source], non_blocking=True)
 
         ms = median_ms(one_by_one, repeats=3, graph=False)
-        rows.append(bandwidth(case, f"rival: one copy per block ({some} blocks)", ms, some * tokens * HEAD_DIM * 2 / 1e9, limit))
+        rows.append(
+            bandwidth(
+                case,
+                f"rival: one copy per block ({some} blocks)",
+                ms,
+                some * tokens * HEAD_DIM * 2 / 1e9,
+                limit,
+            )
+        )
     return rows
 
 
 def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
-    """Wall time from the first submission until everything lies in its host blocks: 16 tensors of 8,192 tokens (K and V of 8 layers)."""
+    """Wall time from the first submission until everything lies in its host blocks: 16 tensors of 8,192
+    tokens (K and V of 8 layers).
+    """
     import torch
 
     from ragserve_kernels.scatter_d2h import Saver, scatter_d2h, scatter_d2h_naive
 
     rows: list[Row] = []
     tokens, tensors, block = 8192, 4 if quick else 16, 16
-    sources = [torch.empty(tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(tensors)]
+    sources = [
+        torch.empty(tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+        for _ in range(tensors)
+    ]
     blocks = KV_HEADS * tokens // block
-    hosts = [torch.zeros(blocks, block, HEAD_DIM, dtype=torch.bfloat16, pin_memory=True) for _ in range(tensors)]
+    hosts = [
+        torch.zeros(blocks, block, HEAD_DIM, dtype=torch.bfloat16, pin_memory=True) for _ in range(tensors)
+    ]
     index = torch.randperm(blocks).view(KV_HEADS, -1)
     gb, limit, case = (
         sum(s.nbytes for s in sources) / 1e9,

@@ -1,4 +1,6 @@
-"""Many copies in one call to the GPU's copy engine (``cudaMemcpyBatchAsync``): what a host load costs when no program runs for it."""
+"""Many copies in one call to the GPU's copy engine (``cudaMemcpyBatchAsync``): what a host load costs when no
+program runs for it.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class _Attributes(ctypes.Structure):
 
 
 def batched_copies(sources: torch.Tensor, targets: torch.Tensor, size: int) -> Callable[[], None]:
-    """A call that copies ``size`` bytes from each address to its fellow (int64 [n], on the CPU) on the current stream, which must not be
-    the default one.
+    """A call that copies ``size`` bytes from each address to its fellow (int64 [n], on the CPU) on the
+    current stream, which must not be the default one.
 
     Raises:
         Unavailable: no CUDA 13 runtime. The call raises it too, if the runtime refuses.
@@ -40,8 +42,16 @@ def batched_copies(sources: torch.Tensor, targets: torch.Tensor, size: int) -> C
         batch = ctypes.CDLL("libcudart.so.13").cudaMemcpyBatchAsync
     except (OSError, AttributeError) as error:
         raise Unavailable(f"Batched copies need the CUDA 13 runtime: {error}.") from error
-    # CUDA 13: dsts, srcs, sizes, count, attributes, the first copy of each attribute, how many attributes, stream
-    batch.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    # CUDA 13: dsts, srcs, sizes, count, attributes, the first copy of each attribute, how many attributes,
+    # stream
+    batch.argtypes = (
+        *[ctypes.c_void_p] * 3,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
     batch.restype = ctypes.c_int
     sizes = torch.full_like(sources, size)
     attributes = _Attributes(STREAM_ORDER, flags=OVERLAP_WITH_COMPUTE)
@@ -57,10 +67,12 @@ def batched_copies(sources: torch.Tensor, targets: torch.Tensor, size: int) -> C
     return call
 
 
-def staged_compose(source: Any, dst: Any, moves: torch.Tensor, slots: Any, shift: Any, inv_freq: Any, *, block: int) -> Callable[[], None]:
-    """The work of ``rotate_gather`` from the host (whole blocks of ``block`` tokens) in two steps: the copy engine brings each head's
-    blocks as they are to device memory, and the kernel rotates them into the slots from there.
-    """
+def staged_compose(
+    source: Any, dst: Any, moves: torch.Tensor, slots: Any, shift: Any, inv_freq: Any, *, block: int
+) -> Callable[[], None]:
+    """The work of ``rotate_gather`` from the host (whole blocks of ``block`` tokens) in two steps: the copy
+    engine brings each head's blocks as they are to device memory, and the kernel rotates them into the slots
+    from there."""
     import torch
 
     from ragserve_kernels.rotate_gather import HostSource
@@ -69,16 +81,30 @@ def staged_compose(source: Any, dst: Any, moves: torch.Tensor, slots: Any, shift
     runs = moves.shape[1]
     size = block * HEAD_DIM * source.k.itemsize
     document, token = moves[..., 0].cpu().long(), moves[..., 1].cpu().long()
-    head = (torch.arange(LAYERS)[:, None] * KV_HEADS + torch.arange(KV_HEADS))[..., None]  # [layers, heads, 1]
+    head = (torch.arange(LAYERS)[:, None] * KV_HEADS + torch.arange(KV_HEADS))[
+        ..., None
+    ]  # [layers, heads, 1]
     capacity = source.capacity.cpu()[document][:, None]  # [layers, 1, runs]
     element = source.base.cpu()[document][:, None] + (head * capacity + token[:, None]) * HEAD_DIM
-    staged = [torch.empty(LAYERS * KV_HEADS * runs * block * HEAD_DIM, dtype=source.k.dtype, device=dst.k[0].device) for _ in "kv"]
+    staged = [
+        torch.empty(LAYERS * KV_HEADS * runs * block * HEAD_DIM, dtype=source.k.dtype, device=dst.k[0].device)
+        for _ in "kv"
+    ]
     places = torch.arange(LAYERS * KV_HEADS * runs) * size
-    origins = torch.cat([arena.data_ptr() + element.flatten() * arena.itemsize for arena in (source.k, source.v)])
+    origins = torch.cat(
+        [arena.data_ptr() + element.flatten() * arena.itemsize for arena in (source.k, source.v)]
+    )
     copy = batched_copies(origins, torch.cat([arena.data_ptr() + places for arena in staged]), size)
-    # one document of all blocks, in the order of the moves; `moves` keeps naming the documents, for their shifts
+    # one document of all blocks, in the order of the moves; `moves` keeps naming the documents, for their
+    # shifts
     there = HostSource(
-        staged[0], staged[1], torch.zeros_like(source.base), torch.full_like(source.capacity, runs * block), LAYERS, KV_HEADS, HEAD_DIM
+        staged[0],
+        staged[1],
+        torch.zeros_like(source.base),
+        torch.full_like(source.capacity, runs * block),
+        LAYERS,
+        KV_HEADS,
+        HEAD_DIM,
     )
     moved = moves.clone()
     moved[..., 1] = (torch.arange(runs, device=moves.device) * block).to(moves.dtype)

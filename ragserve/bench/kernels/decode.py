@@ -1,9 +1,10 @@
-"""`ragserve bench kernels-decode`, the half that decodes: sparse_decode, page_select, progressive_decode, quantised KV.
+"""`ragserve bench kernels-decode`, the half that decodes: sparse_decode, page_select, progressive_decode,
+quantised KV.
 
-The rivals, PyTorch's SDPA over contiguous KV and FlashInfer over the same pages, run in the same process on the same shapes; results are
-compared before they are timed. Shapes are one layer of Llama-3.1-8B: 32 query and 8 KV heads of 128, bfloat16, pages of 64 tokens in
-random order; the queries and keys of a real model have its own.
-"""
+The rivals, PyTorch's SDPA over contiguous KV and FlashInfer over the same pages, run in the same process on
+the same shapes; results are compared before they are timed. Shapes are one layer of Llama-3.1-8B: 32 query
+and 8 KV heads of 128, bfloat16, pages of 64 tokens in random order; the queries and keys of a real model have
+its own."""
 
 from __future__ import annotations
 
@@ -14,22 +15,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench.kernels import flashinfer as kernels_flashinfer
-from ragserve.bench.kernels.decode_cases import LOGICAL, TOKEN_BYTES, Case, layer_ms, random_case
+from ragserve.bench.kernels.decode_cases import LOGICAL, TOKEN_BYTES, DecodeCase, layer_ms, random_case
 from ragserve.bench.kernels.decode_progressive import progressive_rows, real_rows
 from ragserve.bench.kernels.decode_stats import page_stats_rows
 from ragserve.bench.kernels.flashinfer import RivalMissing
 from ragserve.bench.kernels.parts import chosen_parts, run_parts
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, agree, bandwidth, copy_gb_per_s, require_cuda
+from ragserve.bench.kernels.timing import (
+    HEAD_DIM,
+    KV_HEADS,
+    QUERY_HEADS,
+    Row,
+    agree,
+    bandwidth,
+    copy_gb_per_s,
+    require_cuda,
+)
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import torch
 
-    from ragserve_kernels.page_select import Selection
+    from ragserve_kernels.page_select import PageSelection
     from ragserve_kernels.quantize_kv import QuantizedKV
 
 
-def sdpa_inputs(case: Case, layer: int) -> tuple[Any, Any, Any]:
+def sdpa_inputs(case: DecodeCase, layer: int) -> tuple[Any, Any, Any]:
     """The same keys and values without pages: ``(q, k, v)`` for scaled_dot_product_attention, contiguous."""
     import torch
 
@@ -40,14 +50,16 @@ def sdpa_inputs(case: Case, layer: int) -> tuple[Any, Any, Any]:
     return at.q[:, :, None], k, v
 
 
-def full_heads(case: Case, layer: int) -> torch.Tensor:
+def full_heads(case: DecodeCase, layer: int) -> torch.Tensor:
     from ragserve_kernels.sparse_decode import sparse_decode
 
     return sparse_decode(*case.attention(case.layers[layer]), page_size=case.page)
 
 
-def _flashinfer_rows(name: str, case: Case, want: torch.Tensor, ceiling: float) -> list[Row]:
-    """FlashInfer on the same KV: its tensor-core kernel with the case's pages and as SGLang calls it, and its decode kernel."""
+def _flashinfer_rows(name: str, case: DecodeCase, want: torch.Tensor, ceiling: float) -> list[Row]:
+    """FlashInfer on the same KV: its tensor-core kernel with the case's pages and as SGLang calls it, and its
+    decode kernel.
+    """
     rows: list[Row] = []
     for page_size, tensor_cores in dict.fromkeys([(case.page, True), (1, True), (case.page, False)]):
         kernel = "tensor cores" if tensor_cores else "decode kernel"
@@ -63,11 +75,13 @@ def _flashinfer_rows(name: str, case: Case, want: torch.Tensor, ceiling: float) 
 
 
 def dense_rows(ceiling: float, quick: bool) -> list[Row]:
-    """All pages against SDPA and FlashInfer: the walk in order, and through an index table that names every page."""
+    """All pages against SDPA and FlashInfer: the walk in order, and through an index table that names every
+    page.
+    """
     import torch
     import torch.nn.functional as F
 
-    from ragserve_kernels.page_select import Selection
+    from ragserve_kernels.page_select import PageSelection
     from ragserve_kernels.sparse_decode import sparse_decode
 
     shapes = [(1, 262144, 64), (8, 32768, 64), (32, 8192, 64), (32, 32768, 64), (8, 131072, 64)]
@@ -78,13 +92,17 @@ def dense_rows(ceiling: float, quick: bool) -> list[Row]:
         name = f"batch {batch} x {context}, pages of {page}"
         gb = case.kv_bytes / 1e9
         blocks = context // page
-        every = Selection(
-            torch.arange(blocks, dtype=torch.int32, device="cuda").expand(batch, KV_HEADS, blocks).contiguous(),
+        every = PageSelection(
+            torch.arange(blocks, dtype=torch.int32, device="cuda")
+            .expand(batch, KV_HEADS, blocks)
+            .contiguous(),
             torch.full((batch, KV_HEADS), blocks, dtype=torch.int32, device="cuda"),
         )
 
-        def look_up(i: int, case: Case = case, every: Selection = every) -> Any:
-            return sparse_decode(*case.attention(case.layers[i]), page_size=case.page, index=every.blocks, counts=every.counts)
+        def look_up(i: int, case: DecodeCase = case, every: PageSelection = every) -> Any:
+            return sparse_decode(
+                *case.attention(case.layers[i]), page_size=case.page, index=every.blocks, counts=every.counts
+            )
 
         flat = [sdpa_inputs(case, i) for i in range(len(case.layers))]
 
@@ -111,10 +129,12 @@ def dense_rows(ceiling: float, quick: bool) -> list[Row]:
 
 
 def selected_rows(ceiling: float, quick: bool) -> list[Row]:
-    """A token budget of a long context: selection, attention, both, and both with the selection reused for four steps."""
+    """A token budget of a long context: selection, attention, both, and both with the selection reused for
+    four steps.
+    """
     import torch
 
-    from ragserve_kernels._common import forced_naive
+    from ragserve_kernels.dispatch import forced_naive
     from ragserve_kernels.sparse_decode import sparse_decode
 
     rows: list[Row] = []
@@ -130,14 +150,26 @@ def selected_rows(ceiling: float, quick: bool) -> list[Row]:
                 attended = batch * budget * KV_HEADS * TOKEN_BYTES / 1e9
                 read = (2 if scoring == "minmax" else 1) * summary_bytes / 1e9
 
-                def choose(i: int, case: Case = case, budget: int = budget, scoring: str = scoring) -> Selection:
+                def choose(
+                    i: int, case: DecodeCase = case, budget: int = budget, scoring: str = scoring
+                ) -> PageSelection:
                     return case.select(case.layers[i], budget, scoring)
 
                 chosen = [choose(i) for i in range(count)]
 
-                def attend(i: int, selection: Selection | None = None, case: Case = case, chosen: list[Selection] = chosen) -> Any:
+                def attend(
+                    i: int,
+                    selection: PageSelection | None = None,
+                    case: DecodeCase = case,
+                    chosen: list[PageSelection] = chosen,
+                ) -> Any:
                     at = selection or chosen[i]
-                    return sparse_decode(*case.attention(case.layers[i]), page_size=case.page, index=at.blocks, counts=at.counts)
+                    return sparse_decode(
+                        *case.attention(case.layers[i]),
+                        page_size=case.page,
+                        index=at.blocks,
+                        counts=at.counts,
+                    )
 
                 if context == 32768 and batch == 1:
                     with forced_naive():
@@ -146,7 +178,11 @@ def selected_rows(ceiling: float, quick: bool) -> list[Row]:
                 select_ms = layer_ms(choose, count)
                 attend_ms = layer_ms(attend, count)
 
-                def select_and_attend(i: int, attend: Callable[..., Any] = attend, choose: Callable[[int], Selection] = choose) -> Any:
+                def select_and_attend(
+                    i: int,
+                    attend: Callable[..., Any] = attend,
+                    choose: Callable[[int], PageSelection] = choose,
+                ) -> Any:
                     return attend(i, choose(i))
 
                 both = layer_ms(select_and_attend, count)
@@ -160,7 +196,7 @@ def selected_rows(ceiling: float, quick: bool) -> list[Row]:
     return rows
 
 
-def quantised(case: Case, bits: int) -> list[tuple[QuantizedKV, QuantizedKV]]:
+def quantised(case: DecodeCase, bits: int) -> list[tuple[QuantizedKV, QuantizedKV]]:
     import torch
 
     from ragserve_kernels.quantize_kv import QuantizedKV, quantize_kv
@@ -194,20 +230,44 @@ def quantised_rows(ceiling: float, quick: bool) -> list[Row]:
         for bits in (8, 4):
             caches = quantised(case, bits)
 
-            def attend(i: int, case: Case = case, caches: list[tuple[QuantizedKV, QuantizedKV]] = caches) -> Any:
+            def attend(
+                i: int, case: DecodeCase = case, caches: list[tuple[QuantizedKV, QuantizedKV]] = caches
+            ) -> Any:
                 return sparse_decode(case.layers[i].q, *caches[i], case.table, case.lens, page_size=case.page)
 
             error = float((attend(0).float() - plain).norm() / plain.norm())
             gb = 2 * batch * context * KV_HEADS * caches[0][0].token_bytes / 1e9
-            rows.append(bandwidth(name, f"sparse_decode, {bits} bits", layer_ms(attend, count), gb, ceiling, error_of_bf16=round(error, 4)))
+            rows.append(
+                bandwidth(
+                    name,
+                    f"sparse_decode, {bits} bits",
+                    layer_ms(attend, count),
+                    gb,
+                    ceiling,
+                    error_of_bf16=round(error, 4),
+                )
+            )
             if batch == 8:
                 slots = torch.arange(case.layers[0].k.shape[0], device="cuda")
                 moved = case.layers[0].k.nbytes + len(slots) * (KV_HEADS * caches[0][0].token_bytes + 8)
 
-                def store(i: int, case: Case = case, caches: list[tuple[QuantizedKV, QuantizedKV]] = caches, slots: Any = slots) -> None:
+                def store(
+                    i: int,
+                    case: DecodeCase = case,
+                    caches: list[tuple[QuantizedKV, QuantizedKV]] = caches,
+                    slots: Any = slots,
+                ) -> None:
                     quantize_kv(case.layers[i].k, slots, caches[i][0])
 
-                rows.append(bandwidth(f"{len(slots)} tokens", f"quantize_kv, {bits} bits", layer_ms(store, count), moved / 1e9, ceiling))
+                rows.append(
+                    bandwidth(
+                        f"{len(slots)} tokens",
+                        f"quantize_kv, {bits} bits",
+                        layer_ms(store, count),
+                        moved / 1e9,
+                        ceiling,
+                    )
+                )
             del caches
         del case
         torch.cuda.empty_cache()
@@ -225,19 +285,28 @@ REAL = "progressive decode, real keys"
 
 
 def run(
-    out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = (), model: str | None = None, data: Sequence[Path] = ()
+    out_dir: Path | None,
+    *,
+    quick: bool = False,
+    parts: Sequence[str] = (),
+    model: str | None = None,
+    data: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Measure and write ``kernels_decode.json``; ``parts``: names out of :data:`PARTS` and :data:`REAL`, default all.
+    """Measure and write ``kernels_decode.json``; ``parts``: names out of :data:`PARTS` and :data:`REAL`,
+    default all.
 
-    ``model`` (default: the embedded one) and ``data``, question sets (JSON lines, see ``ragserve/eval/data.py``) with long documents, are
-    what :data:`REAL` takes its queries and keys from; without ``data`` it is left out.
+    ``model`` (default: the embedded one) and ``data``, question sets (JSON lines, see
+    ``ragserve/eval/data.py``) with long documents, are what :data:`REAL` takes its queries and keys from;
+    without ``data`` it is left out.
 
-    Raises:
-        InvalidRequest: no CUDA device, no such part, :data:`REAL` without data. RagserveError: a result disagrees with its reference.
+    Raises: InvalidRequest: no CUDA device, no such part, :data:`REAL` without data. RagserveError: a result
+        disagrees with its reference.
     """
     chosen = chosen_parts(parts, [*PARTS, REAL], "kernels-decode")
     if not data and REAL in parts:
-        raise InvalidRequest(f"The part {REAL!r} needs question sets.", hint="Give them with --data FILE.jsonl.gz; repeatable.")
+        raise InvalidRequest(
+            f"The part {REAL!r} needs question sets.", hint="Give them with --data FILE.jsonl.gz; repeatable."
+        )
     require_cuda("kernels-decode")
     import torch
 
@@ -257,7 +326,9 @@ def run(
         "kernels_decode",
         measures,
         chosen,
-        workload={"model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: its own"},
+        workload={
+            "model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: its own"
+        },
         ceilings={"copy_gb_per_s": ceiling},
         note=(
             "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, L2 emptied before. GB count the "

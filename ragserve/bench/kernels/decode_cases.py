@@ -1,4 +1,6 @@
-"""Decode batches of Llama-3.1-8B's shape for the kernel benchmarks: paged KV of several layers, so that no layer finds its KV in the L2."""
+"""Decode batches of Llama-3.1-8B's shape for the kernel benchmarks: paged KV of several layers, so that no
+layer finds its KV in the L2.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, QU
 if TYPE_CHECKING:
     import torch
 
-    from ragserve_kernels.page_select import Selection
+    from ragserve_kernels.page_select import PageSelection
 
 LOGICAL = 16  # tokens of a logical page
 TOKEN_BYTES = 2 * 2 * HEAD_DIM  # K and V of one token and head in bf16
@@ -31,7 +33,7 @@ class Layer:
 
 
 @dataclass
-class Case:
+class DecodeCase:
     """A decode batch. ``table`` int32 [batch, pages], ``lens`` int32 [batch], at most ``context``."""
 
     batch: int
@@ -56,18 +58,30 @@ class Case:
         """Bytes of one layer's KV."""
         return int(self.lens.sum()) * self.kv_heads * self.token_bytes
 
-    def attention(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attention(
+        self, layer: Layer
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return layer.q, layer.k, layer.v, self.table, self.lens
 
-    def select(self, layer: Layer, budget_tokens: int | None, scoring: str = "minmax") -> Selection:
+    def select(self, layer: Layer, budget_tokens: int | None, scoring: str = "minmax") -> PageSelection:
         """``budget_tokens`` None ranks."""
         from ragserve_kernels.page_select import page_select
 
-        parts: dict[str, Any] = {"k_center": layer.k_center} if scoring == "center" else {"k_min": layer.k_min, "k_max": layer.k_max}
+        parts: dict[str, Any] = (
+            {"k_center": layer.k_center}
+            if scoring == "center"
+            else {"k_min": layer.k_min, "k_max": layer.k_max}
+        )
         return page_select(
-            layer.q, self.table, self.lens, block_size=self.page, per_block=max(1, self.page // LOGICAL), budget_tokens=budget_tokens,
-            rank=budget_tokens is None, **parts,
-        )  # fmt: skip
+            layer.q,
+            self.table,
+            self.lens,
+            block_size=self.page,
+            per_block=max(1, self.page // LOGICAL),
+            budget_tokens=budget_tokens,
+            rank=budget_tokens is None,
+            **parts,
+        )
 
 
 def add_summaries(layer: Layer, page: int) -> None:
@@ -77,12 +91,18 @@ def add_summaries(layer: Layer, page: int) -> None:
     from ragserve_kernels.page_select import summarise
 
     chunk = 1 << 20  # slots at a time: the mean is taken in float32
-    parts = [summarise(layer.k[at : at + chunk], min(LOGICAL, page)) for at in range(0, layer.k.shape[0], chunk)]
+    parts = [
+        summarise(layer.k[at : at + chunk], min(LOGICAL, page)) for at in range(0, layer.k.shape[0], chunk)
+    ]
     layer.k_min, layer.k_max, layer.k_center = (torch.cat([part[i] for part in parts]) for i in (0, 1, 3))
 
 
-def random_case(batch: int, context: int, *, page: int = 64, summaries: bool = False, touched: int | None = None) -> Case:
-    """Random Q, K and V; as many layers, at most 8, as make ``touched`` bytes a layer (default all its KV) exceed the L2 several times."""
+def random_case(
+    batch: int, context: int, *, page: int = 64, summaries: bool = False, touched: int | None = None
+) -> DecodeCase:
+    """Random Q, K and V; as many layers, at most 8, as make ``touched`` bytes a layer (default all its KV)
+    exceed the L2 several times.
+    """
     import torch
 
     slots = batch * context
@@ -91,19 +111,27 @@ def random_case(batch: int, context: int, *, page: int = 64, summaries: bool = F
     table = torch.randperm(slots // page, device="cuda").to(torch.int32).view(batch, context // page)
     made = []
     for _ in range(count):
-        k, v = (torch.empty(slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+        k, v = (
+            torch.empty(slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+            for _ in range(2)
+        )
         layer = Layer(torch.randn(batch, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"), k, v)
         if summaries:
             add_summaries(layer, page)
         made.append(layer)
-    return Case(batch, context, page, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"), made)
+    return DecodeCase(
+        batch, context, page, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"), made
+    )
 
 
-def topic_case(batch: int, context: int, *, page: int = 64, topics: int = 48, run_tokens: int = 96, strength: float) -> Case:
-    """One layer with structure: keys come in runs about one of ``topics``, and each query head asks for a few of them with unequal weight.
+def topic_case(
+    batch: int, context: int, *, page: int = 64, topics: int = 48, run_tokens: int = 96, strength: float
+) -> DecodeCase:
+    """One layer with structure: keys come in runs about one of ``topics``, and each query head asks for a few
+    of them with unequal weight.
 
-    Summaries included. ``strength`` is the distance, in scores, between the topic asked for most and the noise of the others.
-    """
+    Summaries included. ``strength`` is the distance, in scores, between the topic asked for most and the
+    noise of the others."""
     import torch
 
     case = random_case(batch, context, page=page, touched=1 << 40)
@@ -121,13 +149,17 @@ def topic_case(batch: int, context: int, *, page: int = 64, topics: int = 48, ru
         layer.k[slots] = keys.to(layer.k.dtype)
         interest = torch.rand(KV_HEADS, group, topics, device="cuda").pow(12)  # few topics matter much
         asked = torch.einsum("hgt,htd->hgd", interest, directions) * scale * strength**0.5
-        layer.q[b] = (asked.view(QUERY_HEADS, HEAD_DIM) + 0.6 * torch.randn(QUERY_HEADS, HEAD_DIM, device="cuda")).to(layer.q.dtype)
+        layer.q[b] = (
+            asked.view(QUERY_HEADS, HEAD_DIM) + 0.6 * torch.randn(QUERY_HEADS, HEAD_DIM, device="cuda")
+        ).to(layer.q.dtype)
     add_summaries(layer, page)
     return case
 
 
-def block_weights(case: Case, layer: Layer) -> torch.Tensor:
-    """The share of each query head's attention weight that every block really holds: float32 [batch, heads, blocks], 0 past the end."""
+def block_weights(case: DecodeCase, layer: Layer) -> torch.Tensor:
+    """The share of each query head's attention weight that every block really holds: float32 [batch, heads,
+    blocks], 0 past the end.
+    """
     import torch
 
     heads, head_dim = layer.q.shape[1:]
@@ -144,7 +176,8 @@ def block_weights(case: Case, layer: Layer) -> torch.Tensor:
 
 
 def layer_ms(run: Callable[[int], object], layers: int, *, calls: int = 8, repeats: int = 15) -> float:
-    """Median milliseconds of ``run(layer)`` inside a CUDA graph of ``calls`` of them, layer after layer, as in a decode step.
+    """Median milliseconds of ``run(layer)`` inside a CUDA graph of ``calls`` of them, layer after layer, as
+    in a decode step.
 
     The L2 is emptied before each replay; with several layers none finds its own data there either.
     """

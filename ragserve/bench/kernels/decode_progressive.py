@@ -1,7 +1,8 @@
-"""progressive_decode: blocks used, the weight really reached, and time against a fixed budget of the same error.
+"""progressive_decode: blocks used, the weight really reached, and time against a fixed budget of the same
+error.
 
-On structured keys of an 8B model's shape, and on the queries and keys that a real model has over long prompts.
-"""
+On structured keys of an 8B model's shape, and on the queries and keys that a real model has over long
+prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ragserve.bench.kernels.decode_cases import LOGICAL, Case, Layer, block_weights, layer_ms, topic_case
+from ragserve.bench.kernels.decode_cases import (
+    LOGICAL,
+    DecodeCase,
+    Layer,
+    block_weights,
+    layer_ms,
+    topic_case,
+)
 from ragserve.bench.kernels.decode_record import long_prompts, record, recorded_cases
 from ragserve.bench.kernels.timing import Row, bandwidth
 
 if TYPE_CHECKING:
     import torch
 
-    from ragserve_kernels.page_select import Selection
+    from ragserve_kernels.page_select import PageSelection
     from ragserve_kernels.progressive_decode import Progressive
 
 Ranking = Literal["minmax", "center", "true"]
@@ -39,22 +47,26 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def attended(case: Case, layer: Layer, selection: Selection | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(
+    case: DecodeCase, layer: Layer, selection: PageSelection | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, log-sum-exp)`` over everything, or over a selection."""
     import torch
 
     from ragserve_kernels.sparse_decode import sparse_decode
 
     lse = torch.empty(layer.q.shape[:2], dtype=torch.float32, device=layer.q.device)
-    index: dict[str, Any] = {} if selection is None else {"index": selection.blocks, "counts": selection.counts}
+    index: dict[str, Any] = (
+        {} if selection is None else {"index": selection.blocks, "counts": selection.counts}
+    )
     return sparse_decode(*case.attention(layer), page_size=case.page, lse=lse, **index), lse
 
 
-def ranked(case: Case, layer: Layer, ranking: Ranking) -> Selection:
+def ranked(case: DecodeCase, layer: Layer, ranking: Ranking) -> PageSelection:
     """All blocks, the forced ones first; "true" ranks by the weight that the group's keenest head gives each."""
     import torch
 
-    from ragserve_kernels.page_select import Selection
+    from ragserve_kernels.page_select import PageSelection
 
     if ranking != "true":
         return case.select(layer, None, ranking)
@@ -65,28 +77,31 @@ def ranked(case: Case, layer: Layer, ranking: Ranking) -> Selection:
     keen = keen.masked_fill((at >= blocks[:, None])[:, None], -1.0)  # none there
     keen = keen.masked_fill(((at == 0) | (at == blocks[:, None] - 1))[:, None], 2.0)
     order = keen.sort(dim=-1, descending=True, stable=True).indices
-    return Selection(order.int().contiguous(), blocks.int()[:, None].expand(-1, case.kv_heads).contiguous())
+    return PageSelection(
+        order.int().contiguous(), blocks.int()[:, None].expand(-1, case.kv_heads).contiguous()
+    )
 
 
-def _rank(case: Case, ranking: Ranking, i: int) -> Selection:
+def _rank(case: DecodeCase, ranking: Ranking, i: int) -> PageSelection:
     return ranked(case, case.layers[i], ranking)
 
 
-def progress(case: Case, layer: Layer, ranking: Selection, threshold: float, bound: Bound) -> Progressive:
+def progress(
+    case: DecodeCase, layer: Layer, ranking: PageSelection, threshold: float, bound: Bound
+) -> Progressive:
     from ragserve_kernels.progressive_decode import progressive_decode
 
     return progressive_decode(
         *case.attention(layer), *ranking, page_size=case.page, threshold=threshold, bound=bound, forced=FORCED
-    )  # fmt: skip
+    )
 
 
-def quality(cases: Sequence[Case], ranking: Ranking, bound: Bound, threshold: float) -> dict[str, Any]:
-    """Means over ``cases`` and their layers: blocks used, the true weight they hold, the share of query heads below the threshold, the
-    error of the output; blocks used per layer.
-    """
+def quality(cases: Sequence[DecodeCase], ranking: Ranking, bound: Bound, threshold: float) -> dict[str, Any]:
+    """Means over ``cases`` and their layers: blocks used, the true weight they hold, the share of query heads
+    below the threshold, the error of the output; blocks used per layer."""
     import torch
 
-    from ragserve_kernels.page_select import Selection
+    from ragserve_kernels.page_select import PageSelection
 
     used: list[list[float]] = []
     errors, reached = [], []
@@ -96,7 +111,11 @@ def quality(cases: Sequence[Case], ranking: Ranking, bound: Bound, threshold: fl
             want, full = attended(case, layer)
             order = ranked(case, layer, ranking)
             got = progress(case, layer, order, threshold, bound)
-            reached.append(torch.exp(attended(case, layer, Selection(order.blocks, got.blocks_used))[1] - full).flatten())
+            reached.append(
+                torch.exp(
+                    attended(case, layer, PageSelection(order.blocks, got.blocks_used))[1] - full
+                ).flatten()
+            )
             errors.append(relative_error(got.out, want))
             used[-1].append(float(got.blocks_used.float().mean()))
     weight = torch.cat(reached)
@@ -111,10 +130,9 @@ def quality(cases: Sequence[Case], ranking: Ranking, bound: Bound, threshold: fl
     }
 
 
-def fewest_blocks(cases: Sequence[Case], threshold: float) -> float:
-    """Blocks that a KV head needs on average so that every query head of its group really has ``threshold`` of its weight, taken in the
-    order of the true ranking: what no rule over this ranking can undercut.
-    """
+def fewest_blocks(cases: Sequence[DecodeCase], threshold: float) -> float:
+    """Blocks that a KV head needs on average so that every query head of its group really has ``threshold``
+    of its weight, taken in the order of the true ranking: what no rule over this ranking can undercut."""
     import torch
 
     found = []
@@ -124,12 +142,19 @@ def fewest_blocks(cases: Sequence[Case], threshold: float) -> float:
             weights = weights.view(case.batch, case.kv_heads, -1, weights.shape[-1])
             order = ranked(case, layer, "true").blocks.long()[:, :, None].expand_as(weights)
             worst = weights.gather(-1, order).cumsum(-1).amin(2)  # [batch, kv_heads, blocks]
-            found.append(((worst < threshold).sum(-1) + 1).clamp_max((-(-case.lens.long() // case.page))[:, None]).float().mean())
+            found.append(
+                ((worst < threshold).sum(-1) + 1)
+                .clamp_max((-(-case.lens.long() // case.page))[:, None])
+                .float()
+                .mean()
+            )
     return float(torch.stack(found).mean())
 
 
-def ladder(cases: Sequence[Case], scoring: str) -> list[Fixed]:
-    """The error of fixed budgets, from 4 blocks in steps of 1.05 until all are taken; means over ``cases`` and layers."""
+def ladder(cases: Sequence[DecodeCase], scoring: str) -> list[Fixed]:
+    """The error of fixed budgets, from 4 blocks in steps of 1.05 until all are taken; means over ``cases``
+    and layers.
+    """
     most = max(-(-int(case.lens.max()) // case.page) for case in cases)
     wanted = [[attended(case, layer)[0] for layer in case.layers] for case in cases]
     steps = []
@@ -147,11 +172,15 @@ def ladder(cases: Sequence[Case], scoring: str) -> list[Fixed]:
 
 
 def compare(
-    name: str, cases: Sequence[Case], ceiling: float, rankings: Sequence[Ranking], thresholds: Sequence[float] = THRESHOLDS
+    name: str,
+    cases: Sequence[DecodeCase],
+    ceiling: float,
+    rankings: Sequence[Ranking],
+    thresholds: Sequence[float] = THRESHOLDS,
 ) -> list[Row]:
-    """Per ranking, bound and threshold one row: what :func:`quality` says over all ``cases``, and the times of a call for the first of
-    them, beside dense attention and the smallest budget of :func:`ladder` whose error is no larger. The true ranking is not timed.
-    """
+    """Per ranking, bound and threshold one row: what :func:`quality` says over all ``cases``, and the times
+    of a call for the first of them, beside dense attention and the smallest budget of :func:`ladder` whose
+    error is no larger. The true ranking is not timed."""
     from ragserve_kernels.sparse_decode import sparse_decode
 
     case = cases[0]
@@ -180,7 +209,12 @@ def compare(
                 rows.append(row)
                 continue
 
-            def attend(i: int, orders: list[Selection] = orders, threshold: float = threshold, bound: Bound = bound) -> Progressive:
+            def attend(
+                i: int,
+                orders: list[PageSelection] = orders,
+                threshold: float = threshold,
+                bound: Bound = bound,
+            ) -> Progressive:
                 return progress(case, case.layers[i], orders[i], threshold, bound)
 
             ms = layer_ms(attend, count, calls=calls)
@@ -191,15 +225,25 @@ def compare(
             def fixed(i: int, tokens: int = top.blocks * case.page, ranking: Any = ranking) -> torch.Tensor:
                 layer = case.layers[i]
                 at = case.select(layer, tokens, ranking)
-                return sparse_decode(*case.attention(layer), page_size=case.page, index=at.blocks, counts=at.counts)
+                return sparse_decode(
+                    *case.attention(layer), page_size=case.page, index=at.blocks, counts=at.counts
+                )
 
             if top.blocks not in fixed_ms:
                 fixed_ms[top.blocks] = layer_ms(fixed, count, calls=calls)
             row |= {
-                "rank_ms": round(rank_ms, 4), "with_ranking_ms": round(rank_ms + ms, 4), "dense_ms": round(dense_ms, 4),
-                "topk_blocks": top.blocks, "topk_error": round(top.error, 4), "topk_ms": round(fixed_ms[top.blocks], 4),
-                "topk_gb": round(min(1.0, top.blocks / blocks) * case.kv_bytes / 1e9 + summary_gb * (0.5 if ranking == "center" else 1), 4),
-            }  # fmt: skip
+                "rank_ms": round(rank_ms, 4),
+                "with_ranking_ms": round(rank_ms + ms, 4),
+                "dense_ms": round(dense_ms, 4),
+                "topk_blocks": top.blocks,
+                "topk_error": round(top.error, 4),
+                "topk_ms": round(fixed_ms[top.blocks], 4),
+                "topk_gb": round(
+                    min(1.0, top.blocks / blocks) * case.kv_bytes / 1e9
+                    + summary_gb * (0.5 if ranking == "center" else 1),
+                    4,
+                ),
+            }
             rows.append(row)
     return rows
 
@@ -210,11 +254,15 @@ def progressive_rows(ceiling: float, quick: bool) -> list[Row]:
 
     rows: list[Row] = []
     every = [(32768, 1), (32768, 8), (32768, 32), (131072, 1), (131072, 8)]
-    shapes = [(*shape, "peaked", 9.0) for shape in every] + [(*shape, "diffuse", 4.0) for shape in every if shape[1] == 8]
+    shapes = [(*shape, "peaked", 9.0) for shape in every] + [
+        (*shape, "diffuse", 4.0) for shape in every if shape[1] == 8
+    ]
     for context, batch, kind, strength in shapes[1:2] if quick else shapes:
         case = topic_case(batch, context, strength=strength)
         rankings: list[Ranking] = ["minmax", "center", "true"] if batch == 8 else ["minmax"]
-        rows += compare(f"{kind} keys, batch {batch} x {context}, blocks of {case.page}", [case], ceiling, rankings)
+        rows += compare(
+            f"{kind} keys, batch {batch} x {context}, blocks of {case.page}", [case], ceiling, rankings
+        )
         del case
         torch.cuda.empty_cache()
     return rows
@@ -229,7 +277,10 @@ def real_rows(ceiling: float, quick: bool, *, model: str, data: Sequence[Path]) 
     for path in data[:1] if quick else data:
         prompts = long_prompts(model, path, count=4 if quick else 16)
         records = record(model, prompts, steps=8, device=device, dtype=torch.bfloat16)
-        print(f"{path.name}: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens recorded", flush=True)
+        print(
+            f"{path.name}: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens recorded",
+            flush=True,
+        )
         for page in (64, 16):
             cases = recorded_cases(records, page=page, steps=(7, 0, 3))
             name = f"{path.name.split('.')[0]}, {len(prompts)} x {int(cases[0].lens.float().mean())} tokens, blocks of {page}"

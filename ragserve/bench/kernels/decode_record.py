@@ -1,4 +1,6 @@
-"""The queries, keys and values of a real model over long prompts, as decode batches for the kernel benchmarks."""
+"""The queries, keys and values of a real model over long prompts, as decode batches for the kernel
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
-from ragserve.bench.kernels.decode_cases import Case, Layer, add_summaries
+from ragserve.bench.kernels.decode_cases import DecodeCase, Layer, add_summaries
 from ragserve.errors import InvalidRequest
 from ragserve.eval import data as sets
 
@@ -25,7 +27,9 @@ class Recorded:
     """One prompt and ``steps`` greedily decoded tokens; positions are in K and Q as the model rotates them."""
 
     q: torch.Tensor
-    """[steps, layers, heads, head_dim]: of the token decoded at each step, which attends to ``prompt + step + 1`` tokens."""
+    """[steps, layers, heads, head_dim]: of the token decoded at each step, which attends to ``prompt + step +
+    1`` tokens.
+    """
     k: torch.Tensor
     """[layers, prompt + steps, kv_heads, head_dim], ``v`` likewise."""
     v: torch.Tensor
@@ -37,7 +41,8 @@ class Recorded:
 
 
 def long_prompts(model: str, path: Path, *, count: int) -> list[list[int]]:
-    """The longest ``count`` prompts of ``CANDIDATES`` rows spread over a question set, as the server lays them out.
+    """The longest ``count`` prompts of ``CANDIDATES`` rows spread over a question set, as the server lays
+    them out.
 
     Raises:
         InvalidRequest: the file is no question set. Unavailable: no tokenizer.
@@ -53,8 +58,11 @@ def long_prompts(model: str, path: Path, *, count: int) -> list[list[int]]:
     return sorted(prompts, key=len, reverse=True)[:count]
 
 
-def record(model: str, prompts: Sequence[Sequence[int]], *, steps: int, device: torch.device, dtype: torch.dtype) -> list[Recorded]:
-    """Prefill each prompt, decode ``steps`` tokens greedily (past an end of text too), and keep what attention saw.
+def record(
+    model: str, prompts: Sequence[Sequence[int]], *, steps: int, device: torch.device, dtype: torch.dtype
+) -> list[Recorded]:
+    """Prefill each prompt, decode ``steps`` tokens greedily (past an end of text too), and keep what
+    attention saw.
 
     Raises:
         InvalidRequest: a prompt and its answer exceed the model's context.
@@ -65,17 +73,25 @@ def record(model: str, prompts: Sequence[Sequence[int]], *, steps: int, device: 
 
     seen: dict[int, torch.Tensor] = {}
 
-    def forward(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any) -> Any:
+    def forward(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
         seen[module.layer_idx] = query[0, :, -1].clone()
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     AttentionInterface.register(ATTENTION, forward)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
+    network = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=ATTENTION)
+        .to(device)
+        .eval()
+    )
     limit = network.config.max_position_embeddings
     records = []
     for ids in prompts:
         if len(ids) + steps > limit:
-            raise InvalidRequest(f"A prompt of {len(ids)} tokens and {steps} more exceed the context of {model}, {limit} tokens.")
+            raise InvalidRequest(
+                f"A prompt of {len(ids)} tokens and {steps} more exceed the context of {model}, {limit} tokens."
+            )
         tokens = torch.tensor([list(ids)], device=device)
         cache: Any = None
         queries = []
@@ -85,13 +101,18 @@ def record(model: str, prompts: Sequence[Sequence[int]], *, steps: int, device: 
                 if step:  # the prefill's own last query is not a decode step's
                     queries.append(torch.stack([seen[layer] for layer in sorted(seen)]))
                 cache, tokens = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-        k, v = (torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers]) for name in ("keys", "values"))
+        k, v = (
+            torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers])
+            for name in ("keys", "values")
+        )
         records.append(Recorded(torch.stack(queries), k, v, len(ids)))
     return records
 
 
-def recorded_cases(records: Sequence[Recorded], *, page: int, steps: Sequence[int]) -> list[Case]:
-    """A decode batch of all ``records`` per step, over one pool with pages of ``page`` tokens in random order; a layer per model layer."""
+def recorded_cases(records: Sequence[Recorded], *, page: int, steps: Sequence[int]) -> list[DecodeCase]:
+    """A decode batch of all ``records`` per step, over one pool with pages of ``page`` tokens in random
+    order; a layer per model layer.
+    """
     import torch
 
     device = records[0].k.device
@@ -112,7 +133,10 @@ def recorded_cases(records: Sequence[Recorded], *, page: int, steps: Sequence[in
         layers.append(layer)
     cases = []
     for step in steps:
-        at = [replace(layer, q=torch.stack([each.q[step, i] for each in records])) for i, layer in enumerate(layers)]
+        at = [
+            replace(layer, q=torch.stack([each.q[step, i] for each in records]))
+            for i, layer in enumerate(layers)
+        ]
         lens = torch.tensor([each.tokens(step) for each in records], dtype=torch.int32, device=device)
-        cases.append(Case(len(records), int(lens.max()), page, table, lens, at))
+        cases.append(DecodeCase(len(records), int(lens.max()), page, table, lens, at))
     return cases

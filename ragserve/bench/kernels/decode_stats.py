@@ -1,4 +1,6 @@
-"""page_stats: the statistics of whole prompts' pages after their prefill, and of a few pages that became full while decoding."""
+"""page_stats: the statistics of whole prompts' pages after their prefill, and of a few pages that became full
+while decoding.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ PAGE = 64
 
 
 def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
-    """All layers in one launch, against plain torch layer by layer; the bytes are the keys read and the statistics written."""
+    """All layers in one launch, against plain torch layer by layer; the bytes are the keys read and the
+    statistics written.
+    """
     import torch
 
-    from ragserve_kernels._common import KVLayers, forced_naive
+    from ragserve_kernels.dispatch import KVLayers, forced_naive
     from ragserve_kernels.page_stats import PageStats, page_stats
 
     pool = 2048 if quick else 8192  # pages
@@ -28,7 +32,11 @@ def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
     kv = KVLayers(keys, keys)  # values are not looked at
     into, want = (PageStats.zeros(kv, PAGE, LOGICAL) for _ in range(2))
     rows: list[Row] = []
-    for name, count in (("32k tokens prefilled", 512), ("100k tokens prefilled", 1563), ("pages of 16 requests became full", 16)):
+    for name, count in (
+        ("32k tokens prefilled", 512),
+        ("100k tokens prefilled", 1563),
+        ("pages of 16 requests became full", 16),
+    ):
         pages = torch.randperm(pool, device="cuda")[:count].to(torch.int32)
 
         def ours(pages: torch.Tensor = pages) -> None:
@@ -40,11 +48,17 @@ def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
 
         ours()
         plain()
-        for got, expected in ((into.k_min, want.k_min), (into.k_max, want.k_max), (into.k_center, want.k_center)):
+        for got, expected in (
+            (into.k_min, want.k_min),
+            (into.k_max, want.k_max),
+            (into.k_center, want.k_center),
+        ):
             agree(got, expected, "page_stats")
         key_bytes = len(pages) * PAGE * KV_HEADS * HEAD_DIM * 2 * LAYERS
         gb = key_bytes * (1 + 2 / LOGICAL + 1 / PAGE) / 1e9
         case = f"{name}, {len(pages)} pages of {PAGE} with logical pages of {LOGICAL}"
         rows.append(bandwidth(case, "page_stats", median_ms(ours), gb, ceiling))
-        rows.append(bandwidth(case, "rival: torch, layer by layer", median_ms(plain, graph=False), gb, ceiling))
+        rows.append(
+            bandwidth(case, "rival: torch, layer by layer", median_ms(plain, graph=False), gb, ceiling)
+        )
     return rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from ragserve.bench.kernels.decode_cases import Case
+    from ragserve.bench.kernels.decode_cases import DecodeCase
 
 WORKSPACE_BYTES = 512 << 20
 
@@ -22,15 +22,23 @@ def flashinfer() -> Any:
     """The module. Raises RivalMissing where it is not installed or refuses to load."""
     try:
         return importlib.import_module("flashinfer")
-    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: versions of its parts that do not fit
-        raise RivalMissing(f"FlashInfer is not measured: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: versions of its parts that do not fit
+        raise RivalMissing(
+            f"FlashInfer is not measured: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
 
 
-def decode(case: Case, *, page_size: int, tensor_cores: bool) -> Callable[[int], torch.Tensor]:
-    """Its paged decode over all of ``case``'s KV, planned beforehand: ``call(layer)`` gives ``[batch, heads, head_dim]``.
+def decode(case: DecodeCase, *, page_size: int, tensor_cores: bool) -> Callable[[int], torch.Tensor]:
+    """Its paged decode over all of ``case``'s KV, planned beforehand: ``call(layer)`` gives ``[batch, heads,
+    head_dim]``.
 
-    ``page_size`` is the case's, or 1: SGLang plans FlashInfer with a page per token. ``tensor_cores``: its prefill kernel with one query
-    row per head group, which SGLang takes from a group of 4 on, instead of its decode kernel.
+    ``page_size`` is the case's, or 1: SGLang plans FlashInfer with a page per token. ``tensor_cores``: its
+    prefill kernel with one query row per head group, which SGLang takes from a group of 4 on, instead of its
+    decode kernel.
 
     Raises:
         RivalMissing: not installed, or its kernels (compiled at first use) cannot be built.
@@ -53,8 +61,16 @@ def decode(case: Case, *, page_size: int, tensor_cores: bool) -> Callable[[int],
     dtype = layer.q.dtype
     try:
         wrapper.plan(
-            indptr, indices, last.int().cpu(), heads, case.kv_heads, head_dim, page_size, q_data_type=dtype, kv_data_type=dtype
-        )  # fmt: skip
+            indptr,
+            indices,
+            last.int().cpu(),
+            heads,
+            case.kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
     except (OSError, RuntimeError) as error:  # no compiler, or a build that failed
         raise RivalMissing(f"FlashInfer's kernels do not build: {str(error).splitlines()[0]}") from error
 

@@ -1,4 +1,6 @@
-"""A kernel benchmark runs in parts: chosen ones, each written as soon as it is measured, beside what earlier runs found for the others."""
+"""A kernel benchmark runs in parts: chosen ones, each written as soon as it is measured, beside what earlier
+runs found for the others.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,40 @@ def chosen_parts(names: Sequence[str], parts: Sequence[str], what: str) -> list[
         InvalidRequest: a name that is no part of this benchmark.
     """
     if unknown := [name for name in names if name not in parts]:
-        raise InvalidRequest(f"`ragserve bench {what}` has no part {unknown[0]!r}.", hint=f"Choose from: {', '.join(parts)}.")
+        raise InvalidRequest(
+            f"`ragserve bench {what}` has no part {unknown[0]!r}.", hint=f"Choose from: {', '.join(parts)}."
+        )
     return [part for part in parts if part in names] if names else list(parts)
 
 
 def run_parts(
-    name: str, parts: Mapping[str, Part], chosen: Sequence[str], *, workload: Mapping[str, Any], ceilings: Mapping[str, float],
-    note: str, out_dir: Path | None,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    parts: Mapping[str, Part],
+    chosen: Sequence[str],
+    *,
+    workload: Mapping[str, Any],
+    ceilings: Mapping[str, float],
+    note: str,
+    out_dir: Path | None,
+) -> dict[str, Any]:
     """Measure the ``chosen`` of ``parts``, in order; returns the report.
 
-    ``<out_dir>/<name>.json`` is written after each part. Rows that it already holds of parts not measured now are kept; ``measured`` in its
-    workload says for every part when, on what and under which ceilings (GB/s) it was measured.
-    """
+    ``<out_dir>/<name>.json`` is written after each part. Rows that it already holds of parts not measured now
+    are kept; ``measured`` in its workload says for every part when, on what and under which ceilings (GB/s)
+    it was measured."""
     import torch
     import triton
 
     out = out_dir / f"{name}.json" if out_dir else None
     rows, measured = _earlier(out, parts)
     environment = report.environment()
-    here = {"date": environment["date"], "gpu": environment["gpu"], "torch": torch.__version__, "triton": triton.__version__, **ceilings}
+    here = {
+        "date": environment["date"],
+        "gpu": environment["gpu"],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        **ceilings,
+    }
     result: dict[str, Any] = {}
     for part in chosen:
         started = time.perf_counter()
@@ -54,7 +70,10 @@ def run_parts(
         measured[part] = {**here, "seconds": seconds}
         result = {
             "benchmark": name,
-            "workload": {**workload, "measured": {each: measured[each] for each in parts if each in measured}},
+            "workload": {
+                **workload,
+                "measured": {each: measured[each] for each in parts if each in measured},
+            },
             "environment": environment,
             "rows": [row for each in parts for row in rows.get(each, [])],
             "note": note,
@@ -76,11 +95,16 @@ def _earlier(out: Path | None, parts: Mapping[str, Part]) -> tuple[dict[str, lis
         rows = {part: [row for row in before["rows"] if row["operation"] == part] for part in parts}
         workload, environment = before["workload"], before["environment"]
         # a file of the time when all parts were measured together says it once for all
-        once = {"date": environment["date"], "gpu": environment["gpu"], "torch": environment["versions"].get("torch")}
+        once = {
+            "date": environment["date"],
+            "gpu": environment["gpu"],
+            "torch": environment["versions"].get("torch"),
+        }
         once |= {key: value for key, value in workload.items() if key.endswith("gb_per_s")}
         measured = workload.get("measured") or {part: once for part in parts if rows[part]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(
-            f"{out} is not a report of this benchmark: {error!r}.", hint="Move it away, or give another folder with --out."
+            f"{out} is not a report of this benchmark: {error!r}.",
+            hint="Move it away, or give another folder with --out.",
         ) from error
     return {part: found for part, found in rows.items() if found}, dict(measured)

@@ -1,4 +1,6 @@
-"""How the kernel benchmarks measure: CUDA events around graph replays, a cold L2, medians; and the two ceilings of this machine."""
+"""How the kernel benchmarks measure: CUDA events around graph replays, a cold L2, medians; and the two
+ceilings of this machine.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,19 @@ def require_cuda(name: str) -> torch.device:
 
     if not torch.cuda.is_available():
         raise InvalidRequest(
-            f"`ragserve bench {name}` measures GPU kernels and found no CUDA device.", hint="Run it on a machine with one."
+            f"`ragserve bench {name}` measures GPU kernels and found no CUDA device.",
+            hint="Run it on a machine with one.",
         )
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def median_ms(run: Callable[[], object], *, repeats: int = 15, graph: bool = True, flush: bool = True) -> float:
+def median_ms(
+    run: Callable[[], object], *, repeats: int = 15, graph: bool = True, flush: bool = True
+) -> float:
     """Median milliseconds of ``run`` on the GPU.
 
-    ``graph`` captures it in a CUDA graph, so that launches cost what they cost inside an engine's graph; ``flush`` empties the L2 before.
-    """
+    ``graph`` captures it in a CUDA graph, so that launches cost what they cost inside an engine's graph;
+    ``flush`` empties the L2 before."""
     import torch
 
     run()
@@ -62,7 +67,9 @@ def median_ms(run: Callable[[], object], *, repeats: int = 15, graph: bool = Tru
 
 
 def copy_gb_per_s(gib: int = 4) -> float:
-    """Device-to-device copy bandwidth, counting bytes read and written. Not from a graph, whose copy node is slower (2.8 TB/s seen)."""
+    """Device-to-device copy bandwidth, counting bytes read and written. Not from a graph, whose copy node is
+    slower (2.8 TB/s seen).
+    """
     import torch
 
     source = torch.empty(gib << 28, dtype=torch.float32, device="cuda").normal_()
@@ -86,7 +93,8 @@ def agree(got: Any, want: Any, what: str, limit: float = 1e-2) -> None:
     error = float((got.double() - want.double()).norm() / want.double().norm())
     if not error < limit:
         raise RagserveError(
-            f"{what} disagrees with its reference: relative error {error:.3g}.", hint="Nothing was timed; run tests/kernels."
+            f"{what} disagrees with its reference: relative error {error:.3g}.",
+            hint="Nothing was timed; run tests/kernels.",
         )
 
 

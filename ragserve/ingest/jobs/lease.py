@@ -1,4 +1,6 @@
-"""The claim on a job while it runs, renewed by a thread; an expired one is a job whose process died, which anyone may take over."""
+"""The claim on a job while it runs, renewed by a thread; an expired one is a job whose process died, which
+anyone may take over.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ragserve.errors import Conflict, RagserveError
-from ragserve.ingest.jobs.report import Interrupted
+from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve_index import JobStore
 from ragserve_index.types import Job
 
@@ -42,7 +44,9 @@ class Lease:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end.set()
         self._thread.join()
 
@@ -58,10 +62,14 @@ class Lease:
             ticks += 1
             try:
                 self.cancelled = self.cancelled or self._jobs.cancel_requested(self._job_id)
-                if ticks % int(LEASE_S // 3) == 0 and not self._jobs.heartbeat(self._job_id, self._worker, LEASE_S):
+                if ticks % int(LEASE_S // 3) == 0 and not self._jobs.heartbeat(
+                    self._job_id, self._worker, LEASE_S
+                ):
                     self.lost = True
                     return
-            except RagserveError as error:  # the disk full or the registry busy: the run itself meets and reports it
+            except (
+                RagserveError
+            ) as error:  # the disk full or the registry busy: the run itself meets and reports it
                 log.warning("The lease of job %s could not be renewed: %s", self._job_id, error)
 
 
@@ -76,10 +84,10 @@ def run_leased(
 ) -> tuple[Job, str]:
     """(the job as it was claimed, its state: done, cancelled or interrupted).
 
-    ``work(job, should_stop)`` raises ``Interrupted`` when told to stop; ``finish(job, state, error)`` records the end, except that of an
-    interruption, whose job is given back to be resumed. ``wait`` waits for the lease of a process that died. What ``work`` raises is
-    recorded and raised again. Raises ``NotFound``, ``Conflict`` (it runs elsewhere or is over).
-    """
+    ``work(job, should_stop)`` raises ``Interrupted`` when told to stop; ``finish(job, state, error)`` records
+    the end, except that of an interruption, whose job is given back to be resumed. ``wait`` waits for the
+    lease of a process that died. What ``work`` raises is recorded and raised again. Raises ``NotFound``,
+    ``Conflict`` (it runs elsewhere or is over)."""
     worker = worker_name()
     job = _claim(jobs, job_id, worker, stop if wait else None)
     state = "done"
@@ -88,7 +96,9 @@ def run_leased(
             work(job, lambda: stop.is_set() or lease.lost or lease.cancelled)
         except Interrupted:
             if lease.lost:
-                raise Conflict(f"Another process took over job {job_id}; this one stopped.", code="job_lost") from None
+                raise Conflict(
+                    f"Another process took over job {job_id}; this one stopped.", code="job_lost"
+                ) from None
             state = "cancelled" if lease.cancelled else "interrupted"
         except Exception as failure:
             finish(job, "failed", str(failure))
@@ -107,6 +117,12 @@ def _claim(jobs: JobStore, job_id: str, worker: str, waiting: threading.Event | 
             return claimed
         job = jobs.get(job_id)
         if job.finished:
-            raise Conflict(f"Job {job_id} is over: {job.state}.", hint="Run it again; what is done already is skipped.")
+            raise Conflict(
+                f"Job {job_id} is over: {job.state}.", hint="Run it again; what is done already is skipped."
+            )
         if waiting is None or waiting.wait(1.0):
-            raise Conflict(f"Job {job_id} is being run by {job.worker}.", hint=f"If that died, wait {LEASE_S:g} s.", code="job_busy")
+            raise Conflict(
+                f"Job {job_id} is being run by {job.worker}.",
+                hint=f"If that died, wait {LEASE_S:g} s.",
+                code="job_busy",
+            )

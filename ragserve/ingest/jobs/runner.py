@@ -1,4 +1,6 @@
-"""The server's side of jobs: one background thread per kind, that runs its own and those that a crashed server left."""
+"""The server's side of jobs: one background thread per kind, that runs its own and those that a crashed
+server left.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import time
 from typing import Protocol
 
 from ragserve.errors import Conflict, NotFound, RagserveError
-from ragserve.ingest.jobs.report import JobReport
+from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import JobStore
 
 __all__ = ["JobRunner"]
@@ -31,7 +33,9 @@ class RunsJobs(Protocol):
 
 
 class JobRunner:
-    """Runs jobs of one kind one after another, oldest first. Those over paths are left to the command line that made them."""
+    """Runs jobs of one kind one after another, oldest first. Those over paths are left to the command line
+    that made them.
+    """
 
     def __init__(self, worker: RunsJobs, kind: str = "upload") -> None:
         self._worker = worker
@@ -82,7 +86,9 @@ class JobRunner:
     def _run_next(self) -> bool:
         """Whether a job was run."""
         for state in ("queued", "running"):
-            jobs = [job for job in self._worker.jobs.list(state=state, limit=1_000_000) if job.kind == self._kind]
+            jobs = [
+                job for job in self._worker.jobs.list(state=state, limit=1_000_000) if job.kind == self._kind
+            ]
             for job in sorted(jobs, key=lambda job: job.created_at):
                 try:
                     report = self._worker.run(job.job_id, stop=self._stop)
@@ -92,7 +98,12 @@ class JobRunner:
                     log.exception("Job %s (%s) failed", job.job_id, self._kind)
                     return True
                 log.info(
-                    "Job %s (%s): %s, %d chunks in %.1f s", job.job_id, self._kind, report.state, report.progress.chunks, report.seconds
+                    "Job %s (%s): %s, %d chunks in %.1f s",
+                    job.job_id,
+                    self._kind,
+                    report.state,
+                    report.progress.chunks,
+                    report.seconds,
                 )
                 return True
         return False

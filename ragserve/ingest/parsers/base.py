@@ -1,4 +1,6 @@
-"""What a parser gets and gives. Parsers run in the worker process (`ragserve.ingest.parsing.worker`): no torch, no SGLang, no network."""
+"""What a parser gets and gives. Parsers run in the worker process (`ragserve.ingest.parsing.parse_worker`):
+no torch, no SGLang, no network.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ from dataclasses import dataclass, field
 __all__ = ["PARSER_VERSION", "Parsed", "Raw", "join_pages", "tidy"]
 
 PARSER_VERSION = 1
-"""Part of every content hash: raise it when a parser gives other text for the same bytes, and files are ingested anew."""
+"""Part of every content hash: raise it when a parser gives other text for the same bytes, and files are
+ingested anew.
+"""
 
 _LONG_GAP = re.compile(r"\s{65,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The bytes of one file and what is known of it. ``charset`` is what the HTTP server said; ``ext`` is lower case with its dot."""
+    """The bytes of one file and what is known of it. ``charset`` is what the HTTP server said; ``ext`` is
+    lower case with its dot.
+    """
 
     data: bytes
     filename: str
@@ -26,10 +32,11 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A document as text. ``pages`` holds (offset in ``text``, page number from 1) in order, empty where the format has no pages.
+    """A document as text. ``pages`` holds (offset in ``text``, page number from 1) in order, empty where the
+    format has no pages.
 
-    Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty where the document names none.
-    """
+    Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty where the document
+    names none."""
 
     text: str
     mime: str
@@ -39,7 +46,9 @@ class Parsed:
 
 
 def tidy(text: str) -> str:
-    """Shorten runs of more than 64 white space characters, which carry nothing and would fill chunks of their own."""
+    """Shorten runs of more than 64 white space characters, which carry nothing and would fill chunks of their
+    own.
+    """
     return _LONG_GAP.sub(lambda gap: "\n\n" if "\n" in gap.group() or "\r" in gap.group() else " ", text)
 
 

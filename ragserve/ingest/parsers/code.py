@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from ragserve.ingest.parsers.base import Parsed, Raw
-from ragserve.ingest.parsers.decode import decode
+from ragserve.ingest.parsers.charset import decode
 from ragserve.ingest.parsers.sniff import language_of
 
 __all__ = ["parse"]
 
 
 def parse(raw: Raw) -> Parsed:
-    return Parsed(decode(raw.data), "text/x-source", title=raw.filename, metadata={"language": language_of(raw) or "text"})
+    return Parsed(
+        decode(raw.data),
+        "text/x-source",
+        title=raw.filename,
+        metadata={"language": language_of(raw) or "text"},
+    )

@@ -1,4 +1,6 @@
-"""Word documents: paragraphs, headings and tables in document order, with text that python-docx's ``Paragraph.text`` leaves out."""
+"""Word documents: paragraphs, headings and tables in document order, with text that python-docx's
+``Paragraph.text`` leaves out.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,22 @@ def parse(raw: Raw) -> Parsed:
         document = docx.Document(BytesIO(raw.data))
         blocks = [block for block in _blocks(document.element.body, document) if block.strip()]
         title = (document.core_properties.title or "").strip()
-    except (PackageNotFoundError, zipfile.BadZipFile, etree.XMLSyntaxError, KeyError, ValueError, AttributeError, EOFError) as error:
-        raise UnsupportedDocument(f"corrupt: not readable as a Word document ({error})", code="corrupt_document") from error
-    except (NotImplementedError, RuntimeError) as error:  # zipfile's words for encryption and unknown compression
+    except (
+        PackageNotFoundError,
+        zipfile.BadZipFile,
+        etree.XMLSyntaxError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        EOFError,
+    ) as error:
+        raise UnsupportedDocument(
+            f"corrupt: not readable as a Word document ({error})", code="corrupt_document"
+        ) from error
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # zipfile's words for encryption and unknown compression
         raise UnsupportedDocument(f"encrypted: {error}", code="encrypted_document") from error
     if not title:
         title = next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
@@ -53,7 +68,10 @@ def _table(table: Any, document: Any) -> str:
 
     rows = []
     for row in table.iterchildren(qn("w:tr")):
-        cells = (" ".join(block.replace("\n", " ") for block in _blocks(cell, document)).strip() for cell in row.iterchildren(qn("w:tc")))
+        cells = (
+            " ".join(block.replace("\n", " ") for block in _blocks(cell, document)).strip()
+            for cell in row.iterchildren(qn("w:tc"))
+        )
         rows.append(" | ".join(cells))
     return "\n".join(row for row in rows if row.strip(" |"))
 
@@ -70,10 +88,16 @@ def _heading_mark(paragraph: Any, document: Any) -> str:
 
 
 def _inline_text(paragraph: Any) -> str:
-    """Runs, links, insertions and text boxes; not what a tracked change deleted, nor the fallback copy of a drawing."""
+    """Runs, links, insertions and text boxes; not what a tracked change deleted, nor the fallback copy of a
+    drawing.
+    """
     from docx.oxml.ns import qn
 
-    skipped = {qn("w:del"), qn("w:moveFrom"), "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
+    skipped = {
+        qn("w:del"),
+        qn("w:moveFrom"),
+        "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback",
+    }
     plain = {qn("w:tab"): "\t", qn("w:br"): "\n", qn("w:cr"): "\n", qn("w:noBreakHyphen"): "-"}
     tabs = qn("w:tabs")  # tab stops, whose children are w:tab too
     parts: list[str] = []

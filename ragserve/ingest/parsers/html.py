@@ -7,18 +7,55 @@ from typing import Any
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Parsed, Raw
-from ragserve.ingest.parsers.decode import decode
+from ragserve.ingest.parsers.charset import decode
 
 __all__ = ["parse"]
 
 _META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCKS = {
-    "address", "article", "aside", "blockquote", "br", "caption", "dd", "details", "dialog", "div", "dl", "dt", "fieldset", "figcaption",
-    "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main", "nav", "ol", "p", "pre", "section",
-    "summary", "table", "td", "th", "tr", "ul",
-}  # fmt: skip
-_MAIN_TEXT_IS_SMALL = 200  # characters: below that trafilatura often took a caption or a cookie notice for the article
+    "address",
+    "article",
+    "aside",
+    "blockquote",
+    "br",
+    "caption",
+    "dd",
+    "details",
+    "dialog",
+    "div",
+    "dl",
+    "dt",
+    "fieldset",
+    "figcaption",
+    "figure",
+    "footer",
+    "form",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "header",
+    "hr",
+    "li",
+    "main",
+    "nav",
+    "ol",
+    "p",
+    "pre",
+    "section",
+    "summary",
+    "table",
+    "td",
+    "th",
+    "tr",
+    "ul",
+}
+_MAIN_TEXT_IS_SMALL = (
+    200  # characters: below that trafilatura often took a caption or a cookie notice for the article
+)
 
 
 def parse(raw: Raw) -> Parsed:
@@ -35,7 +72,9 @@ def parse(raw: Raw) -> Parsed:
         # libxml2 wants no declaration of an encoding in text that is decoded already
         tree = lxml_html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*\?>", "", source))
     except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
-        raise UnsupportedDocument(f"corrupt: not readable as HTML ({error})", code="corrupt_document") from error
+        raise UnsupportedDocument(
+            f"corrupt: not readable as HTML ({error})", code="corrupt_document"
+        ) from error
     title, text = _main_text(source, raw.url)
     everything = _all_text(tree)
     if len(text) < _MAIN_TEXT_IS_SMALL and len(everything) > len(text):
@@ -49,7 +88,13 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
     import trafilatura
 
     found = trafilatura.bare_extraction(
-        source, url=url, include_comments=False, include_tables=True, include_formatting=False, deduplicate=False, with_metadata=True
+        source,
+        url=url,
+        include_comments=False,
+        include_tables=True,
+        include_formatting=False,
+        deduplicate=False,
+        with_metadata=True,
     )
     if found is None:
         return "", ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ragserve.ingest.parsers.base import Parsed, Raw
-from ragserve.ingest.parsers.decode import decode
+from ragserve.ingest.parsers.charset import decode
 
 __all__ = ["parse"]
 
@@ -24,7 +24,11 @@ def parse(raw: Raw) -> Parsed:
         text = text[front.end() :]
     if not title:
         prose = _FENCE.sub("", text)  # a comment in a shell example is no heading
-        found = min((m for m in (_HEADING.search(prose), _SETEXT.search(prose)) if m), key=lambda m: m.start(), default=None)
+        found = min(
+            (m for m in (_HEADING.search(prose), _SETEXT.search(prose)) if m),
+            key=lambda m: m.start(),
+            default=None,
+        )
         title = found.group(1) if found else ""
     return Parsed(text, "text/markdown", title=title)
 

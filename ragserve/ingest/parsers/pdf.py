@@ -11,7 +11,9 @@ from ragserve.ingest.parsers.base import Parsed, Raw, join_pages, tidy
 __all__ = ["parse"]
 
 _HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # how PDFium marks a hyphen that only breaks a line
-_WRAPPED = re.compile(r"(?<=[a-z,;])\n(?=[a-z(])")  # a line that ends in mid-sentence and goes on in lower case
+_WRAPPED = re.compile(
+    r"(?<=[a-z,;])\n(?=[a-z(])"
+)  # a line that ends in mid-sentence and goes on in lower case
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
 
 
@@ -24,10 +26,16 @@ def parse(raw: Raw) -> Parsed:
             document = pypdfium2.PdfDocument(raw.data)
         except pypdfium2.PdfiumError as error:
             if error.err_code == 4:  # FPDF_ERR_PASSWORD
-                raise UnsupportedDocument("encrypted: the PDF needs a password (remove it)", code="encrypted_document") from error
+                raise UnsupportedDocument(
+                    "encrypted: the PDF needs a password (remove it)", code="encrypted_document"
+                ) from error
             if error.err_code == 5:  # FPDF_ERR_SECURITY
-                raise UnsupportedDocument("encrypted: a scheme that PDFium does not know", code="encrypted_document") from error
-            raise UnsupportedDocument(f"corrupt: PDFium cannot read it ({error})", code="corrupt_document") from error
+                raise UnsupportedDocument(
+                    "encrypted: a scheme that PDFium does not know", code="encrypted_document"
+                ) from error
+            raise UnsupportedDocument(
+                f"corrupt: PDFium cannot read it ({error})", code="corrupt_document"
+            ) from error
         try:
             pages = [_page_text(document, number) for number in range(len(document))]
             title = document.get_metadata_value("Title") or ""
@@ -37,8 +45,17 @@ def parse(raw: Raw) -> Parsed:
         raise UnsupportedDocument("corrupt: the PDF has no pages", code="corrupt_document")
     text, starts = join_pages(pages)
     if not text:
-        raise UnsupportedDocument(f"empty: no text on {len(pages)} page(s), probably scanned images (run OCR first)", code="empty_document")
-    return Parsed(text, "application/pdf", title=" ".join(_CONTROLS.sub("", title).split()), pages=starts, metadata={"pages": len(pages)})
+        raise UnsupportedDocument(
+            f"empty: no text on {len(pages)} page(s), probably scanned images (run OCR first)",
+            code="empty_document",
+        )
+    return Parsed(
+        text,
+        "application/pdf",
+        title=" ".join(_CONTROLS.sub("", title).split()),
+        pages=starts,
+        metadata={"pages": len(pages)},
+    )
 
 
 def _page_text(document: object, number: int) -> str:
@@ -48,6 +65,8 @@ def _page_text(document: object, number: int) -> str:
         page = document[number]  # type: ignore[index]
         text: str = page.get_textpage().get_text_bounded()
     except pypdfium2.PdfiumError as error:
-        raise UnsupportedDocument(f"corrupt: page {number + 1} of the PDF cannot be read ({error})", code="corrupt_document") from error
+        raise UnsupportedDocument(
+            f"corrupt: page {number + 1} of the PDF cannot be read ({error})", code="corrupt_document"
+        ) from error
     text = _HYPHENATED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return tidy(_WRAPPED.sub(" ", _CONTROLS.sub("", text)))

@@ -1,4 +1,6 @@
-"""Which parser a file needs, by its content; the extension only tells apart what content cannot (Markdown, code, plain text)."""
+"""Which parser a file needs, by its content; the extension only tells apart what content cannot (Markdown,
+code, plain text).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from ragserve.ingest.parsers.languages import LANGUAGES
 
 __all__ = ["detect", "language_of"]
 
-_HTML_START = re.compile(rb"^\s*(<\?xml[^>]*\?>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>])", re.I | re.S)
+_HTML_START = re.compile(
+    rb"^\s*(<\?xml[^>]*\?>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>])", re.I | re.S
+)
 _HTML_TAG = re.compile(rb"<(p|div|h[1-6]|body|head|article|section|span|table|ul|ol|a|br)[\s/>]", re.I)
 _HTML_EXT = {".html", ".htm", ".xhtml"}
 _MARKDOWN_EXT = {".md", ".markdown", ".mdown", ".mkd", ".mdx", ".qmd", ".rmd"}
@@ -48,15 +52,26 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _MAX_UNZIPPED = 512 * 2**20  # bytes; a .docx that unpacks to more is a zip bomb or no document
 
-_FILENAMES = {"dockerfile": "dockerfile", "makefile": "makefile", "cmakelists.txt": "cmake", "jenkinsfile": "groovy"}
-_SHEBANGS = (("python", "python"), ("node", "javascript"), ("ruby", "ruby"), ("perl", "perl"), ("sh", "shell"))
+_FILENAMES = {
+    "dockerfile": "dockerfile",
+    "makefile": "makefile",
+    "cmakelists.txt": "cmake",
+    "jenkinsfile": "groovy",
+}
+_SHEBANGS = (
+    ("python", "python"),
+    ("node", "javascript"),
+    ("ruby", "ruby"),
+    ("perl", "perl"),
+    ("sh", "shell"),
+)
 
 
 def detect(raw: Raw) -> str:
     """A key of ``PARSERS``. Raises ``UnsupportedDocument`` for what no parser reads, saying what it is.
 
-    Text is not decoded here: whether bytes without a known signature are text is for the text parsers' decoding to say.
-    """
+    Text is not decoded here: whether bytes without a known signature are text is for the text parsers'
+    decoding to say."""
     head = raw.data[:4096]
     if b"%PDF-" in head[:1024]:
         return "pdf"

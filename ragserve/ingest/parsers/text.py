@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragserve.ingest.parsers.base import Parsed, Raw
-from ragserve.ingest.parsers.decode import decode
+from ragserve.ingest.parsers.charset import decode
 
 __all__ = ["parse"]
 

@@ -1,11 +1,11 @@
 """Documents' kept KV into the slots of requests, keys moved to their places.
 
-All layers, documents and requests of a scheduler step are one launch of `rotate_gather` for what is on the device and one for what is in
-pinned host memory. Where that kernel does not run (CPU, head sizes and rotations that it does not know) torch copies layer by layer.
+All layers, documents and requests of a scheduler step are one launch of `rotate_gather` for what is on the
+device and one for what is in pinned host memory. Where that kernel does not run (CPU, head sizes and
+rotations that it does not know) torch copies layer by layer.
 
-A *run* is up to a block of consecutive tokens of one document that does not cross a block's end: what a program of the kernel moves, and
-what lies in one host page.
-"""
+A *run* is up to a block of consecutive tokens of one document that does not cross a block's end: what a
+program of the kernel moves, and what lies in one host page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragserve_kernels import _common as kernels
+from ragserve_kernels import dispatch as kernels
 from ragserve_kernels import rotate_gather as op
 from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.compose.layer_transfer import LayerLoads
@@ -30,13 +30,13 @@ _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """One request's part. ``kept``: int64 [S] or [layers, S], ascending positions in the prompt; ``slots``: int64 [S] on the device.
+    """One request's part. ``kept``: int64 [S] or [layers, S], ascending positions in the prompt; ``slots``:
+    int64 [S] on the device.
 
-    Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]`` positions (with ``closed``, every key
-    to the number of its slot instead), and ``sources[i]`` says
-    where it lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those not there, of
-    which ``kept`` takes nothing.
-    """
+    Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]``
+    positions (with ``closed``, every key to the number of its slot instead), and ``sources[i]`` says where it
+    lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those
+    not there, of which ``kept`` takes nothing."""
 
     kept: Ints
     slots: torch.Tensor
@@ -49,12 +49,20 @@ class Filling:
 class Gather:
     """Copies into the KV pool of one rank, or into buffers like it, on the current stream.
 
-    What comes from host into the pool comes layer by layer on a stream of its own where the kernel runs: ``loads`` knows what is still on
-    its way, and whoever asks the pool for a layer's K or V waits for that layer only.
-    """
+    What comes from host into the pool comes layer by layer on a stream of its own where the kernel runs:
+    ``loads`` knows what is still on its way, and whoever asks the pool for a layer's K or V waits for that
+    layer only."""
 
-    def __init__(self, pool: Any, rotation: Rotation, host: torch.Tensor, block: int, layers_at_once: int = _LAYERS_AT_ONCE) -> None:
-        """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim], pinned if the pool is on CUDA.
+    def __init__(
+        self,
+        pool: Any,
+        rotation: Rotation,
+        host: torch.Tensor,
+        block: int,
+        layers_at_once: int = _LAYERS_AT_ONCE,
+    ) -> None:
+        """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim],
+        pinned if the pool is on CUDA.
 
         ``layers_at_once``: how many layers one launch brings from host.
         """
@@ -67,7 +75,12 @@ class Gather:
         self._device = first.device
         self._frequencies = rotation.frequencies.to(self._device)
         self._kv: kernels.KVLayers | None = None
-        if kernels.use_triton(first) and rotation.neox and first.shape[-1] in kernels.HEAD_DIMS and first.dtype in kernels.FLOAT_DTYPES:
+        if (
+            kernels.use_triton(first)
+            and rotation.neox
+            and first.shape[-1] in kernels.HEAD_DIMS
+            and first.dtype in kernels.FLOAT_DTYPES
+        ):
             self._kv = kernels.KVLayers(pool.k_buffer, pool.v_buffer)
         self._parts: list[tuple[int, kernels.KVLayers]] = []  # of the pool, with their first layers
         if self._kv is not None:
@@ -77,11 +90,18 @@ class Gather:
         self.loads = LayerLoads(pool, self._device) if self._parts and self._device.type == "cuda" else None
 
     def warm(self) -> None:
-        """Compile the kernels now instead of while the first request waits. Before any document is there; writes to the padding slot."""
+        """Compile the kernels now instead of while the first request waits. Before any document is there;
+        writes to the padding slot.
+        """
         if self._kv is None:
             return
-        first, slot = np.zeros(1, dtype=np.int64), torch.full((1,), PADDING_SLOT, dtype=torch.int64, device=self._device)
-        self._host[:1].zero_()  # the slot must stay finite: some attention kernels read it and multiply by zero
+        first, slot = (
+            np.zeros(1, dtype=np.int64),
+            torch.full((1,), PADDING_SLOT, dtype=torch.int64, device=self._device),
+        )
+        self._host[
+            :1
+        ].zero_()  # the slot must stay finite: some attention kernels read it and multiply by zero
         for source in (slot, first) if len(self._host) else (slot,):
             self([Filling(first, slot, first, first, [source])])
         self.finish()
@@ -97,7 +117,9 @@ class Gather:
             self.loads.finish()
 
     def __call__(self, fillings: Sequence[Filling], into: Buffers | None = None) -> None:
-        """Fill the slots of these requests, S of each; ``into`` other buffers than the pool's, whose rows the slots then are."""
+        """Fill the slots of these requests, S of each; ``into`` other buffers than the pool's, whose rows the
+        slots then are.
+        """
         target = Buffers(self._pool.k_buffer, self._pool.v_buffer) if into is None else into
         shifts = np.concatenate([filling.shifts for filling in fillings])
         sources = [source for filling in fillings for source in filling.sources]
@@ -112,7 +134,12 @@ class Gather:
             self._from_host(sources, on_host, slots, target)
 
     def _from_device(
-        self, sources: Sequence[torch.Tensor | Ints], shifts: Ints | None, rows: Sequence[Ints], slots: torch.Tensor, target: Buffers
+        self,
+        sources: Sequence[torch.Tensor | Ints],
+        shifts: Ints | None,
+        rows: Sequence[Ints],
+        slots: torch.Tensor,
+        target: Buffers,
     ) -> None:
         """``shifts`` None: by run, so that every run is a document of its own."""
         there = [source for source in sources if isinstance(source, torch.Tensor)]
@@ -128,20 +155,32 @@ class Gather:
             self._gather(source, self._target(target), self._moves(rows), slots, upload(shifts, self._device))
             return
 
-        def read(layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(
+            layer: int, document: torch.Tensor, token: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             slot = taken[starts[document] + token]
             return self._pool.get_key_buffer(layer)[slot], self._pool.get_value_buffer(layer)[slot]
 
         self._by_torch(read, rows, shifts, slots, target)
 
-    def _from_host(self, sources: Sequence[torch.Tensor | Ints], rows: Sequence[Ints], slots: torch.Tensor, target: Buffers) -> None:
+    def _from_host(
+        self,
+        sources: Sequence[torch.Tensor | Ints],
+        rows: Sequence[Ints],
+        slots: torch.Tensor,
+        target: Buffers,
+    ) -> None:
         """To the kernel every run is a document of one page, numbered over all layers."""
-        pages = [source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources]
+        pages = [
+            source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources
+        ]
         first_page = np.cumsum([0, *(len(own) for own in pages[:-1])], dtype=np.int64)
         runs = np.concatenate(rows)
         of_run = np.concatenate(pages)[first_page[runs[:, 0]] + runs[:, 1] // self._block]
         own_shifts = runs[:, _SHIFT].copy()
-        numbered = [np.column_stack((row[:, 0], row[:, 1] % self._block, row[:, 2:])) for row in _numbered(rows)]
+        numbered = [
+            np.column_stack((row[:, 0], row[:, 1] % self._block, row[:, 2:])) for row in _numbered(rows)
+        ]
         if self._kv is not None:
             first_element = of_run * (2 * (self._host[0].numel() // 2))
             if target.k is not self._pool.k_buffer:
@@ -152,7 +191,9 @@ class Gather:
             return
         page_of = torch.from_numpy(of_run)
 
-        def read(layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(
+            layer: int, document: torch.Tensor, token: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             page, token = page_of[document.cpu()], token.cpu()
             k, v = (self._host[:, half, layer][page, :, token] for half in (0, 1))
             return k.to(self._device), v.to(self._device)
@@ -168,14 +209,18 @@ class Gather:
         parts: Sequence[tuple[int, kernels.KVLayers]],
         loads: LayerLoads | None = None,
     ) -> None:
-        """From host, a launch for each part of the layers. ``base``: a run's page begins at that element of the arena."""
+        """From host, a launch for each part of the layers. ``base``: a run's page begins at that element of
+        the arena.
+        """
         arena, half = self._host.view(-1), self._host[0].numel() // 2
         moves, shift = self._moves(rows), upload(shifts, self._device)
         per_layer = half // self._layers
         bases = upload(base + np.array([[at * per_layer] for at, _ in parts]), self._device)
         capacity = torch.full_like(bases[0], self._block)
         for own, (at, into) in zip(bases, parts, strict=True):
-            source = op.HostSource(arena, arena[half:], own, capacity, into.layers, into.kv_heads, into.head_dim)
+            source = op.HostSource(
+                arena, arena[half:], own, capacity, into.layers, into.kv_heads, into.head_dim
+            )
             self._gather(source, into, moves[at : at + into.layers], slots, shift)
             if loads is not None:
                 loads.launched(at + into.layers)
@@ -195,15 +240,24 @@ class Gather:
         return upload(moves, self._device).expand(self._layers, -1, -1).contiguous()
 
     def _gather(
-        self, source: op.DeviceSource | op.HostSource, into: kernels.KVLayers, moves: torch.Tensor, slots: torch.Tensor, shift: torch.Tensor
+        self,
+        source: op.DeviceSource | op.HostSource,
+        into: kernels.KVLayers,
+        moves: torch.Tensor,
+        slots: torch.Tensor,
+        shift: torch.Tensor,
     ) -> None:
         op.rotate_gather(source, into, moves, slots, shift, self._frequencies, block_tokens=self._block)
 
-    def _by_torch(self, read: _Read, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor, target: Buffers) -> None:
+    def _by_torch(
+        self, read: _Read, rows: Sequence[Ints], shifts: Ints, slots: torch.Tensor, target: Buffers
+    ) -> None:
         cos, sin = self._rotation.angles(torch.from_numpy(shifts).to(self._device))
         for layer in range(self._layers):
             if layer < len(rows):
-                document, token, place = (torch.from_numpy(column).to(self._device) for column in _tokens(rows[layer]))
+                document, token, place = (
+                    torch.from_numpy(column).to(self._device) for column in _tokens(rows[layer])
+                )
                 places, turn = slots[place], (cos[document], sin[document])
             k, v = read(layer, document, token)
             target.k[layer][places] = self._rotation.turn(k, *turn)
@@ -211,7 +265,9 @@ class Gather:
 
 
 def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints]:
-    """Per document, its blocks that any layer keeps a token of, ascending; ``kept`` as in `Filling`, documents at starts:ends."""
+    """Per document, its blocks that any layer keeps a token of, ascending; ``kept`` as in `Filling`,
+    documents at starts:ends.
+    """
     counts = -(-(ends - starts) // block)
     first = np.cumsum(counts) - counts
     document = np.searchsorted(starts, kept, side="right") - 1
@@ -223,8 +279,8 @@ def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints
 def _runs_of_layers(fillings: Sequence[Filling], block: int) -> list[Ints]:
     """Runs int64 [n, 5] of all requests, per layer, or once if it is the same in every layer.
 
-    Columns: document (numbered over all requests), first token in it, tokens, place in the joined slots, and by how much its keys move.
-    """
+    Columns: document (numbered over all requests), first token in it, tokens, place in the joined slots, and
+    by how much its keys move."""
     layers = max(len(filling.kept) if filling.kept.ndim == 2 else 1 for filling in fillings)
     parts: list[list[Ints]] = [[] for _ in range(layers)]
     document = place = 0
@@ -244,7 +300,9 @@ def _runs(kept: Ints, starts: Ints, block: int) -> Ints:
     document = np.searchsorted(starts, kept, side="right") - 1
     token = kept - starts[document]
     begins = np.ones(len(kept), dtype=bool)
-    begins[1:] = (kept[1:] - kept[:-1] != 1) | (token[1:] % block == 0)  # a document's first token is one of those
+    begins[1:] = (kept[1:] - kept[:-1] != 1) | (
+        token[1:] % block == 0
+    )  # a document's first token is one of those
     at = np.flatnonzero(begins)
     return np.column_stack((document[at], token[at], np.diff(at, append=len(kept)), at))
 
@@ -252,7 +310,9 @@ def _runs(kept: Ints, starts: Ints, block: int) -> Ints:
 def _numbered(rows: Sequence[Ints]) -> list[Ints]:
     """The runs of each layer as if every one were a document, numbered over all layers."""
     first = np.cumsum([0, *(len(row) for row in rows)])
-    return [np.column_stack((at + np.arange(len(row)), row[:, 1:])) for at, row in zip(first, rows, strict=False)]
+    return [
+        np.column_stack((at + np.arange(len(row)), row[:, 1:])) for at, row in zip(first, rows, strict=False)
+    ]
 
 
 def _tokens(runs: Ints) -> tuple[Ints, Ints, Ints]:

@@ -1,8 +1,7 @@
 """Host pages on their way into a step's slots, layer by layer, on a stream beside that of the forward pass.
 
-SGLang's pool asks a counter before it hands out a layer's K or V (made for its own host cache, which is off here): what computes on the
-first layers runs while the last ones still come over the link.
-"""
+SGLang's pool asks a counter before it hands out a layer's K or V (made for its own host cache, which is off
+here): what computes on the first layers runs while the last ones still come over the link."""
 
 from __future__ import annotations
 
@@ -15,11 +14,15 @@ import torch
 
 
 class LayerLoads:
-    """One rank's. On the scheduler's thread; everything that reads the pool between a load and its end runs on one stream."""
+    """One rank's. On the scheduler's thread; everything that reads the pool between a load and its end runs
+    on one stream.
+    """
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._waiting: deque[tuple[int, Any]] = deque()  # layers below this number are there once the event has passed
+        self._waiting: deque[tuple[int, Any]] = (
+            deque()
+        )  # layers below this number are there once the event has passed
         self._arrived = 0  # what the reader has waited for
         self._reader: Any = None  # the stream that waits
         pool.register_layer_transfer_counter(self)
@@ -30,7 +33,9 @@ class LayerLoads:
 
     @contextmanager
     def stream_behind(self, *used: torch.Tensor) -> Iterator[None]:
-        """Work on the loads' stream, behind all that the current one has been given; ``used``: its tensors that the work reads."""
+        """Work on the loads' stream, behind all that the current one has been given; ``used``: its tensors
+        that the work reads.
+        """
         self.finish()
         self._arrived, self._reader = 0, torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(self._reader)
@@ -46,7 +51,9 @@ class LayerLoads:
         self._waiting.append((layers, event))
 
     def wait_until(self, layer: int) -> None:
-        """The reader's stream goes on when this layer is there. Asked by SGLang's pool at every access; never waits on the host."""
+        """The reader's stream goes on when this layer is there. Asked by SGLang's pool at every access; never
+        waits on the host.
+        """
         while self._waiting and self._arrived <= layer:
             self._arrived, event = self._waiting.popleft()
             self._reader.wait_event(event)

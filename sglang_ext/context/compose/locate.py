@@ -1,4 +1,6 @@
-"""Where a composed request's documents are: found in the device's tree or on host, loaded from disk, locked while they are read."""
+"""Where a composed request's documents are: found in the device's tree or on host, loaded from disk, locked
+while they are read.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.context.compose.request import ComposedContext, DeviceSource, HostSource
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
 from sglang_ext.protocol import Span
 
 _MAX_RELOADS = 8  # requests that take each other's host pages in turns would load for ever; a miss ends that
@@ -17,7 +19,9 @@ _MAX_RELOADS = 8  # requests that take each other's host pages in turns would lo
 class Locator:
     """One rank's. ``is_removed``: whether a document was removed and only waits for its last reader."""
 
-    def __init__(self, tree: Any, tiers: Any, is_removed: Callable[[str], bool], block: int, tp_group: Any) -> None:
+    def __init__(
+        self, tree: Any, tiers: Any, is_removed: Callable[[str], bool], block: int, tp_group: Any
+    ) -> None:
         self._tree = tree
         self._tiers = tiers
         self._is_removed = is_removed
@@ -25,7 +29,9 @@ class Locator:
         self._tp_group = tp_group
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
-        """Find and lock every document. Numbers of the spans that are nowhere; None while one is being loaded from disk."""
+        """Find and lock every document. Numbers of the spans that are nowhere; None while one is being loaded
+        from disk.
+        """
         self.unlock(context)
         missing: list[int] = []
         loading = False
@@ -56,7 +62,7 @@ class Locator:
             if device is not None:
                 parts, node = device
                 self._tree.inc_lock_ref(node)
-                return DeviceSource(parts[0] if len(parts) == 1 else torch.cat(parts), node)
+                return DocumentOnDevice(parts[0] if len(parts) == 1 else torch.cat(parts), node)
         pages = self._tiers.host_pages(key, context.ids_32[span.start : span.end], context.plan.namespace)
         if pages is None:
             return None
@@ -72,14 +78,16 @@ class Locator:
             if not ticket.ok or context.reloads >= _MAX_RELOADS:
                 return None
             context.reloads += 1
-            context.tickets[key] = self._tiers.load(key, absent)  # loaded, and evicted again before we came to it: once more
+            context.tickets[key] = self._tiers.load(
+                key, absent
+            )  # loaded, and evicted again before we came to it: once more
             return "loading"
         self._tiers.pin(key)
-        return HostSource(key, pages, key in context.tickets)
+        return DocumentOnHost(key, pages, key in context.tickets)
 
     def unlock(self, context: ComposedContext) -> None:
         for source in context.sources:
-            if isinstance(source, DeviceSource):
+            if isinstance(source, DocumentOnDevice):
                 self._tree.dec_lock_ref(source.node)
             else:
                 self._tiers.unpin(source.key)
@@ -94,7 +102,9 @@ class Locator:
         if self._tp_group is None or self._tp_group.world_size == 1 or not votes:
             return votes
         ballot = torch.tensor(votes)
-        torch.distributed.all_reduce(ballot, op=torch.distributed.ReduceOp.MIN, group=self._tp_group.cpu_group)
+        torch.distributed.all_reduce(
+            ballot, op=torch.distributed.ReduceOp.MIN, group=self._tp_group.cpu_group
+        )
         return [int(vote) for vote in ballot.tolist()]
 
     def missing_anywhere(self, context: ComposedContext, missing: Sequence[int]) -> list[int]:

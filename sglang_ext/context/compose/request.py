@@ -9,26 +9,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.buffers import Ints
 from sglang_ext.context.compose.gather import needed_blocks
-from sglang_ext.context.scheduler.stage_timer import StageClock
-from sglang_ext.context.selection.strategies import Draft, Selection
+from sglang_ext.context.scheduler.stage_timer import StageTimer
+from sglang_ext.context.selection.strategies import ContextSelection, PartialSelection
 from sglang_ext.documents.page_format import token_array
 from sglang_ext.protocol import ContextPlan, ContextReport
 
 
 @dataclass(slots=True)
-class DeviceSource:
-    """A document in SGLang's pool: slot numbers int64 [tokens on the device], and the tree node that is locked meanwhile."""
+class DocumentOnDevice:
+    """A document in SGLang's pool: slot numbers int64 [tokens on the device], and the tree node that is
+    locked meanwhile.
+    """
 
     slots: torch.Tensor
     node: Any
 
 
 @dataclass(slots=True)
-class HostSource:
-    """A document in host pages, pinned meanwhile: page numbers int64 [blocks], -1 where it has none; whether they came from disk."""
+class DocumentOnHost:
+    """A document in host pages, pinned meanwhile: page numbers int64 [blocks], -1 where it has none; whether
+    they came from disk.
+    """
 
     key: str
     pages: Ints
@@ -42,16 +46,18 @@ class ComposedContext:
     plan: ContextPlan
     ids: array[int]  # of the whole prompt, int64
     keys: tuple[str, ...]
-    draft: Draft
-    decided: Selection | None = None
-    sources: list[DeviceSource | HostSource] = field(default_factory=list)
+    draft: PartialSelection
+    decided: ContextSelection | None = None
+    sources: list[DocumentOnDevice | DocumentOnHost] = field(default_factory=list)
     tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
     reloads: int = 0  # how often loaded blocks were evicted again before the request came to them
     ids_32: array[int] = field(init=False)  # int32, as the tiers compare them
     _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # of these positions
     filled: bool = False
-    clock: StageClock | None = None  # of the batch that filled it, until its report is written
-    by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by the tier that they came from
+    clock: StageTimer | None = None  # of the batch that filled it, until its report is written
+    by_tier: dict[str, int] = field(
+        default_factory=dict
+    )  # kept document tokens by the tier that they came from
     recomputed: int = 0
     by_graph: bool = False  # the pass over them was a CUDA graph
     one_pass: bool = False  # the question was in it
@@ -68,7 +74,7 @@ class ComposedContext:
         self.ids_32 = token_array(self.ids)
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> ContextSelection:
         """What is kept and recomputed; RuntimeError before it is settled."""
         if self.decided is None:
             raise RuntimeError("the context's selection is not settled yet")
@@ -99,15 +105,22 @@ class ComposedContext:
         return self.draft.slots if self.decided is None else self.decided.slots
 
     def blocks(self, number: int, block: int) -> Ints:
-        """Blocks of ``block`` tokens of document ``number`` that hold a token needed now in any layer, ascending."""
+        """Blocks of ``block`` tokens of document ``number`` that hold a token needed now in any layer,
+        ascending.
+        """
         if self._blocks is None or self._blocks[0] is not self.needed:
-            starts, ends = (np.array(values, dtype=np.int64) for values in zip(*((s.start, s.end) for s in self.plan.spans), strict=True))
+            starts, ends = (
+                np.array(values, dtype=np.int64)
+                for values in zip(*((s.start, s.end) for s in self.plan.spans), strict=True)
+            )
             self._blocks = self.needed, needed_blocks(self.needed.numpy(), starts, ends, block)
         return self._blocks[1][number]
 
     @property
     def delta(self) -> int:
-        """What positions after the context are ahead of their slots: the question follows the full length, not the kept one."""
+        """What positions after the context are ahead of their slots: the question follows the full length,
+        not the kept one.
+        """
         return self.question_at - self.slots
 
     @property
@@ -139,7 +152,9 @@ def report_of(context: ComposedContext) -> ContextReport:
 
 
 def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
-    """Kept document tokens by the tier that their document came from (in the first layer, where layers keep different ones)."""
+    """Kept document tokens by the tier that their document came from (in the first layer, where layers keep
+    different ones).
+    """
     kept = context.selection.kept if context.selection.kept.dim() == 1 else context.selection.kept[0]
     spans = context.plan.spans
     counts = np.diff(np.searchsorted(kept.numpy(), [*(span.start for span in spans), spans[-1].end]))
@@ -150,6 +165,6 @@ def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
     return tiers
 
 
-def tier_of(source: DeviceSource | HostSource) -> str:
+def tier_of(source: DocumentOnDevice | DocumentOnHost) -> str:
     """device, host or disk."""
-    return "device" if isinstance(source, DeviceSource) else "disk" if source.from_disk else "host"
+    return "device" if isinstance(source, DocumentOnDevice) else "disk" if source.from_disk else "host"

@@ -1,4 +1,6 @@
-"""The recompute pass over all layers as CUDA graphs: a pass over few rows takes less time to compute than to launch layer by layer."""
+"""The recompute pass over all layers as CUDA graphs: a pass over few rows takes less time to compute than to
+launch layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ragserve_kernels import _common as kernels
+from ragserve_kernels import dispatch as kernels
 from sglang_ext.context.buffers import PADDING_SLOT, upload
-from sglang_ext.context.recompute.attention import Rows
+from sglang_ext.context.recompute.row_attention import Rows
 
 if TYPE_CHECKING:
     from sglang_ext.context.recompute.job import RecomputeJob
 
 log = logging.getLogger(__name__)
-SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows; beyond them an 8B model computes longer than it takes to launch
+SIZES = (
+    16,
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+)  # rows; beyond them an 8B model computes longer than it takes to launch
 REQUESTS = 4  # in one pass
 
 
 class StaticRows:
-    """Inputs of a pass at fixed addresses: up to ``max_rows`` rows of up to ``REQUESTS`` jobs over up to ``max_slots`` slots.
+    """Inputs of a pass at fixed addresses: up to ``max_rows`` rows of up to ``REQUESTS`` jobs over up to
+    ``max_slots`` slots.
 
-    Rows behind the last job's are padding: token 0 at position 0, which attends to nothing and writes to the padding slot.
-    """
+    Rows behind the last job's are padding: token 0 at position 0, which attends to nothing and writes to the
+    padding slot."""
 
     def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
         def zeros(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,10 +80,15 @@ class StaticRows:
         self.last[len(jobs) :].fill_(0)  # an earlier pass may have had more rows than this one's graph
         slots = torch.cat([job.slots for job in jobs])
         self._slots[: len(slots)].copy_(slots)
-        for starts, counts in ((self._slot_start, [len(job.slots) for job in jobs]), (self._row_start, [len(job.ids) for job in jobs])):
+        for starts, counts in (
+            (self._slot_start, [len(job.slots) for job in jobs]),
+            (self._row_start, [len(job.ids) for job in jobs]),
+        ):
             ends = list(accumulate(counts, initial=0))
             padded = ends + [ends[-1]] * (REQUESTS + 1 - len(ends))  # jobs that are not there have no rows
-            starts.copy_(upload(np.array(padded[: len(starts)], dtype=np.int32), self._device), non_blocking=True)
+            starts.copy_(
+                upload(np.array(padded[: len(starts)], dtype=np.int32), self._device), non_blocking=True
+            )
 
     def rows(self, size: int) -> Rows:
         """The first ``size`` rows, as one layer of the pass takes them."""
@@ -86,7 +106,9 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """One graph per number of rows, captured when the scheduler starts, in the order of `SIZES` from the largest."""
+    """One graph per number of rows, captured when the scheduler starts, in the order of `SIZES` from the
+    largest.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture
@@ -110,7 +132,9 @@ class RecomputeGraphs:
                 if not len(self._hidden):
                     self._hidden = torch.empty_like(hidden)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=capture.stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, pool=pool, stream=capture.stream, capture_error_mode="thread_local"
+                ):
                     self._hidden[:size].copy_(run_layers(model_runner, rows, ids, positions, self.last))
                 self._graphs[size] = graph
         torch.cuda.synchronize()
@@ -125,22 +149,31 @@ class RecomputeGraphs:
     def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
         """Run the jobs on the current stream; None, and nothing done, where no graph fits them.
 
-        Hidden states behind the model's last norm, [rows, hidden size], until the next pass writes its own there.
-        """
+        Hidden states behind the model's last norm, [rows, hidden size], until the next pass writes its own
+        there."""
         if not self.fits(jobs):
             return None
         count = sum(len(job.positions) for job in jobs)
         size = next(size for size in SIZES if size >= count)
         self._static.load(jobs, size)
-        self._pool.get_key_buffer(self._pool.layer_num - 1)  # a graph does not ask: wait for all that is still coming from host
+        self._pool.get_key_buffer(
+            self._pool.layer_num - 1
+        )  # a graph does not ask: wait for all that is still coming from host
         self._graphs[size].replay()
         return self._hidden[:count]
 
 
 def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
-    """Graphs where the pass runs through our kernel and SGLang uses CUDA graphs itself; None, and a warning, where capturing fails."""
+    """Graphs where the pass runs through our kernel and SGLang uses CUDA graphs itself; None, and a warning,
+    where capturing fails.
+    """
     keys = model_runner.token_to_kv_pool.get_key_buffer(0)
-    if not keys.is_cuda or not kernels.use_triton(keys) or keys.shape[-1] not in kernels.HEAD_DIMS or keys.dtype != model_runner.dtype:
+    if (
+        not keys.is_cuda
+        or not kernels.use_triton(keys)
+        or keys.shape[-1] not in kernels.HEAD_DIMS
+        or keys.dtype != model_runner.dtype
+    ):
         return None
     if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
         return None

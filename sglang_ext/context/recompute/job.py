@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
-    """Tokens ``ids`` [q] at positions from ``start`` on as rows over the context in ``slots`` and themselves in ``own`` [q]; int64."""
+    """Tokens ``ids`` [q] at positions from ``start`` on as rows over the context in ``slots`` and themselves
+    in ``own`` [q]; int64.
+    """
     within = torch.arange(len(ids), device=ids.device)
     return RecomputeJob(
         ids=ids,
@@ -35,7 +37,9 @@ def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.
 
 
 class LastQueries:
-    """Keeps, of every layer, the queries of some rows of a pass, [rows, heads, head_dim], and the scale of their scores."""
+    """Keeps, of every layer, the queries of some rows of a pass, [rows, heads, head_dim], and the scale of
+    their scores.
+    """
 
     def __init__(self, rows: torch.Tensor) -> None:
         """``rows``: int64, read while the pass runs."""
@@ -43,7 +47,9 @@ class LastQueries:
         self._rows = rows
 
     def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
-        """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same memory each time."""
+        """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same
+        memory each time.
+        """
         if layer == len(self.queries):
             self.queries.append((q.index_select(0, self._rows), scaling))
         else:
@@ -55,14 +61,15 @@ Watch = Callable[[int, torch.Tensor, float], None]
 
 @dataclass(slots=True)
 class RecomputeJob:
-    """One request's part of a pass, R rows over S slots. Tensors on the model's device, int64; by layer, or once for all layers.
+    """One request's part of a pass, R rows over S slots. Tensors on the model's device, int64; by layer, or
+    once for all layers.
 
-    ``ids`` and ``positions`` [R], ascending: the rows. ``slots`` [S]. ``seen`` [layers or 1, R]: how many slots a row attends to, those of
-    positions up to its own. ``targets`` [layers or 1, R]: the slots that the rows' new K and V go to. ``alone`` bool [layers or 1, R]: rows
-    that a layer does not keep, which see themselves besides; None where every layer keeps every row.
-    ``choose``: from layer 1 on only so many of the rows ``candidates`` [C] go on, those whose values differ most from the cached ones.
-    ``recomputed``: document tokens that are computed again. ``fuse``: new KV is blended with the cached.
-    """
+    ``ids`` and ``positions`` [R], ascending: the rows. ``slots`` [S]. ``seen`` [layers or 1, R]: how many
+    slots a row attends to, those of positions up to its own. ``targets`` [layers or 1, R]: the slots that the
+    rows' new K and V go to. ``alone`` bool [layers or 1, R]: rows that a layer does not keep, which see
+    themselves besides; None where every layer keeps every row. ``choose``: from layer 1 on only so many of
+    the rows ``candidates`` [C] go on, those whose values differ most from the cached ones. ``recomputed``:
+    document tokens that are computed again. ``fuse``: new KV is blended with the cached."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -87,7 +94,8 @@ class RecomputeJob:
         deviation_share: float | None = None,
         fuse: bool = False,
     ) -> RecomputeJob:
-        """``ids``, ``positions`` [R] and ``kept`` [S] or [layers, S] on the host; documents begin at position ``first_document``.
+        """``ids``, ``positions`` [R] and ``kept`` [S] or [layers, S] on the host; documents begin at position
+        ``first_document``.
 
         With ``deviation_share`` that share of the document rows which layer 1 keeps is chosen in the pass.
         """
@@ -95,10 +103,16 @@ class RecomputeJob:
         kept = np.atleast_2d(kept)
         place = np.stack([np.searchsorted(row, positions) for row in kept])
         clipped = np.minimum(place, kept.shape[1] - 1)
-        found: npt.NDArray[np.bool_] = (place < kept.shape[1]) & (np.take_along_axis(kept, clipped, 1) == positions)
+        found: npt.NDArray[np.bool_] = (place < kept.shape[1]) & (
+            np.take_along_axis(kept, clipped, 1) == positions
+        )
         documents = positions >= first_document
         candidates = np.flatnonzero(documents & found[min(1, len(found) - 1)])
-        choose = None if deviation_share is None else min(len(candidates), max(1, round(deviation_share * len(candidates))))
+        choose = (
+            None
+            if deviation_share is None
+            else min(len(candidates), max(1, round(deviation_share * len(candidates))))
+        )
         targets = slots[upload(clipped, device)]
         absent = None if found.all() else upload(~found, device)
         if absent is not None:
@@ -118,11 +132,15 @@ class RecomputeJob:
 
     @property
     def uniform(self) -> bool:
-        """Whether every layer does the same with every row: none is chosen or left out on the way, or blended."""
+        """Whether every layer does the same with every row: none is chosen or left out on the way, or
+        blended.
+        """
         return self.choose is None and self.alone is None and not self.fuse and len(self.seen) == 1
 
     def behind(self, job: RecomputeJob | None) -> RecomputeJob:
-        """These rows behind those of ``job``, in one job: both uniform, and this one's slots begin with that one's."""
+        """These rows behind those of ``job``, in one job: both uniform, and this one's slots begin with that
+        one's.
+        """
         if job is None:
             return self
         return replace(
@@ -142,8 +160,9 @@ class RecomputeJob:
 
 
 class Passed(NamedTuple):
-    """``hidden`` [rows, hidden size]: behind the model's last norm, of all rows in the jobs' order; None where rows were chosen on the way.
-    ``by_graph``: whether a CUDA graph did it, and writes those of the next pass to the same memory."""
+    """``hidden`` [rows, hidden size]: behind the model's last norm, of all rows in the jobs' order; None
+    where rows were chosen on the way. ``by_graph``: whether a CUDA graph did it, and writes those of the next
+    pass to the same memory."""
 
     hidden: torch.Tensor | None
     by_graph: bool

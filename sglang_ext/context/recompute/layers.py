@@ -1,8 +1,9 @@
-"""The recompute pass: chosen tokens of composed contexts run through the model again and their KV is replaced.
+"""The recompute pass: chosen tokens of composed contexts run through the model again and their KV is
+replaced.
 
-A recomputed token at position p attends, in every layer, to the composed slots with positions up to p (METHODS, section 1): slots are
-sorted by position, so that is a prefix length per row and layer. All requests of a scheduler step run in one pass over the layers.
-"""
+A recomputed token at position p attends, in every layer, to the composed slots with positions up to p
+(METHODS, section 1): slots are sorted by position, so that is a prefix length per row and layer. All requests
+of a scheduler step run in one pass over the layers."""
 
 from __future__ import annotations
 
@@ -12,22 +13,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.context.buffers import Buffers
-from sglang_ext.context.recompute.attention import Rows
 from sglang_ext.context.recompute.job import RecomputeJob, Watch
+from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.model import decoder_layers, forward_batch
 
 if TYPE_CHECKING:
     pass
 
 
-"""Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of their scores."""
+"""Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of
+their scores.
+"""
 
 
 class _Pass:
-    """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the composed slots itself."""
+    """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the
+    composed slots itself.
+    """
 
     def __init__(
-        self, model_runner: Any, rows: Rows, jobs: Sequence[RecomputeJob] = (), watch: Watch | None = None, beside: Buffers | None = None
+        self,
+        model_runner: Any,
+        rows: Rows,
+        jobs: Sequence[RecomputeJob] = (),
+        watch: Watch | None = None,
+        beside: Buffers | None = None,
     ) -> None:
         """``jobs``: those of the rows, where some have rows to choose."""
         self._watch = watch
@@ -39,10 +49,15 @@ class _Pass:
         self._chooses = any(job.choose is not None for job in jobs)
         self.going_on: torch.Tensor | None = None  # after layer 1: the rows that go on, where some do not
 
-    def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any) -> torch.Tensor:
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+    ) -> torch.Tensor:
         """q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] of all jobs, one after the other."""
         number = layer.layer_id
-        keys, values = self.token_to_kv_pool.get_key_buffer(number), self.token_to_kv_pool.get_value_buffer(number)
+        keys, values = (
+            self.token_to_kv_pool.get_key_buffer(number),
+            self.token_to_kv_pool.get_value_buffer(number),
+        )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self._watch is not None:
             self._watch(number, q, layer.scaling)
@@ -54,10 +69,11 @@ class _Pass:
         return out.flatten(1)
 
     def _choose(self, v: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """CacheBlend: narrow the jobs to the rows whose values, v [rows, kv_heads, head_dim], differ most from the cached ones.
+        """CacheBlend: narrow the jobs to the rows whose values, v [rows, kv_heads, head_dim], differ most
+        from the cached ones.
 
-        The difference is squared and summed over all heads. Returns the rows of the pass that are left, int64 ascending.
-        """
+        The difference is squared and summed over all heads. Returns the rows of the pass that are left, int64
+        ascending."""
         left, start = [], 0
         for job in self._jobs:
             count = len(job.positions)
@@ -83,7 +99,8 @@ def run_layers(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> torch.Tensor:
-    """Tokens ``ids`` at ``positions``, int64 [rows] each, through the model as SGLang runs it, with what it does around its layers.
+    """Tokens ``ids`` at ``positions``, int64 [rows] each, through the model as SGLang runs it, with what it
+    does around its layers.
 
     Hidden states behind its last norm, [rows, hidden size].
     """
@@ -91,8 +108,12 @@ def run_layers(
 
     backend: Any = _Pass(model_runner, rows, (), watch, beside)
     with forward_context(ForwardContext(attn_backend=backend)):
-        hidden = model_runner.model.model(input_ids=ids, positions=positions, forward_batch=forward_batch(ids, positions))
-    states: torch.Tensor = hidden[0] if isinstance(hidden, tuple) else hidden  # some models give those of inner layers, too
+        hidden = model_runner.model.model(
+            input_ids=ids, positions=positions, forward_batch=forward_batch(ids, positions)
+        )
+    states: torch.Tensor = (
+        hidden[0] if isinstance(hidden, tuple) else hidden
+    )  # some models give those of inner layers, too
     return states
 
 
@@ -104,7 +125,9 @@ def _run_choosing(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> None:
-    """As `run_layers`, for jobs some of which choose rows: layer by layer, because after layer 1 fewer rows go on."""
+    """As `run_layers`, for jobs some of which choose rows: layer by layer, because after layer 1 fewer rows
+    go on.
+    """
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     model = model_runner.model

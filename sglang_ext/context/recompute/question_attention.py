@@ -1,9 +1,9 @@
 """What questions attend to in their composed contexts: a pass of the questions alone.
 
-A question whose slots are in the step already writes its K and V there, where they are written again over the repaired context; so
-the pass is the recompute pass with the question's tokens as its rows, by CUDA graph where that fits. A question that comes in chunks
-has not got all of its slots yet, and is kept beside the pool.
-"""
+A question whose slots are in the step already writes its K and V there, where they are written again over the
+repaired context; so the pass is the recompute pass with the question's tokens as its rows, by CUDA graph
+where that fits. A question that comes in chunks has not got all of its slots yet, and is kept beside the
+pool."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ import torch
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.context.buffers import upload
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
-from sglang_ext.context.recompute.run import recompute
+from sglang_ext.context.recompute.recompute_pass import recompute
 
 if TYPE_CHECKING:
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
 
-_KEYS_AT_ONCE = 65_536  # whose scores are computed in one go: 0.4 GB for 8 KV heads of 128 in bfloat16 and in float32
+_KEYS_AT_ONCE = (
+    65_536  # whose scores are computed in one go: 0.4 GB for 8 KV heads of 128 in bfloat16 and in float32
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """``ids`` int64 [q], behind ``start`` tokens of the prompt, at positions from ``at`` on; ``kept`` int64 [S] or [layers, S] and
-    ``slots`` int64 [S]: its composed context. Documents begin at position ``first``. ``own`` int64 [q]: the question's slots, where it
-    has all of them. On the model's device."""
+class QuestionRows:
+    """``ids`` int64 [q], behind ``start`` tokens of the prompt, at positions from ``at`` on; ``kept`` int64
+    [S] or [layers, S] and ``slots`` int64 [S]: its composed context. Documents begin at position ``first``.
+    ``own`` int64 [q]: the question's slots, where it has all of them. On the model's device."""
 
     ids: torch.Tensor
     start: int
@@ -50,11 +52,14 @@ class Question:
         return None if self.own is None else question_job(self.ids, self.at, self.slots, self.own)
 
 
-def attention(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None = None) -> list[torch.Tensor]:
-    """f32 [start - first] on the CPU for each question: how much its last token attends to each document token.
+def attention(
+    model_runner: Any, questions: Sequence[QuestionRows], graphs: RecomputeGraphs | None = None
+) -> list[torch.Tensor]:
+    """f32 [start - first] on the CPU for each question: how much its last token attends to each document
+    token.
 
-    Summed over the upper half of the layers is the largest probability of any head; a token that a layer does not keep has none there.
-    """
+    Summed over the upper half of the layers is the largest probability of any head; a token that a layer does
+    not keep has none there."""
     group, layers = model_runner.tp_group, model_runner.token_to_kv_pool.layer_num
     placed = [question for question in questions if question.own is not None]
     found = dict(zip(placed, _in_place(model_runner, placed, graphs), strict=True))
@@ -62,14 +67,23 @@ def attention(model_runner: Any, questions: Sequence[Question], graphs: Recomput
     found |= zip(beside, _beside(model_runner, beside), strict=True)
     sizes = [len(question.slots) for question in questions]
     largest = torch.cat([torch.stack(found[question]) for question in questions], dim=1)
-    if group is not None and group.world_size > 1:  # every rank has some of the heads; all must choose the same
+    if (
+        group is not None and group.world_size > 1
+    ):  # every rank has some of the heads; all must choose the same
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
-    parts = [_by_token(question, own, layers // 2) for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)]
-    whole = torch.cat(parts).cpu()  # the choice is made on the host: the one time that a step waits for the device
+    parts = [
+        _by_token(question, own, layers // 2)
+        for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)
+    ]
+    whole = torch.cat(
+        parts
+    ).cpu()  # the choice is made on the host: the one time that a step waits for the device
     return list(whole.split([len(part) for part in parts]))
 
 
-def _in_place(model_runner: Any, questions: Sequence[Question], graphs: RecomputeGraphs | None) -> list[list[torch.Tensor]]:
+def _in_place(
+    model_runner: Any, questions: Sequence[QuestionRows], graphs: RecomputeGraphs | None
+) -> list[list[torch.Tensor]]:
     """By question and upper layer, f32 [S]; for questions that have their slots."""
     jobs = [job for question in questions if (job := question.job()) is not None]
     if not jobs:
@@ -94,7 +108,7 @@ def _in_place(model_runner: Any, questions: Sequence[Question], graphs: Recomput
     return found
 
 
-def _beside(model_runner: Any, questions: Sequence[Question]) -> list[list[torch.Tensor]]:
+def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[torch.Tensor]]:
     """As `_in_place`, for questions without slots of their own."""
     found: list[list[torch.Tensor]] = [[] for _ in questions]
     if not questions:
@@ -102,7 +116,7 @@ def _beside(model_runner: Any, questions: Sequence[Question]) -> list[list[torch
     pool = model_runner.token_to_kv_pool
     lowest = pool.layer_num // 2
 
-    def context(question: Question, layer: int) -> Kv:
+    def context(question: QuestionRows, layer: int) -> Kv:
         return pool.get_key_buffer(layer)[question.slots], pool.get_value_buffer(layer)[question.slots]
 
     texts = [Text(question.ids, question.positions, partial(context, question)) for question in questions]
@@ -119,15 +133,17 @@ def _beside(model_runner: Any, questions: Sequence[Question]) -> list[list[torch
 
 
 def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The largest probability that a head of q [layers, heads, head_dim] gives each of the keys [layers, n, kv_heads, head_dim], f32
-    [layers, n]."""
+    """The largest probability that a head of q [layers, heads, head_dim] gives each of the keys [layers, n,
+    kv_heads, head_dim], f32 [layers, n]."""
     grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [layers, kv_heads, group, head_dim]
     weights = (torch.einsum("lhgd,lshd->lhgs", grouped, keys.float()) * scaling).softmax(-1)
     return weights.amax((1, 2))
 
 
-def _by_token(question: Question, largest: torch.Tensor, lowest: int) -> torch.Tensor:
-    """``largest`` [upper layers, S] summed by document token, on its device; what the system text has is dropped."""
+def _by_token(question: QuestionRows, largest: torch.Tensor, lowest: int) -> torch.Tensor:
+    """``largest`` [upper layers, S] summed by document token, on its device; what the system text has is
+    dropped.
+    """
     kept = question.kept[lowest:] if question.kept.dim() == 2 else question.kept.expand_as(largest)
     place = (kept - question.first + 1).clamp(min=0)
     out = torch.zeros(question.start - question.first + 1, device=largest.device)

@@ -1,4 +1,6 @@
-"""Prometheus metrics of composed contexts, in the registry that SGLang exposes. Made on first use: see `ragserve.metrics`."""
+"""Prometheus metrics of composed contexts, in the registry that SGLang exposes. Made on first use: see
+`ragserve.metrics`.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ class ContextMetrics:
         from prometheus_client import Counter, Histogram
 
         self.stage = Histogram(
-            "ragserve_context_stage_seconds", "Seconds per stage: load, compose, recompute, extend.", ["stage"], buckets=_SECONDS
+            "ragserve_context_stage_seconds",
+            "Seconds per stage: load, compose, recompute, extend.",
+            ["stage"],
+            buckets=_SECONDS,
         )
         self.requests = Counter("ragserve_contexts", "Composed requests by strategy.", ["strategy"])
         self.tokens = Counter(
-            "ragserve_context_tokens", "Document tokens by strategy and kind: whole, kept, recomputed.", ["strategy", "kind"]
+            "ragserve_context_tokens",
+            "Document tokens by strategy and kind: whole, kept, recomputed.",
+            ["strategy", "kind"],
         )
 
     def observe(self, report: ContextReport) -> None:
         """Count one composition."""
         self.requests.labels(report.strategy).inc()
-        for kind, n in (("whole", report.document_tokens), ("kept", report.kept), ("recomputed", report.recomputed)):
+        for kind, n in (
+            ("whole", report.document_tokens),
+            ("kept", report.kept),
+            ("recomputed", report.recomputed),
+        ):
             self.tokens.labels(report.strategy, kind).inc(n)
         for stage in ("load", "compose", "recompute", "extend"):
             self.stage.labels(stage).observe(getattr(report, f"{stage}_ms") / 1e3)

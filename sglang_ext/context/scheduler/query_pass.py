@@ -1,4 +1,6 @@
-"""SamKV's query pass: the questions of all waiting requests, each over what its draft keeps: system text, initial and local blocks."""
+"""SamKV's query pass: the questions of all waiting requests, each over what its draft keeps: system text,
+initial and local blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from sglang_ext.context.buffers import Buffers, upload
 from sglang_ext.context.compose.composer import Composer, filling_of
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
-from sglang_ext.context.recompute.run import recompute
+from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.context.selection.samkv import Ask
 
 
 class QueryPass:
-    """One rank's. The KV that questions look at, and their own, lie in free slots of the pool while the pass runs, so that the recompute
-    pass' graphs can run it; where the pool is full, in memory beside it."""
+    """One rank's. The KV that questions look at, and their own, lie in free slots of the pool while the pass
+    runs, so that the recompute pass' graphs can run it; where the pool is full, in memory beside it."""
 
     def __init__(self, model_runner: Any, composer: Composer, allocator: Any) -> None:
         self._runner = model_runner
@@ -30,19 +32,27 @@ class QueryPass:
         self._device = torch.device(model_runner.device)
 
     def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[Ask, torch.Tensor]]:
-        """Each question's mean query (where a draft asks for it) and that of its last token, f32 [layers, heads, head_dim], rotated for
-        their places. The contexts' sources must hold the tokens of their drafts."""
+        """Each question's mean query (where a draft asks for it) and that of its last token, f32 [layers,
+        heads, head_dim], rotated for their places. The contexts' sources must hold the tokens of their
+        drafts."""
         lengths = [len(context.draft.kept) + context.question_tokens for context in contexts]
         with self._room(sum(lengths)) as (slots, beside):
             rows = slots.split(lengths)
-            self._composer.gather([filling_of(c, row[: len(c.draft.kept)]) for c, row in zip(contexts, rows, strict=True)], beside)
+            self._composer.gather(
+                [filling_of(c, row[: len(c.draft.kept)]) for c, row in zip(contexts, rows, strict=True)],
+                beside,
+            )
             jobs = [self._job(context, row) for context, row in zip(contexts, rows, strict=True)]
             bounds = [0, *accumulate(len(job.ids) for job in jobs)]
-            seen = Queries(upload(np.array(bounds[1:], dtype=np.int64) - 1, self._device), self._means(contexts, bounds))
+            seen = Queries(
+                upload(np.array(bounds[1:], dtype=np.int64) - 1, self._device), self._means(contexts, bounds)
+            )
             graphs = self._composer.graphs if beside is None and not seen.means_of else None
             if recompute(self._runner, jobs, graphs, seen, beside).by_graph and graphs is not None:
                 seen.last = graphs.last
-            last = torch.stack([queries for queries, _ in seen.last.queries], dim=1).float()  # a graph's are overwritten by the next pass
+            last = torch.stack(
+                [queries for queries, _ in seen.last.queries], dim=1
+            ).float()  # a graph's are overwritten by the next pass
         found: list[dict[Ask, torch.Tensor]] = [{"last": queries} for queries in last[: len(contexts)]]
         for number, mean in seen.means.items():
             found[number]["mean"] = torch.stack(mean)
@@ -62,8 +72,8 @@ class QueryPass:
 
     @contextmanager
     def _room(self, count: int) -> Iterator[tuple[torch.Tensor, Buffers | None]]:
-        """Slots int64 for ``count`` tokens, and whose they are if not the pool's. Free again at the end: what writes to them next is
-        launched behind the pass on its stream."""
+        """Slots int64 for ``count`` tokens, and whose they are if not the pool's. Free again at the end: what
+        writes to them next is launched behind the pass on its stream."""
         page = self._allocator.page_size
         slots = self._allocator.alloc(-(-count // page) * page)
         if slots is not None:
@@ -73,12 +83,19 @@ class QueryPass:
                 self._allocator.free(slots)
             return
         first = self._pool.get_key_buffer(0)
-        memory = torch.empty((self._pool.layer_num, 2, count, *first.shape[1:]), dtype=first.dtype, device=self._device)
-        yield torch.arange(count, device=self._device), Buffers([layer[0] for layer in memory], [layer[1] for layer in memory])
+        memory = torch.empty(
+            (self._pool.layer_num, 2, count, *first.shape[1:]), dtype=first.dtype, device=self._device
+        )
+        yield (
+            torch.arange(count, device=self._device),
+            Buffers([layer[0] for layer in memory], [layer[1] for layer in memory]),
+        )
 
 
 class Queries:
-    """What a pass shows of its queries: the last of each job, and the mean of those rows that ``means_of`` names by the job's number."""
+    """What a pass shows of its queries: the last of each job, and the mean of those rows that ``means_of``
+    names by the job's number.
+    """
 
     def __init__(self, last_rows: torch.Tensor, means_of: dict[int, slice]) -> None:
         self.last = LastQueries(last_rows)

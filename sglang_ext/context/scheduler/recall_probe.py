@@ -1,8 +1,9 @@
-"""What each way of selecting keeps of the tokens that a question needs: measured on probes whose needed tokens are known.
+"""What each way of selecting keeps of the tokens that a question needs: measured on probes whose needed
+tokens are known.
 
-Documents are prefilled alone, questions behind what the selector's query pass reads, all through the model's own layers in memory
-(`sglang_ext.analysis.forward`), and the selections are the engine's own code. Nothing is cached. All ranks take part in every call.
-"""
+Documents are prefilled alone, questions behind what the selector's query pass reads, all through the model's
+own layers in memory (`sglang_ext.analysis.forward`), and the selections are the engine's own code. Nothing is
+cached. All ranks take part in every call."""
 
 from __future__ import annotations
 
@@ -13,22 +14,29 @@ from typing import Any
 
 import torch
 
+from sglang_ext.analysis.document_analysis import Analysis, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
-from sglang_ext.analysis.summary import Analysis, quantize
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.scheduler.selection_stage import Stager
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.samkv import ASKS, POSITIONS, SCOPES, SCORINGS, SENTENCE_SCORINGS, stable_layers
-from sglang_ext.context.selection.strategies import Draft, Shape, draft
+from sglang_ext.context.selection.samkv import (
+    ASKS,
+    POSITIONS,
+    SCOPES,
+    SCORINGS,
+    SENTENCE_SCORINGS,
+    stable_layers,
+)
+from sglang_ext.context.selection.strategies import ModelShape, PartialSelection, partial_selection
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
 _HEADS_KEEP = 0.05  # of the tokens, by one head alone
 
 
 @dataclass(frozen=True)
-class Question:
+class RecallQuestion:
     """``ids`` of the question behind all documents; ``needed``: where what answers it stands in the prompt."""
 
     ids: tuple[int, ...]
@@ -36,15 +44,21 @@ class Question:
 
 
 def candidates() -> list[dict[str, Any]]:
-    """Options of samkv to compare, the defaults of each selection first. With ``words`` 0 attention chooses sentences alone."""
+    """Options of samkv to compare, the defaults of each selection first. With ``words`` 0 attention chooses
+    sentences alone.
+    """
     found: list[dict[str, Any]] = []
     for scope in SCOPES:
         if scope == "none":
             found.append({"selection": scope})
             continue
-        for scoring, ask, positions in product(SENTENCE_SCORINGS if scope == "sentences" else SCORINGS, ASKS, POSITIONS):
+        for scoring, ask, positions in product(
+            SENTENCE_SCORINGS if scope == "sentences" else SCORINGS, ASKS, POSITIONS
+        ):
             options = {"selection": scope, "scoring": scoring, "ask": ask, "positions": positions}
-            found += [options, options | {"words": 0.0, "openings": 0.0}] if scope == "sentences" else [options]
+            found += (
+                [options, options | {"words": 0.0, "openings": 0.0}] if scope == "sentences" else [options]
+            )
     return found
 
 
@@ -55,14 +69,16 @@ class Trial:
         self,
         model_runner: Any,
         rotation: Rotation,
-        stager: Stager,
-        shape: Shape,
+        stager: SelectionStage,
+        shape: ModelShape,
         ids: Sequence[int],
         spans: Sequence[Span],
-        questions: Sequence[Question],
+        questions: Sequence[RecallQuestion],
         heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``ids``: system text and documents, cut into ``spans`` as in a plan. ``heads``: retrieval heads in place of the engine's."""
+        """``ids``: system text and documents, cut into ``spans`` as in a plan. ``heads``: retrieval heads in
+        place of the engine's.
+        """
         if len(spans) < 2 or spans[-1].end != len(ids) or not questions:
             raise PlanError("a probe needs a system text, documents and questions")
         self._runner = model_runner
@@ -80,29 +96,41 @@ class Trial:
         keys = self._prefill(own)
         self._analyses = [stager.analyse(f"probe:{hash(tuple(part))}", part) for part in self._documents()]
         if heads:
-            self._analyses = [_with_heads(analysis, own, part) for analysis, part in zip(self._analyses, keys, strict=True)]
+            self._analyses = [
+                _with_heads(analysis, own, part) for analysis, part in zip(self._analyses, keys, strict=True)
+            ]
 
     def survey(self) -> dict[str, Any]:
-        """``heads`` [questions][layers][kv_heads of all ranks]: recall of needed tokens among the best 5 % by that head's keys alone;
-        ``stable`` [documents][layers]: see `sglang_ext.analysis.stability`; ``built_in``: what the engine takes without a profile."""
+        """``heads`` [questions][layers][kv_heads of all ranks]: recall of needed tokens among the best 5 % by
+        that head's keys alone; ``stable`` [documents][layers]: see `sglang_ext.analysis.stability`;
+        ``built_in``: what the engine takes without a profile."""
         analyser = self._stager.analyser
         return {
             "heads": [self._by_head(number).tolist() for number in range(len(self._questions))],
             "stable": [found.tolist() for found in map(outlying, self._analyses) if found is not None],
-            "built_in": {"stable": list(stable_layers(self._shape.layers)), "heads": [list(head) for head in analyser.find_heads()]},
+            "built_in": {
+                "stable": list(stable_layers(self._shape.layers)),
+                "heads": [list(head) for head in analyser.find_heads()],
+            },
         }
 
     def rows(self, budgets: Sequence[float], stable: Sequence[int]) -> dict[str, Any]:
-        """``rows``: for each candidate its ``options``, the ``recall`` [questions][budgets] of needed tokens and the share ``kept``
-        [budgets] of the document tokens. ``proportion``: for both sets of stable layers, the built-in one and ``stable``, the recall
-        [questions] and the mean share kept where P decides how much."""
+        """``rows``: for each candidate its ``options``, the ``recall`` [questions][budgets] of needed tokens
+        and the share ``kept`` [budgets] of the document tokens. ``proportion``: for both sets of stable
+        layers, the built-in one and ``stable``, the recall [questions] and the mean share kept where P
+        decides how much."""
         found = []
         for options in candidates():
             kept = [self._kept(options | {"keep": budget}, stable) for budget in budgets]
             recall = [[self._recall(parts[n], n) for parts in kept] for n in range(len(self._questions))]
-            found.append({"options": options, "recall": recall, "kept": [self._share(parts) for parts in kept]})
+            found.append(
+                {"options": options, "recall": recall, "kept": [self._share(parts) for parts in kept]}
+            )
         sets = {"built_in": list(stable_layers(self._shape.layers)), "found": list(stable)}
-        return {"rows": found, "proportion": {name: self._by_proportion(layers) for name, layers in sets.items()}}
+        return {
+            "rows": found,
+            "proportion": {name: self._by_proportion(layers) for name, layers in sets.items()},
+        }
 
     def _by_proportion(self, stable: Sequence[int]) -> dict[str, Any]:
         kept = self._kept({"selection": "shared"}, stable)
@@ -113,9 +141,13 @@ class Trial:
         return sum(part.shape[-1] for part in kept) / len(kept) / (len(self._ids) - self._spans[0].end)
 
     def _recall(self, kept: torch.Tensor, number: int) -> float:
-        """Mean over a question's needed spans of the share of their tokens that is kept, and over layers that keep different ones."""
+        """Mean over a question's needed spans of the share of their tokens that is kept, and over layers that
+        keep different ones.
+        """
         spans = self._questions[number].needed
-        shares = [((kept >= s.start) & (kept < s.end)).sum(-1).float().mean() / (s.end - s.start) for s in spans]
+        shares = [
+            ((kept >= s.start) & (kept < s.end)).sum(-1).float().mean() / (s.end - s.start) for s in spans
+        ]
         return float(torch.stack(shares).mean())
 
     def _kept(self, options: dict[str, Any], stable: Sequence[int]) -> list[torch.Tensor]:
@@ -125,16 +157,22 @@ class Trial:
         queries = self._queries(made) if made.needs_query else [{} for _ in self._questions]
         found = []
         for ids, query in zip(self._whole, queries, strict=True):
-            chosen = self._stager.chosen(made, self._analyses, query.get(made.samkv.ask) if made.samkv else None, ids, stable)
+            chosen = self._stager.chosen(
+                made, self._analyses, query.get(made.samkv.ask) if made.samkv else None, ids, stable
+            )
             found.append(fixed if chosen is None else chosen)
         return found
 
-    def _draft(self, options: dict[str, Any]) -> Draft:
-        return draft(ContextPlan("compose", "probes", "samkv", self._spans, options), self._shape)
+    def _draft(self, options: dict[str, Any]) -> PartialSelection:
+        return partial_selection(ContextPlan("compose", "probes", "samkv", self._spans, options), self._shape)
 
     def _prefill(self, heads: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Fills ``_kv``; the keys of ``heads`` of each document, [tokens, heads, head_dim], as they are stored."""
-        shifts = torch.cat([torch.full((span.end - span.start,), span.start, device=self._device) for span in self._spans])
+        """Fills ``_kv``; the keys of ``heads`` of each document, [tokens, heads, head_dim], as they are
+        stored.
+        """
+        shifts = torch.cat(
+            [torch.full((span.end - span.start,), span.start, device=self._device) for span in self._spans]
+        )
         keys: list[list[torch.Tensor]] = [[] for _ in self._spans[1:]]
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
@@ -144,16 +182,25 @@ class Trial:
                 found += [state.k[:, head].clone() for at, head in heads if at == layer]
 
         texts = [self._ids[: self._spans[0].end], *self._documents()]
-        run(self._runner, [Text(self._tensor(part), torch.arange(len(part), device=self._device)) for part in texts], observe)
+        run(
+            self._runner,
+            [Text(self._tensor(part), torch.arange(len(part), device=self._device)) for part in texts],
+            observe,
+        )
         sizes = [len(part) for part in self._documents()]
         dim = self._kv[0][0].shape[-1]
-        return [torch.stack(found, dim=1) if found else torch.empty(n, 0, dim) for found, n in zip(keys, sizes, strict=True)]
+        return [
+            torch.stack(found, dim=1) if found else torch.empty(n, 0, dim)
+            for found, n in zip(keys, sizes, strict=True)
+        ]
 
     def _documents(self) -> list[list[int]]:
         return [self._ids[span.start : span.end] for span in self._spans[1:]]
 
-    def _queries(self, made: Draft) -> list[dict[str, torch.Tensor]]:
-        """Of each question its mean query and that of its last token, f32 [layers, heads, head_dim], behind what the draft reads."""
+    def _queries(self, made: PartialSelection) -> list[dict[str, torch.Tensor]]:
+        """Of each question its mean query and that of its last token, f32 [layers, heads, head_dim], behind
+        what the partial_selection reads.
+        """
         by_sentence = len(made.kept) == self._spans[0].end
         if by_sentence not in self._asked:
             where, start = made.kept.to(self._device), len(self._ids)
@@ -172,7 +219,10 @@ class Trial:
 
             run(self._runner, texts, observe)
             self._asked[by_sentence] = [
-                {name: torch.stack([layer[number][i] for layer in seen]) for i, name in enumerate(("last", "mean"))}
+                {
+                    name: torch.stack([layer[number][i] for layer in seen])
+                    for i, name in enumerate(("last", "mean"))
+                }
                 for number in range(len(texts))
             ]
         return self._asked[by_sentence]
@@ -193,7 +243,9 @@ class Trial:
             asked = query[layer].unflatten(0, (own.shape[1], -1))
             logits = torch.einsum("hgd,nhd->hgn", asked, own) / own.shape[-1] ** 0.5
             share = logits.masked_fill(parked.to(self._device), -1e9).softmax(-1).amax(1).cpu()
-            kept = [first + sentences.best(sentences.largest(head, sentence), sentence, budget) for head in share]
+            kept = [
+                first + sentences.best(sentences.largest(head, sentence), sentence, budget) for head in share
+            ]
             found.append(torch.tensor([self._recall(part, number) for part in kept]))
         return self._stager.analyser.gathered(torch.stack(found).to(self._device)).cpu()
 
@@ -201,21 +253,36 @@ class Trial:
         return torch.tensor(ids, dtype=torch.int64).to(self._device)
 
 
-def answer(model_runner: Any, rotation: Rotation, stager: Stager, shape: Shape, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a control operation asks for: ``rows`` where it brings ``budgets``, with its ``heads`` and ``stable`` layers; else ``survey``.
+def answer(
+    model_runner: Any, rotation: Rotation, stager: SelectionStage, shape: ModelShape, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a control operation asks for: ``rows`` where it brings ``budgets``, with its ``heads`` and
+    ``stable`` layers; else ``survey``.
 
     ``ids`` and ``spans`` as of :class:`Trial`, ``questions``: ``ids`` and ``needed`` of each.
     """
     spans = [Span(int(a), int(b)) for a, b in body["spans"]]
-    questions = [Question(tuple(map(int, raw["ids"])), tuple(Span(int(a), int(b)) for a, b in raw["needed"])) for raw in body["questions"]]
+    questions = [
+        RecallQuestion(tuple(map(int, raw["ids"])), tuple(Span(int(a), int(b)) for a, b in raw["needed"]))
+        for raw in body["questions"]
+    ]
     heads = [(int(layer), int(head)) for layer, head in body.get("heads", ())]
-    trial = Trial(model_runner, rotation, stager, shape, [int(token) for token in body["ids"]], spans, questions, heads)
+    trial = Trial(
+        model_runner, rotation, stager, shape, [int(token) for token in body["ids"]], spans, questions, heads
+    )
     if "budgets" not in body:
         return trial.survey()
-    return trial.rows([float(budget) for budget in body["budgets"]], [int(layer) for layer in body.get("stable", ())])
+    return trial.rows(
+        [float(budget) for budget in body["budgets"]], [int(layer) for layer in body.get("stable", ())]
+    )
 
 
 def _with_heads(analysis: Analysis, heads: Sequence[tuple[int, int]], keys: torch.Tensor) -> Analysis:
     """With other retrieval heads, whose ``keys`` are [tokens, heads, head_dim]."""
     values, scale = quantize(keys)
-    return replace(analysis, heads=torch.tensor(heads, dtype=torch.uint8).view(-1, 2), token_k=values, token_k_scale=scale)
+    return replace(
+        analysis,
+        heads=torch.tensor(heads, dtype=torch.uint8).view(-1, 2),
+        token_k=values,
+        token_k_scale=scale,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Held:
+class ReleaseQueue:
     """Calls back, in order, when the device has passed an event. On the scheduler's thread."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The scheduler's side of composed contexts: from a plan on a request to filled slots. One object per scheduler process.
+"""The scheduler's side of composed contexts: from a plan on a request to filled slots. One object per
+scheduler process.
 
-Every method runs on the scheduler's thread; :meth:`before_forward` on the stream of the forward pass. SGLang is reached through the hooks
-in `sglang_ext.hooks` only.
-"""
+Every method runs on the scheduler's thread; :meth:`before_forward` on the stream of the forward pass. SGLang
+is reached through the hooks in `sglang_ext.hooks` only."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ from typing import Any
 import torch
 
 from sglang_ext.analysis.analyser import Analyser
-from sglang_ext.analysis.summary import Analysis, Cut
+from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.composer import Composer
 from sglang_ext.context.compose.locate import Locator
-from sglang_ext.context.compose.request import ComposedContext, DeviceSource, HostSource, report_of, tier_of
+from sglang_ext.context.compose.request import (
+    ComposedContext,
+    DocumentOnDevice,
+    DocumentOnHost,
+    report_of,
+    tier_of,
+)
 from sglang_ext.context.rope import Rotation, rotation_of
 from sglang_ext.context.scheduler.metrics import context_metrics
 from sglang_ext.context.scheduler.query_pass import QueryPass
-from sglang_ext.context.scheduler.release_queue import Held
-from sglang_ext.context.scheduler.selection_stage import Stager
-from sglang_ext.context.scheduler.slot_usage import SlotCount
-from sglang_ext.context.scheduler.stage_timer import StageClock
+from sglang_ext.context.scheduler.release_queue import ReleaseQueue
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.slot_usage import SlotUsage
+from sglang_ext.context.scheduler.stage_timer import StageTimer
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.strategies import Shape, draft
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.model import UnsupportedRope
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key
@@ -41,14 +47,15 @@ log = logging.getLogger(__name__)
 ANALYSIS_BYTES = 2**30  # unless the configuration says otherwise
 _POLL_S = 0.0005  # between two looks at a load, where nothing else is to be done
 _LOST = (
-    "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: ask again, or give the cache more memory"
+    "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: "
+    "ask again, or give the cache more memory"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AnalysisConfig:
-    """``at_ingestion``: analyse documents when they are prefilled, unless their plans say otherwise; else at the first use that needs it.
-    ``memory_bytes``: of analyses kept decoded. ``profile``: the model's."""
+    """``at_ingestion``: analyse documents when they are prefilled, unless their plans say otherwise; else at
+    the first use that needs it. ``memory_bytes``: of analyses kept decoded. ``profile``: the model's."""
 
     at_ingestion: bool = True
     memory_bytes: int = ANALYSIS_BYTES
@@ -104,16 +111,21 @@ class ContextRuntime:
         self._analysis = analysis
         self._device = torch.device(model_runner.device)
         self._layers = model_runner.token_to_kv_pool.layer_num
-        self._shape = Shape(self._layers, model_runner.token_to_kv_pool.dtype.itemsize, analysis.cut, analysis.profile)
-        # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests, written each time a row is taken.
-        self._delta = torch.zeros(tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device)
-        self._held = Held()  # host pages that a running copy still reads
-        self._clock: StageClock | None = None  # of the batch whose forward pass is being run
-        self.slots = SlotCount(tree)
+        self._shape = ModelShape(
+            self._layers, model_runner.token_to_kv_pool.dtype.itemsize, analysis.cut, analysis.profile
+        )
+        # Positions of row r of the request table are this far ahead of its slots: 0 for plain requests,
+        # written each time a row is taken.
+        self._delta = torch.zeros(
+            tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device
+        )
+        self._held = ReleaseQueue()  # host pages that a running copy still reads
+        self._clock: StageTimer | None = None  # of the batch whose forward pass is being run
+        self.slots = SlotUsage(tree)
         self.documents = DeviceDocuments(model_runner, tree, tiers)
         self._locator = Locator(tree, tiers, self.documents.is_removed, block, tp_group)
         self._composer: Composer | None = None
-        self._stager: Stager | None = None
+        self._stager: SelectionStage | None = None
         self._rotation: Rotation | None = None
         self.unsupported: str | None = None
         try:
@@ -122,8 +134,15 @@ class ContextRuntime:
             self._composer = Composer(model_runner, rotation, tiers, block)
             analyser = Analyser(model_runner, texts, analysis.cut, analysis.profile.heads)
             query = QueryPass(model_runner, self._composer, self._allocator)
-            self._stager = Stager(
-                model_runner, rotation, self._locator, tiers, analyser, query, analysis.memory_bytes, analysis.profile.stable
+            self._stager = SelectionStage(
+                model_runner,
+                rotation,
+                self._locator,
+                tiers,
+                analyser,
+                query,
+                analysis.memory_bytes,
+                analysis.profile.stable,
             )
             self.documents.on_removed = self._stager.forget
         except (UnsupportedPool, UnsupportedRope) as error:
@@ -141,7 +160,9 @@ class ContextRuntime:
     # a request arrives
 
     def on_request(self, req: Any) -> None:
-        """Read the plan of a new request. A bad plan ends the request with its reason; it never raises: that would end the scheduler."""
+        """Read the plan of a new request. A bad plan ends the request with its reason; it never raises: that
+        would end the scheduler.
+        """
         params = req.sampling_params.custom_params
         text = params.get(PLAN_FIELD) if isinstance(params, dict) else None
         if text is None:
@@ -168,7 +189,7 @@ class ContextRuntime:
     def _attach(self, req: Any, plan: ContextPlan) -> None:
         ids = array("q", req.origin_input_ids)
         keys = tuple(document_key(plan.namespace, self.fingerprint, ids[s.start : s.end]) for s in plan.spans)
-        context = ComposedContext(plan, ids, keys, draft(plan, self._shape))
+        context = ComposedContext(plan, ids, keys, partial_selection(plan, self._shape))
         if context.draft.needs_analysis and self._stager is not None:
             self._stager.add(context)
         else:
@@ -178,7 +199,9 @@ class ContextRuntime:
         req.ragserve = context
 
     def _compact(self, req: Any, context: ComposedContext) -> None:
-        """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that compact space."""
+        """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that compact
+        space.
+        """
         compact = array("q", [0]) * context.slots + context.ids[context.plan.question_start :]
         req.origin_input_ids = req.origin_input_ids_unpadded = compact
 
@@ -193,7 +216,9 @@ class ContextRuntime:
             req.init_next_round_input(self.tree)
 
     def _end(self, req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-        """Finish the request with an error, by SGLang's own way for bad requests, without its log line (a miss is no error)."""
+        """Finish the request with an error, by SGLang's own way for bad requests, without its log line (a
+        miss is no error).
+        """
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         req.ragserve = None
@@ -201,7 +226,9 @@ class ContextRuntime:
         req.origin_input_ids = req.origin_input_ids_unpadded = array("q", [0])
         req.full_untruncated_fill_ids = array("q")
         req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
-        req.to_finish = FINISH_ABORT(message, status, "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "Unavailable")
+        req.to_finish = FINISH_ABORT(
+            message, status, "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "Unavailable"
+        )
 
     def refuse(self, req: Any, reason: str) -> None:
         """End a new request that asks for something that cannot be served."""
@@ -210,7 +237,9 @@ class ContextRuntime:
     # admission
 
     def admit(self, adder: Any, req: Any, add: Any) -> Any:
-        """Around `PrefillAdder.add_one_req`: reserve slots and lock documents, or leave the request waiting, all or nothing."""
+        """Around `PrefillAdder.add_one_req`: reserve slots and lock documents, or leave the request waiting,
+        all or nothing.
+        """
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         context: ComposedContext = req.ragserve
@@ -237,12 +266,14 @@ class ContextRuntime:
             return add()
         slots = self._reserve(adder, context.slots)
         if slots is None:
-            locks_device = any(isinstance(source, DeviceSource) for source in context.sources)
+            locks_device = any(isinstance(source, DocumentOnDevice) for source in context.sources)
             self._locator.unlock(context)
             if adder.can_run_list or not adder.running_batch.is_empty():
                 return AddReqResult.NO_TOKEN
             if locks_device:
-                context.below_device = True  # its documents there are in its own way: from host they take no slots
+                context.below_device = (
+                    True  # its documents there are in its own way: from host they take no slots
+                )
                 return AddReqResult.CONTINUE
             # Nothing will ever free memory for it: better an error than a queue that hangs.
             self._end(
@@ -252,7 +283,9 @@ class ContextRuntime:
             req.init_next_round_input(self.tree)
             return add()
         req.prefix_indices = slots[: context.slots]
-        req.already_computed = context.slots  # composed tokens are no prefix hits, neither in the sum nor by tier
+        req.already_computed = (
+            context.slots
+        )  # composed tokens are no prefix hits, neither in the sum nor by tier
         req._cache_breakdown_computed = True
         context.filled = False
         hits = adder.log_hit_tokens
@@ -272,8 +305,9 @@ class ContextRuntime:
         return result
 
     def _later(self, adder: Any) -> Any:
-        """The request stays in the queue. With nothing else to do the scheduler would ask again at once, and again: the threads that load
-        would get Python's lock only when its switch interval is over, for each of their steps."""
+        """The request stays in the queue. With nothing else to do the scheduler would ask again at once, and
+        again: the threads that load would get Python's lock only when its switch interval is over, for each
+        of their steps."""
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         if not adder.can_run_list and adder.running_batch.is_empty():
@@ -281,7 +315,9 @@ class ContextRuntime:
         return AddReqResult.CONTINUE
 
     def _reserve(self, adder: Any, count: int) -> torch.Tensor | None:
-        """Slots int64 for ``count`` tokens in whole pages, evicting from the tree where that helps; None where they do not fit."""
+        """Slots int64 for ``count`` tokens in whole pages, evicting from the tree where that helps; None
+        where they do not fit.
+        """
         wanted = -(-count // self._page) * self._page
         if wanted >= adder.rem_total_tokens:
             return None
@@ -307,7 +343,9 @@ class ContextRuntime:
     # the forward pass
 
     def before_forward(self, batch: Any) -> None:
-        """Before an extend batch: note every row's position offset and fill the slots of composed requests that are new in it."""
+        """Before an extend batch: note every row's position offset and fill the slots of composed requests
+        that are new in it.
+        """
         self._held.poll()
         rows = batch.req_pool_indices
         offsets = [r.ragserve.delta if is_composed(r) else 0 for r in batch.reqs]
@@ -318,12 +356,16 @@ class ContextRuntime:
         table = self.tree.req_to_token_pool.req_to_token
         slots = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
-        whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"  # and no decoding row beside them
+        whole = (
+            len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"
+        )  # and no decoding row beside them
         self._clock = self._composer.fill(contexts, slots, whole=whole)
         self._hold(contexts, self._composer.gather.loading)
 
     def output_of(self, forward_batch: Any) -> Any:
-        """The model's output where `before_forward` has computed it already, given once; None where the model has to run."""
+        """The model's output where `before_forward` has computed it already, given once; None where the model
+        has to run.
+        """
         return None if self._composer is None else self._composer.one_pass.output(forward_batch)
 
     def end_forward(self) -> None:
@@ -332,9 +374,12 @@ class ContextRuntime:
             self._composer.one_pass.drop()
 
     def after_forward(self, batch: Any) -> None:
-        """The extend batch's forward pass has run, or, on CUDA, has been launched: analyse the documents that are complete in it."""
+        """The extend batch's forward pass has run, or, on CUDA, has been launched: analyse the documents that
+        are complete in it.
+        """
         if self._composer is not None:
-            self._composer.gather.finish()  # attention in every layer has waited; whatever did not ask the pool has to
+            # attention in every layer has waited; whatever did not ask the pool has to
+            self._composer.gather.finish()
         if self._clock is not None:
             self._clock.mark("extend")
             self._clock = None
@@ -348,7 +393,9 @@ class ContextRuntime:
                 document.analysis = self._stager.analyse(document.key, document.ids)
 
     def before_result(self, batch: Any) -> None:
-        """SGLang is about to wait for an extend batch's tokens: what was composed for it has run by then, and goes out with them."""
+        """SGLang is about to wait for an extend batch's tokens: what was composed for it has run by then, and
+        goes out with them.
+        """
         for r in batch.reqs:
             if is_composed(r) and r.ragserve.clock is not None:
                 report = report_of(r.ragserve)
@@ -357,8 +404,8 @@ class ContextRuntime:
                 context_metrics().observe(report)
 
     def _hold(self, contexts: list[ComposedContext], loading: torch.cuda.Stream | None = None) -> None:
-        """Unlock device documents (later writes to their slots are behind us on the stream); host pages when the copies have run, which
-        ``loading`` is the stream of, if it is not the current one.
+        """Unlock device documents (later writes to their slots are behind us on the stream); host pages when
+        the copies have run, which ``loading`` is the stream of, if it is not the current one.
 
         Device locks decide what SGLang can evict and admit, so they must end at the same step on every rank.
         """
@@ -368,15 +415,15 @@ class ContextRuntime:
             return
         below = []
         for context in contexts:
-            below += [source for source in context.sources if isinstance(source, HostSource)]
-            context.sources = [source for source in context.sources if isinstance(source, DeviceSource)]
+            below += [source for source in context.sources if isinstance(source, DocumentOnHost)]
+            context.sources = [source for source in context.sources if isinstance(source, DocumentOnDevice)]
             self._locator.unlock(context)
         if below:
             event = torch.cuda.Event()
             event.record() if loading is None else event.record(loading)
             self._held.add(event, lambda: self._unpin(below))
 
-    def _unpin(self, sources: Sequence[HostSource]) -> None:
+    def _unpin(self, sources: Sequence[DocumentOnHost]) -> None:
         for source in sources:
             self.tiers.unpin(source.key)
 
@@ -406,13 +453,14 @@ class ContextRuntime:
         k = torch.stack([pool.get_key_buffer(layer)[slots] for layer in range(self._layers)])
         v = torch.stack([pool.get_value_buffer(layer)[slots] for layer in range(self._layers)])
         self.documents.cached(document.key)
-        meta = DocumentMeta(document.key, document.namespace, document.ids, len(document.ids), self.fingerprint)
+        meta = DocumentMeta(
+            document.key, document.namespace, document.ids, len(document.ids), self.fingerprint
+        )
         self.tiers.put(meta, k, v, b"" if document.analysis is None else document.analysis.encode())
 
     def tried(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What the ways of selecting keep of a probe, see `sglang_ext.context.scheduler.recall_probe`. Raises PlanError for a model without
-        composition.
-        """
+        """What the ways of selecting keep of a probe, see `sglang_ext.context.scheduler.recall_probe`. Raises
+        PlanError for a model without composition."""
         from sglang_ext.context.scheduler import recall_probe as trial
 
         if self._stager is None or self._rotation is None:
@@ -436,7 +484,9 @@ class ContextRuntime:
         self.documents.sweep()
 
     def check_integrity(self) -> None:
-        """Raise where slots or pages are lost or counted twice. The device's sum is SGLang's own idle check; ours are the tiers below."""
+        """Raise where slots or pages are lost or counted twice. The device's sum is SGLang's own idle check;
+        ours are the tiers below.
+        """
         self.sweep()
         self.documents.check()
         self.tiers.check_integrity()

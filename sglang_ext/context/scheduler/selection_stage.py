@@ -1,11 +1,13 @@
-"""What a composed request waits for before it is admitted: its documents' analyses, and for SamKV the query pass and the selection.
+"""What a composed request waits for before it is admitted: its documents' analyses, and for SamKV the query
+pass and the selection.
 
-    arrives -> initial and local blocks found, or loaded from disk -> analyses found, loaded or computed -> query pass, all waiting
-    requests in one -> selection -> (admission) chosen blocks found or loaded -> slots reserved -> filled
+    arrives -> initial and local blocks found, or loaded from disk -> analyses found, loaded or computed ->
+    query pass, all waiting requests in one -> selection -> (admission) chosen blocks found or loaded -> slots
+    reserved -> filled
 
-Runs on the scheduler's thread, once a scheduler step, for all waiting requests. Between steps a waiting request holds no lock.
-Every rank does the same in the same order: what their tiers hold may differ, so they vote before each pass.
-"""
+Runs on the scheduler's thread, once a scheduler step, for all waiting requests. Between steps a waiting
+request holds no lock. Every rank does the same in the same order: what their tiers hold may differ, so they
+vote before each pass."""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.analyser import Analyser
-from sglang_ext.analysis.cache import AnalysisCache
-from sglang_ext.analysis.summary import Analysis, Cut, SummaryError
+from sglang_ext.analysis.analysis_cache import AnalysisCache
+from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection import samkv
-from sglang_ext.context.selection.strategies import Draft
+from sglang_ext.context.selection.strategies import PartialSelection
 
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # documents' tokens analysed in one scheduler step: others' decode waits for no more
@@ -37,7 +39,7 @@ Name = tuple[str, int, int]
 """A document's key, block size and local blocks: what an analysis is known by."""
 
 
-class Stager:
+class SelectionStage:
     """Settles drafts."""
 
     def __init__(
@@ -71,7 +73,9 @@ class Stager:
         self._waiting.append(context)
 
     def advance(self, step: Any) -> None:
-        """Bring every waiting request as far as it goes; ``step`` is the scheduler step's own object: once for each."""
+        """Bring every waiting request as far as it goes; ``step`` is the scheduler step's own object: once
+        for each.
+        """
         if self._step() is step:
             return
         self._step = weakref.ref(step)
@@ -92,7 +96,9 @@ class Stager:
             for context in found:
                 self._locator.unlock(context)
         self._waiting = [
-            context for context, vote in zip(self._waiting, votes, strict=True) if vote != _MISSING and context.decided is None
+            context
+            for context, vote in zip(self._waiting, votes, strict=True)
+            if vote != _MISSING and context.decided is None
         ]
 
     # a document request's own analysis
@@ -110,7 +116,9 @@ class Stager:
         return self.analyses.stat() | {"computed": self._computed}
 
     def forget(self, keys: Sequence[str] | None) -> None:
-        """These documents were removed, or (None) some were: what is left of the others is read again from their tiers."""
+        """These documents were removed, or (None) some were: what is left of the others is read again from
+        their tiers.
+        """
         if keys is None:
             self.analyses.clear()
             self._reads.clear()
@@ -169,13 +177,19 @@ class Stager:
             return {}
         cut = context.draft.cut
         return {
-            number: (context.keys[number], self.analyser.block_of(span.end - span.start, cut), cut.local_blocks)
+            number: (
+                context.keys[number],
+                self.analyser.block_of(span.end - span.start, cut),
+                cut.local_blocks,
+            )
             for number, span in enumerate(context.plan.spans)
             if number and number not in context.analyses
         }
 
     def _known(self, name: Name, n_tokens: int, heads: Sequence[tuple[int, int]]) -> Analysis | int:
-        """An analysis that is in memory or in a tier; _WAIT while it is read, _MISSING where it has to be computed."""
+        """An analysis that is in memory or in a tier; _WAIT while it is read, _MISSING where it has to be
+        computed.
+        """
         key, block, local_blocks = name
         found = self.analyses.get(*name)
         if found is not None:
@@ -227,26 +241,50 @@ class Stager:
         """Select, where there is something to select; ``queries`` where the selector looks at them."""
         analyses = context.in_order
         query = None if queries is None or context.draft.samkv is None else queries[context.draft.samkv.ask]
-        kept = self.chosen(context.draft, analyses, query, torch.from_numpy(np.array(context.ids)), self._stable)
+        kept = self.chosen(
+            context.draft, analyses, query, torch.from_numpy(np.array(context.ids)), self._stable
+        )
         context.decided = context.draft.settle(analyses, kept)
 
     def chosen(
-        self, draft: Draft, analyses: Sequence[Analysis], query: torch.Tensor | None, ids: torch.Tensor, stable: Sequence[int]
+        self,
+        draft: PartialSelection,
+        analyses: Sequence[Analysis],
+        query: torch.Tensor | None,
+        ids: torch.Tensor,
+        stable: Sequence[int],
     ) -> torch.Tensor | None:
-        """The document tokens that a draft's selector keeps, as in `samkv.Chosen`; None where it keeps no more than the draft does.
-        ``query``: of the question, where the selector looks at it; ``ids`` int64: the whole prompt; ``stable`` as above."""
+        """The document tokens that a draft's selector keeps, as in `samkv.Chosen`; None where it keeps no
+        more than the draft does. ``query``: of the question, where the selector looks at it; ``ids`` int64:
+        the whole prompt; ``stable`` as above."""
         if not draft.selects or draft.samkv is None or draft.blocks is None:
             return None
         options, blocks, start = draft.samkv, draft.blocks, draft.plan.question_start
         if options.by_sentence:
             return samkv.choose_sentences(
-                options, blocks, analyses, query, start, self._rotation, ids[blocks.first : start],
-                self.analyser.texts.telling(ids[start:]), reduce=self._sum, highest=self._max,
-            )  # fmt: skip
+                options,
+                blocks,
+                analyses,
+                query,
+                start,
+                self._rotation,
+                ids[blocks.first : start],
+                self.analyser.texts.telling(ids[start:]),
+                reduce=self._sum,
+                highest=self._max,
+            )
         if query is None:
             return None
         found = samkv.choose(
-            options, blocks, analyses, query, start, self._rotation, reduce=self._sum, highest=self._max, stable=stable or None
+            options,
+            blocks,
+            analyses,
+            query,
+            start,
+            self._rotation,
+            reduce=self._sum,
+            highest=self._max,
+            stable=stable or None,
         )
         return found.kept
 
@@ -260,12 +298,16 @@ class Stager:
     def _max(self, part: torch.Tensor) -> torch.Tensor:
         """As `_sum`, the largest."""
         if self._tp_group is not None and self._tp_group.world_size > 1:
-            torch.distributed.all_reduce(part, op=torch.distributed.ReduceOp.MAX, group=self._tp_group.device_group)
+            torch.distributed.all_reduce(
+                part, op=torch.distributed.ReduceOp.MAX, group=self._tp_group.device_group
+            )
         return part
 
     @contextlib.contextmanager
     def forward_stream(self) -> Iterator[None]:
-        """Passes run behind the forward passes that were launched, as all that reads KV, and in the same order on every rank."""
+        """Passes run behind the forward passes that were launched, as all that reads KV, and in the same
+        order on every rank.
+        """
         device = torch.device(self._runner.device)
         if device.type != "cuda":
             yield

@@ -1,11 +1,13 @@
-"""How many slots of the KV pool running requests hold; what is cached for nobody in particular can be evicted and does not count."""
+"""How many slots of the KV pool running requests hold; what is cached for nobody in particular can be evicted
+and does not count.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class SlotCount:
+class SlotUsage:
     """Of one scheduler process, on its thread."""
 
     def __init__(self, tree: Any) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 
-class StageClock:
+class StageTimer:
     """Starts now; ``mark`` ends a stage.
 
-    On CUDA marks are events on the current stream, so a stage's time is that of its work and not of launching it. A stage that ran
-    beside an earlier one on another stream counts with what it took longer. ``stages`` waits for the last mark: ask when the batch's
-    results are waited for anyway.
-    """
+    On CUDA marks are events on the current stream, so a stage's time is that of its work and not of launching
+    it. A stage that ran beside an earlier one on another stream counts with what it took longer. ``stages``
+    waits for the last mark: ask when the batch's results are waited for anyway."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -1,4 +1,6 @@
-"""A plan's documents cut into blocks: which tokens are initial and local and always kept, and which blocks a selector chooses among."""
+"""A plan's documents cut into blocks: which tokens are initial and local and always kept, and which blocks a
+selector chooses among.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from sglang_ext.protocol import Span
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Tables over D documents of at most M blocks each, int64 on the CPU; positions are those in the full prompt.
+    """Tables over D documents of at most M blocks each, int64 on the CPU; positions are those in the full
+    prompt.
 
-    ``start`` and ``length`` [D, M] of each block, length 0 where a document has fewer; ``middle`` bool [D, M]: neither initial nor local;
-    ``size`` [D]: tokens of a whole block. ``token_block`` [N]: the block, counted d * M + m, of each of the N document tokens, and
-    ``token_offset`` [N] its place in it. ``first`` is the position of the first document token.
-    """
+    ``start`` and ``length`` [D, M] of each block, length 0 where a document has fewer; ``middle`` bool [D,
+    M]: neither initial nor local; ``size`` [D]: tokens of a whole block. ``token_block`` [N]: the block,
+    counted d * M + m, of each of the N document tokens, and ``token_offset`` [N] its place in it. ``first``
+    is the position of the first document token."""
 
     first: int
     size: torch.Tensor
@@ -29,7 +32,9 @@ class Blocks:
 
     @classmethod
     def build(cls, documents: Sequence[Span], sizes: Sequence[int], *, initial: int, local: int) -> Blocks:
-        """``documents`` lie one after the other; ``sizes``: tokens of a block of each; ``initial`` and ``local``: how many blocks."""
+        """``documents`` lie one after the other; ``sizes``: tokens of a block of each; ``initial`` and
+        ``local``: how many blocks.
+        """
         lengths = torch.tensor([span.end - span.start for span in documents], dtype=torch.int64)
         size = torch.tensor(sizes, dtype=torch.int64)
         begin = torch.tensor([span.start for span in documents], dtype=torch.int64)
@@ -41,7 +46,15 @@ class Blocks:
         document = torch.repeat_interleave(torch.arange(len(sizes)), lengths)
         inside = torch.arange(int(lengths.sum())) + documents[0].start - begin[document]
         token_block = document * number.shape[1] + inside // size[document]
-        return cls(documents[0].start, size, begin[:, None] + within, length, middle, token_block, inside % size[document])
+        return cls(
+            documents[0].start,
+            size,
+            begin[:, None] + within,
+            length,
+            middle,
+            token_block,
+            inside % size[document],
+        )
 
     @property
     def documents(self) -> int:

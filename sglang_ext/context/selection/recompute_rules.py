@@ -1,4 +1,5 @@
-"""Which of the kept tokens are computed again: one function a rule, over the plan, what is kept and the documents' analyses.
+"""Which of the kept tokens are computed again: one function a rule, over the plan, what is kept and the
+documents' analyses.
 
 A rule that needs the model at query time (`deviation`: CacheBlend's) is left to the recompute pass.
 """
@@ -13,19 +14,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.selection.sentences import SINKS
 from sglang_ext.protocol import ContextPlan
 
 Ints = npt.NDArray[np.int64]
 DEFAULT_SHARE = 0.15
-POWER = 1.0  # of the question's attention in a sentence's score; README.md has the measurements behind this and OPENING
+# of the question's attention in a sentence's score; README.md has the measurements behind this and OPENING
+POWER = 1.0
 OPENING = 0.25  # of the attention to a document's tokens that its first sentence counts with
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """``share`` is of the document tokens kept in a layer. ``positions``: the answer itself, for rule `positions`."""
+    """``share`` is of the document tokens kept in a layer. ``positions``: the answer itself, for rule
+    `positions`.
+    """
 
     name: str
     share: float = DEFAULT_SHARE
@@ -39,13 +43,17 @@ class Rule:
 
     @property
     def asks(self) -> bool:
-        """Whether the rule wants to know what the question attends to, which is known once the context is composed."""
+        """Whether the rule wants to know what the question attends to, which is known once the context is
+        composed.
+        """
         return self.name in _ASKING
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a rule chooses from. ``kept`` int64 [S] or [layers, S]; ``analyses`` one a document, only where the rule needs them."""
+    """What a rule chooses from. ``kept`` int64 [S] or [layers, S]; ``analyses`` one a document, only where
+    the rule needs them.
+    """
 
     plan: ContextPlan
     kept: torch.Tensor
@@ -66,7 +74,9 @@ class Kept:
         return torch.from_numpy(counts.astype(np.float32) / np.float32(len(rows)))
 
     def best(self, score: torch.Tensor, share: float) -> torch.Tensor:
-        """Positions, ascending, of the share of the kept document tokens with the highest ``score`` [document tokens] times weight."""
+        """Positions, ascending, of the share of the kept document tokens with the highest ``score`` [document
+        tokens] times weight.
+        """
         weight = self.weight()
         candidates = weight.nonzero()[:, 0]
         count = share_of(share, round(float(weight.sum())))
@@ -74,7 +84,9 @@ class Kept:
         return self.first + candidates[order[:count]].sort().values
 
     def without_choice(self, share: float) -> torch.Tensor | None:
-        """What every score would choose: nothing where no document token is kept, all where ``share`` covers all; else None."""
+        """What every score would choose: nothing where no document token is kept, all where ``share`` covers
+        all; else None.
+        """
         weight = self.weight().numpy()
         candidates = np.flatnonzero(weight)
         covered = share_of(share, round(float(weight.sum()))) >= len(candidates)
@@ -113,7 +125,9 @@ def names() -> tuple[str, ...]:
 
 def choose(kept: Kept, wanted: Rule) -> torch.Tensor:
     """The tokens that the rule chooses. `deviation` has none before the recompute pass."""
-    return torch.empty(0, dtype=torch.int64) if wanted.name == "deviation" else _rules[wanted.name](kept, wanted)
+    return (
+        torch.empty(0, dtype=torch.int64) if wanted.name == "deviation" else _rules[wanted.name](kept, wanted)
+    )
 
 
 def share_of(share: float, n: int) -> int:
@@ -149,7 +163,9 @@ def _first(kept: Kept, wanted: Rule) -> torch.Tensor:
 def _random(kept: Kept, wanted: Rule) -> torch.Tensor:
     """A share drawn with ``seed``: what any rule must beat."""
     generator = torch.Generator().manual_seed(wanted.seed)
-    return kept.best(torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, wanted.share)
+    return kept.best(
+        torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, wanted.share
+    )
 
 
 @rule("sensitivity", analysed=True)
@@ -160,16 +176,18 @@ def _sensitivity(kept: Kept, wanted: Rule) -> torch.Tensor:
 
 @rule("sentences", analysed=True, asks=True)
 def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """Whole sentences that depend on what stands before their document, the more the question attends to them.
+    """Whole sentences that depend on what stands before their document, the more the question attends to
+    them.
 
-    Score of sentence S: mean sensitivity of its kept tokens * (highest attention of the question to one of them)^POWER. A document's first
-    sentence, its title where it has one, counts with OPENING of the attention to any token of the document where that is more: "Continued",
-    "Part 2", "It" link what the document holds to another one. Sentences are taken by score until the share is spent, equal ones in the
-    order of the text; the last one is cut. Where the question attends to nothing that is kept, sensitivity alone decides.
+    Score of sentence S: mean sensitivity of its kept tokens * (highest attention of the question to one of
+    them)^POWER. A document's first sentence, its title where it has one, counts with OPENING of the attention
+    to any token of the document where that is more: "Continued", "Part 2", "It" link what the document holds
+    to another one. Sentences are taken by score until the share is spent, equal ones in the order of the
+    text; the last one is cut. Where the question attends to nothing that is kept, sensitivity alone decides.
 
-    Before all sentences come the first ``first`` tokens of every document, as EPIC has it, or so many of each as the share pays for: keys
-    that a document alone parks attention on draw the question's, too, when there are several of them.
-    """
+    Before all sentences come the first ``first`` tokens of every document, as EPIC has it, or so many of each
+    as the share pays for: keys that a document alone parks attention on draw the question's, too, when there
+    are several of them."""
     weight = kept.weight().numpy()
     live = weight > 0
     lengths = np.array([analysis.n_tokens for analysis in kept.analyses])
@@ -205,14 +223,19 @@ def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
 
 @rule("outliers", analysed=True)
 def _outliers(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """SamKV, section 3.3: initial and local blocks, and the outlier tokens of a layer's static analysis that the layer keeps."""
+    """SamKV, section 3.3: initial and local blocks, and the outlier tokens of a layer's static analysis that
+    the layer keeps.
+    """
     n = kept.plan.question_start - kept.first
     held = np.zeros((len(kept.kept) if kept.kept.dim() == 2 else 1, n), dtype=bool)
     for row, positions in zip(held, np.atleast_2d(kept.kept.numpy()), strict=True):
         row[positions[positions >= kept.first] - kept.first] = True
     chosen = np.zeros(n, dtype=bool)
     for span, analysis in zip(kept.plan.spans[1:], kept.analyses, strict=True):
-        own, part = chosen[span.start - kept.first : span.end - kept.first], held[:, span.start - kept.first : span.end - kept.first]
+        own, part = (
+            chosen[span.start - kept.first : span.end - kept.first],
+            held[:, span.start - kept.first : span.end - kept.first],
+        )
         layer, token = _flagged(analysis)
         own[token[part[layer if len(held) > 1 else 0, token]]] = True
         own[: kept.initial_blocks * analysis.block] = True

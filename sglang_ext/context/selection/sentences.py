@@ -1,12 +1,14 @@
-"""Selection of whole sentences: by the question's words in them, and by what the model's retrieval heads look at.
+"""Selection of whole sentences: by the question's words in them, and by what the model's retrieval heads look
+at.
 
-    score(S)     = (w * words(S) / max words + (1 - w) * (attention(S) / max attention)^sharpness) / tokens(S)^length
-    words(S)     = sum of log(sentences / sentences with t) over the question's tokens and pairs of neighbouring tokens t that S holds
-    attention(S) = the most that the question's last token looks at a token of S, by the keys of the model's retrieval heads
+    score(S)     = (w * words(S) / max words + (1 - w) * (attention(S) / max attention)^sharpness) /
+    tokens(S)^length words(S)     = sum of log(sentences / sentences with t) over the question's tokens and
+    pairs of neighbouring tokens t that S holds attention(S) = the most that the question's last token looks
+    at a token of S, by the keys of the model's retrieval heads
 
-A name stands out by words and a fact told in other words by attention: each finds what the other misses (README.md has the measurements).
-Nothing here reads K or V: the token ids travel with the request, and what stands for the keys is stored with the documents.
-"""
+A name stands out by words and a fact told in other words by attention: each finds what the other misses
+(README.md has the measurements). Nothing here reads K or V: the token ids travel with the request, and what
+stands for the keys is stored with the documents."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 
 SINKS = 3  # first tokens of a document, where models park attention
 _SHORTEST = 8  # tokens that a sentence counts with at least
@@ -22,20 +24,22 @@ _CHUNK_BYTES = 256 * 2**20  # of queries, one a token, at a time
 
 
 def numbered(begins: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: the number of each token's sentence, counted over all documents; a document's first token begins one.
+    """int64 [N]: the number of each token's sentence, counted over all documents; a document's first token
+    begins one.
 
-    ``begins`` u8 [N]: 1 where a sentence begins; ``first`` int64 [D]: the documents' first tokens, ascending, 0 among them.
-    """
+    ``begins`` u8 [N]: 1 where a sentence begins; ``first`` int64 [D]: the documents' first tokens, ascending,
+    0 among them."""
     starts = begins.to(torch.int64).clamp(max=1)
     starts[first] = 1
     return starts.cumsum(0) - 1
 
 
 def words(ids: torch.Tensor, sentence: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
-    """f32 [sentences]: how many of the question's tokens and pairs of neighbouring tokens a sentence holds, rare ones counting more.
+    """f32 [sentences]: how many of the question's tokens and pairs of neighbouring tokens a sentence holds,
+    rare ones counting more.
 
-    ``ids`` and ``sentence`` int64 [N]: token and sentence number of every document token, ``question`` int64 [q]: what counts of it.
-    """
+    ``ids`` and ``sentence`` int64 [N]: token and sentence number of every document token, ``question`` int64
+    [q]: what counts of it."""
     count = int(sentence[-1]) + 1
     score = torch.zeros(count)
     base = 1 + max(int(ids.max()), int(question.max()) if len(question) else 0)
@@ -57,9 +61,11 @@ def words(ids: torch.Tensor, sentence: torch.Tensor, question: torch.Tensor) -> 
     return score
 
 
-def scores(words: torch.Tensor | None, attention: torch.Tensor | None, weight: float, sharpness: float = 1.0) -> torch.Tensor:
-    """f32 [sentences]: both [sentences], each over its largest value, attention to the power of ``sharpness``; ``weight`` is that of
-    words. What is None has no part."""
+def scores(
+    words: torch.Tensor | None, attention: torch.Tensor | None, weight: float, sharpness: float = 1.0
+) -> torch.Tensor:
+    """f32 [sentences]: both [sentences], each over its largest value, attention to the power of
+    ``sharpness``; ``weight`` is that of words. What is None has no part."""
     parts = [
         share * (score / score.max().clamp(min=1e-9)) ** power
         for share, score, power in ((weight, words, 1.0), (1 - weight, attention, sharpness))
@@ -69,15 +75,16 @@ def scores(words: torch.Tensor | None, attention: torch.Tensor | None, weight: f
 
 
 def by_length(score: torch.Tensor, sentence: torch.Tensor, power: float) -> torch.Tensor:
-    """f32 [sentences]: ``score`` over the sentence's tokens to that power: what a sentence brings for the room it takes. A heading of few
-    tokens counts as one of eight."""
+    """f32 [sentences]: ``score`` over the sentence's tokens to that power: what a sentence brings for the
+    room it takes. A heading of few tokens counts as one of eight."""
     return score / torch.bincount(sentence, minlength=len(score)).clamp(min=_SHORTEST) ** power
 
 
 def opened(score: torch.Tensor, sentence: torch.Tensor, first: torch.Tensor, factor: float) -> torch.Tensor:
-    """f32 [sentences]: a document's first sentence, a title where there is one, counts with ``factor`` of the best one of its document and
-    of the next, where that is more. "Continued" or "Part 2" say what a document goes on from; and what comes before a document that goes
-    on must not seem to be another one. ``first`` int64 [D] as in :func:`numbered`."""
+    """f32 [sentences]: a document's first sentence, a title where there is one, counts with ``factor`` of the
+    best one of its document and of the next, where that is more. "Continued" or "Part 2" say what a document
+    goes on from; and what comes before a document that goes on must not seem to be another one. ``first``
+    int64 [D] as in :func:`numbered`."""
     opening = sentence[first]
     document = torch.zeros(len(score), dtype=torch.int64)
     document[opening] = 1
@@ -89,8 +96,8 @@ def opened(score: torch.Tensor, sentence: torch.Tensor, first: torch.Tensor, fac
 
 
 def best(score: torch.Tensor, sentence: torch.Tensor, budget: int) -> torch.Tensor:
-    """int64 [min(budget, N)], ascending: tokens of the sentences with the highest scores, equal ones in the order of the text; the last
-    one is cut where it does not fit."""
+    """int64 [min(budget, N)], ascending: tokens of the sentences with the highest scores, equal ones in the
+    order of the text; the last one is cut where it does not fit."""
     return score[sentence].argsort(descending=True, stable=True)[:budget].sort().values
 
 
@@ -100,15 +107,18 @@ def largest(token: torch.Tensor, sentence: torch.Tensor) -> torch.Tensor:
 
 
 def looked_at(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch.Tensor:
-    """f32 [N]: for every document token the largest share of attention over all N that a head gives it, summed over this rank's retrieval
-    heads. ``queries`` f32 [layers, D, heads, head_dim], each document's moved to where its keys are stored. The first tokens of a document,
-    where models park attention, have none."""
+    """f32 [N]: for every document token the largest share of attention over all N that a head gives it,
+    summed over this rank's retrieval heads. ``queries`` f32 [layers, D, heads, head_dim], each document's
+    moved to where its keys are stored. The first tokens of a document, where models park attention, have
+    none."""
     device, dim = queries.device, queries.shape[-1]
     lengths = torch.tensor([analysis.n_tokens for analysis in analyses], device=device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
     parked = torch.arange(len(document), device=device) - (lengths.cumsum(0) - lengths)[document] < SINKS
     group = queries.shape[2] // analyses[0].mean_k.shape[2]
-    keys, scale = (torch.cat([getattr(a, name).to(device) for a in analyses]) for name in ("token_k", "token_k_scale"))
+    keys, scale = (
+        torch.cat([getattr(a, name).to(device) for a in analyses]) for name in ("token_k", "token_k_scale")
+    )
     total = torch.zeros(len(document), device=device)
     step = max(1, _CHUNK_BYTES // (4 * group * dim))
     for number, (layer, head) in enumerate(analyses[0].heads.tolist()):

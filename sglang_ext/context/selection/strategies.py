@@ -1,9 +1,10 @@
 """Which tokens of a context are kept and which are computed again: one function per strategy, one registry.
 
-All share selection -> gather -> recompute -> extend; a strategy only decides the two sets. A strategy gives a :class:`Draft` from the plan
-alone, when the request arrives. What of it needs the documents' analyses or the question's queries is settled before the request is
-admitted (`sglang_ext.context.scheduler.selection_stage`); what needs the model (`deviation`) is left to the recompute pass.
-"""
+All share selection -> gather -> recompute -> extend; a strategy only decides the two sets. A strategy gives a
+:class:`PartialSelection` from the plan alone, when the request arrives. What of it needs the documents'
+analyses or the question's queries is settled before the request is admitted
+(`sglang_ext.context.scheduler.selection_stage`); what needs the model (`deviation`) is left to the recompute
+pass."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.analysis.summary import Analysis, Cut
+from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.profile import Profile
@@ -41,23 +42,25 @@ _UPDATES: tuple[Update, ...] = ("overwrite", "fusion")
 Places = Literal["full", "closed"]
 _PLACES: tuple[Places, ...] = ("full", "closed")
 _SENTENCES_SHARE = 0.1  # nothing is gained beyond it on any set measured (README.md)
-_SELECTED_SHARE = 0.66  # of chosen sentences, most of which matter: a tenth of all document tokens where 15 % are kept
+_SELECTED_SHARE = (
+    0.66  # of chosen sentences, most of which matter: a tenth of all document tokens where 15 % are kept
+)
 _SENTENCES_FIRST = 4  # tokens of each document; what they bring is measured there, too
 _COMMON = ("recompute", "share", "first", "seed", "update")
 _T = TypeVar("_T", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ContextSelection:
     """Positions in the full prompt, ascending, int64.
 
-    ``kept`` is [S], the same in every layer, or [layers, S]. ``recomputed`` is [R]. With ``deviation_share`` the recomputed tokens are
-    chosen at run time among the document tokens instead: that share of them, by how much their values differ at layer 1.
-    ``rotate`` False leaves keys at their documents' own positions (wrong on purpose: it shows what re-rotation is for).
-    ``asks``: the recomputed tokens are chosen once the context is composed, by what the question attends to.
-    ``closed``: kept tokens, and the question behind them, have the positions of a prompt of these tokens alone; ``kept`` is [S] then.
-    ``fuse``: recomputed KV is blended with the cached (the paper's equation 4) instead of replacing it.
-    """
+    ``kept`` is [S], the same in every layer, or [layers, S]. ``recomputed`` is [R]. With ``deviation_share``
+    the recomputed tokens are chosen at run time among the document tokens instead: that share of them, by how
+    much their values differ at layer 1. ``rotate`` False leaves keys at their documents' own positions (wrong
+    on purpose: it shows what re-rotation is for). ``asks``: the recomputed tokens are chosen once the context
+    is composed, by what the question attends to. ``closed``: kept tokens, and the question behind them, have
+    the positions of a prompt of these tokens alone; ``kept`` is [S] then. ``fuse``: recomputed KV is blended
+    with the cached (the paper's equation 4) instead of replacing it."""
 
     kept: torch.Tensor
     recomputed: torch.Tensor
@@ -74,9 +77,9 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
-    """What a plan says by itself. ``kept`` as in Selection; with ``samkv`` only the initial and local tokens and the system text, and
-    ``slots`` is then the most that the selection may take."""
+class PartialSelection:
+    """What a plan says by itself. ``kept`` as in ContextSelection; with ``samkv`` only the initial and local
+    tokens and the system text, and ``slots`` is then the most that the selection may take."""
 
     plan: ContextPlan
     kept: torch.Tensor
@@ -104,8 +107,12 @@ class Draft:
     def needs_analysis(self) -> bool:
         return self.selects or (self.rule.needs_analysis and len(self.plan.spans) > 1)
 
-    def settle(self, analyses: Sequence[Analysis] = (), chosen: torch.Tensor | None = None) -> Selection:
-        """The selection. ``analyses``: of every document, where needed; ``chosen``: the kept document tokens that a selector found."""
+    def settle(
+        self, analyses: Sequence[Analysis] = (), chosen: torch.Tensor | None = None
+    ) -> ContextSelection:
+        """The selection. ``analyses``: of every document, where needed; ``chosen``: the kept document tokens
+        that a selector found.
+        """
         kept = self.kept
         if chosen is not None:
             system = torch.arange(self.plan.spans[0].end)
@@ -114,11 +121,23 @@ class Draft:
         if self.rule.asks and len(self.plan.spans) > 1:
             every = Kept(self.plan, kept).without_choice(self.rule.share)
             none = torch.empty(0, dtype=torch.int64)
-            return Selection(kept, none if every is None else every, None, self.rotate, fuse, asks=every is None, closed=self.closed)
+            return ContextSelection(
+                kept,
+                none if every is None else every,
+                None,
+                self.rotate,
+                fuse,
+                asks=every is None,
+                closed=self.closed,
+            )
         deviation = self.rule.share if self.rule.name == "deviation" else None
-        return Selection(kept, self.recomputed(kept, analyses), deviation, self.rotate, fuse, closed=self.closed)
+        return ContextSelection(
+            kept, self.recomputed(kept, analyses), deviation, self.rotate, fuse, closed=self.closed
+        )
 
-    def recomputed(self, kept: torch.Tensor, analyses: Sequence[Analysis], attention: torch.Tensor | None = None) -> torch.Tensor:
+    def recomputed(
+        self, kept: torch.Tensor, analyses: Sequence[Analysis], attention: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What the rule chooses among the kept tokens. ``attention``: see `rules.Kept`."""
         if len(self.plan.spans) == 1 and self.rule.needs_analysis:
             return torch.empty(0, dtype=torch.int64)  # no documents
@@ -127,7 +146,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What strategies need to know of the engine."""
 
     layers: int
@@ -136,7 +155,7 @@ class Shape:
     profile: Profile = field(default_factory=Profile)
 
 
-Strategy = Callable[[ContextPlan, Shape], Draft]
+Strategy = Callable[[ContextPlan, ModelShape], PartialSelection]
 _registry: dict[str, Strategy] = {}
 
 
@@ -155,8 +174,8 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
-def draft(plan: ContextPlan, shape: Shape) -> Draft:
-    """The draft for a plan. Raises PlanError for an unknown strategy or bad options."""
+def partial_selection(plan: ContextPlan, shape: ModelShape) -> PartialSelection:
+    """The partial_selection for a plan. Raises PlanError for an unknown strategy or bad options."""
     if plan.strategy not in _registry:
         raise PlanError(f"no strategy {plan.strategy!r}: one of {', '.join(names())}")
     made = _registry[plan.strategy](plan, shape)
@@ -165,42 +184,48 @@ def draft(plan: ContextPlan, shape: Shape) -> Draft:
     return made
 
 
-def select(plan: ContextPlan, layers: int) -> Selection:
-    """The selection for a plan that needs nothing else. Raises PlanError as :func:`draft` does, and for one that does."""
-    made = draft(plan, Shape(layers))
+def select(plan: ContextPlan, layers: int) -> ContextSelection:
+    """The selection for a plan that needs nothing else. Raises PlanError as :func:`partial_selection` does,
+    and for one that does.
+    """
+    made = partial_selection(plan, ModelShape(layers))
     if made.needs_analysis:
         raise PlanError(f"strategy {plan.strategy!r} with these options needs the documents' analyses")
     return made.settle()
 
 
 @strategy("concat")
-def _concat(plan: ContextPlan, shape: Shape) -> Draft:
+def _concat(plan: ContextPlan, shape: ModelShape) -> PartialSelection:
     """Documents' KV as it is, moved to its place; nothing recomputed unless ``recompute`` says so."""
     options = _options(plan, "keep", "kept", "rotate", "places", *_COMMON)
     return _reuse(plan, shape, options, "none", rotate=_boolean(options, "rotate", True))
 
 
 @strategy("epic")
-def _epic(plan: ContextPlan, shape: Shape) -> Draft:
+def _epic(plan: ContextPlan, shape: ModelShape) -> PartialSelection:
     """EPIC: the first ``first`` tokens of every document are computed again."""
     return _reuse(plan, shape, _options(plan, "keep", *_COMMON), "first")
 
 
 @strategy("random")
-def _random(plan: ContextPlan, shape: Shape) -> Draft:
+def _random(plan: ContextPlan, shape: ModelShape) -> PartialSelection:
     """A share of the documents' tokens, drawn with ``seed``: what any rule for choosing must beat."""
     return _reuse(plan, shape, _options(plan, "keep", *_COMMON), "random")
 
 
 @strategy("cacheblend")
-def _cacheblend(plan: ContextPlan, shape: Shape) -> Draft:
-    """CacheBlend: the ``share`` of the documents' tokens whose values at layer 1 differ most from the cached ones."""
+def _cacheblend(plan: ContextPlan, shape: ModelShape) -> PartialSelection:
+    """CacheBlend: the ``share`` of the documents' tokens whose values at layer 1 differ most from the cached
+    ones.
+    """
     return _reuse(plan, shape, _options(plan, *_COMMON), "deviation")
 
 
 @strategy("samkv")
-def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
-    """SamKV: initial and local blocks, and those that the question and the other documents ask for (METHODS, section 1)."""
+def _samkv(plan: ContextPlan, shape: ModelShape) -> PartialSelection:
+    """SamKV: initial and local blocks, and those that the question and the other documents ask for (METHODS,
+    section 1).
+    """
     known = (
         "block_size",
         "initial_blocks",
@@ -243,25 +268,43 @@ def _samkv(plan: ContextPlan, shape: Shape) -> Draft:
     documents = _documents(plan)
     whole = torch.arange(plan.question_start)
     if not documents:
-        return Draft(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv)
+        return PartialSelection(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv)
     sizes = [cut.size(span.end - span.start, shape.kv_itemsize) for span in documents]
     ends = (0, 0) if samkv.by_sentence else (samkv.initial_blocks, cut.local_blocks)
     blocks = Blocks.build(documents, sizes, initial=ends[0], local=ends[1])
     kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
     closed = _closed(options, by_layer=scope == "layers", default="closed" if samkv.by_sentence else "full")
     if samkv.by_sentence and samkv.budget(blocks) == blocks.tokens:  # nothing to select
-        return Draft(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv, closed=closed)
-    return Draft(plan, kept, rule, len(kept) + samkv.budget(blocks), update, cut=cut, samkv=samkv, blocks=blocks, closed=closed)
+        return PartialSelection(plan, whole, rule, len(whole), update, cut=cut, samkv=samkv, closed=closed)
+    return PartialSelection(
+        plan,
+        kept,
+        rule,
+        len(kept) + samkv.budget(blocks),
+        update,
+        cut=cut,
+        samkv=samkv,
+        blocks=blocks,
+        closed=closed,
+    )
 
 
-def _reuse(plan: ContextPlan, shape: Shape, options: Mapping[str, Any], rule: str, *, rotate: bool = True) -> Draft:
+def _reuse(
+    plan: ContextPlan, shape: ModelShape, options: Mapping[str, Any], rule: str, *, rotate: bool = True
+) -> PartialSelection:
     kept = _kept(plan, options)
     update, closed = _among(options, "update", _UPDATES), _closed(options, by_layer=kept.dim() == 2)
-    return Draft(plan, kept, _rule(plan, options, rule), int(kept.shape[-1]), update, rotate, shape.cut, closed=closed)
+    return PartialSelection(
+        plan, kept, _rule(plan, options, rule), int(kept.shape[-1]), update, rotate, shape.cut, closed=closed
+    )
 
 
-def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str, sentences_share: float = _SENTENCES_SHARE) -> Rule:
-    """``recompute``: a rule's name, or positions. ``sentences_share``: of rule `sentences` where the request gives none."""
+def _rule(
+    plan: ContextPlan, options: Mapping[str, Any], default: str, sentences_share: float = _SENTENCES_SHARE
+) -> Rule:
+    """``recompute``: a rule's name, or positions. ``sentences_share``: of rule `sentences` where the request
+    gives none.
+    """
     wanted = options.get("recompute", default)
     default_share = sentences_share if wanted == "sentences" else rules.DEFAULT_SHARE
     share, seed = _share(options, default_share), _integer(options, "seed", 0, low=0)
@@ -273,7 +316,9 @@ def _rule(plan: ContextPlan, options: Mapping[str, Any], default: str, sentences
     try:
         positions = torch.tensor(sorted(set(wanted)), dtype=torch.int64)
     except (TypeError, ValueError):
-        raise PlanError(f"recompute must be a list of positions or one of {', '.join(rules.names())}") from None
+        raise PlanError(
+            f"recompute must be a list of positions or one of {', '.join(rules.names())}"
+        ) from None
     if len(positions) and (int(positions[0]) < 0 or int(positions[-1]) >= plan.question_start):
         raise PlanError(f"recompute must hold positions below {plan.question_start}")
     return Rule("positions", share, first, seed, positions)
@@ -290,7 +335,9 @@ def _closed(options: Mapping[str, Any], *, by_layer: bool, default: Places = "fu
 def _options(plan: ContextPlan, *known: str) -> Mapping[str, Any]:
     unknown = set(plan.options) - set(known)
     if unknown:
-        raise PlanError(f"strategy {plan.strategy!r} has no option {', '.join(sorted(unknown))}: it has {', '.join(known)}")
+        raise PlanError(
+            f"strategy {plan.strategy!r} has no option {', '.join(sorted(unknown))}: it has {', '.join(known)}"
+        )
     return plan.options
 
 
@@ -310,8 +357,13 @@ def _kept(plan: ContextPlan, options: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _spread(documents: tuple[Span, ...], keep: float) -> npt.NDArray[np.int64]:
-    """Positions of a share of each document's blocks, at least one, at equal distances from the first to the last."""
-    start, end = (np.array(values, dtype=np.int64) for values in ([s.start for s in documents], [s.end for s in documents]))
+    """Positions of a share of each document's blocks, at least one, at equal distances from the first to the
+    last.
+    """
+    start, end = (
+        np.array(values, dtype=np.int64)
+        for values in ([s.start for s in documents], [s.end for s in documents])
+    )
     blocks = -(-(end - start) // BLOCK)
     count = np.maximum(1, np.round(keep * blocks).astype(np.int64))
     of = np.repeat(np.arange(len(documents)), count)
@@ -323,11 +375,15 @@ def _spread(documents: tuple[Span, ...], keep: float) -> npt.NDArray[np.int64]:
 
 
 def _explicit_kept(plan: ContextPlan, value: Any) -> torch.Tensor:
-    """``kept``: positions, or one list of positions per layer, all of the same length; for experiments with selectors."""
+    """``kept``: positions, or one list of positions per layer, all of the same length; for experiments with
+    selectors.
+    """
     try:
         kept = torch.tensor(value, dtype=torch.int64)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a number beyond 64 bits
-        raise PlanError("kept must be a list of positions or equally long lists, one for each layer") from None
+        raise PlanError(
+            "kept must be a list of positions or equally long lists, one for each layer"
+        ) from None
     if kept.dim() not in (1, 2) or kept.shape[-1] == 0:
         raise PlanError("kept must name at least one position")
     if int(kept.min()) < 0 or int(kept.max()) >= plan.question_start or bool((kept.diff(dim=-1) <= 0).any()):

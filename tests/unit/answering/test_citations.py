@@ -1,4 +1,6 @@
-"""Markers that point nowhere never reach a client, however the stream is cut; citations say what they rest on."""
+"""Markers that point nowhere never reach a client, however the stream is cut; citations say what they rest
+on.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_markers_that_point_nowhere_go(text: str, clean: str) -> None:
     assert run(text, 3)[0] == clean
 
 
-@given(text=st.text(ALPHABET, max_size=60), n=st.integers(0, 12), cuts=st.lists(st.integers(0, 60), max_size=8))
+@given(
+    text=st.text(ALPHABET, max_size=60), n=st.integers(0, 12), cuts=st.lists(st.integers(0, 60), max_size=8)
+)
 def test_the_cut_of_the_stream_does_not_matter(text: str, n: int, cuts: list[int]) -> None:
     whole, one = run(text, n)
     pieces, other = run(text, n, [cut for cut in cuts if cut <= len(text)])

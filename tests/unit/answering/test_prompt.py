@@ -64,7 +64,10 @@ def test_real_questions_get_the_ids_of_the_joint_text(builder: PromptBuilder, to
     assert rows
     for row in rows:
         text = "<|bos|><|system|>\nAnswer the question from the documents.\n"
-        text += "".join(f"<|doc|>{title}\n{body}\n" for title, body in row["docs"]) + f"<|question|>{row['question']}\n<|answer|>"
+        text += (
+            "".join(f"<|doc|>{title}\n{body}\n" for title, body in row["docs"])
+            + f"<|question|>{row['question']}\n<|answer|>"
+        )
         given_documents = [PromptDocument(str(i), title, body) for i, (title, body) in enumerate(row["docs"])]
         prompt = builder.build(row["question"], given_documents, max_prompt_tokens=8000)
         assert prompt.input_ids == tokenizer(text, add_special_tokens=False).input_ids
@@ -81,8 +84,12 @@ def test_segments_cover_the_prompt_and_carry_keys(builder: PromptBuilder) -> Non
     assert prompt.tokens_kept == prompt.tokens_retrieved == prompt.segments[2].end - prompt.segments[1].start
 
 
-@given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.text(max_size=60), st.permutations(range(4)))
-def test_a_document_has_the_same_ids_wherever_it_stands(texts: list[str], question: str, order: list[int]) -> None:
+@given(
+    st.lists(st.text(max_size=60), min_size=1, max_size=4), st.text(max_size=60), st.permutations(range(4))
+)
+def test_a_document_has_the_same_ids_wherever_it_stands(
+    texts: list[str], question: str, order: list[int]
+) -> None:
     builder = _shared_builder()
     given_documents = documents(*texts)
     shuffled = [given_documents[i] for i in order if i < len(given_documents)]
@@ -108,7 +115,11 @@ def test_text_never_becomes_a_special_token(special: str, around: str) -> None:
     specials = set(builder._tokenizer.all_special_ids)
     found = [i for i in prompt.input_ids if i in specials]
     plain = builder.build(
-        "q", [PromptDocument("d", "t", "x")], max_prompt_tokens=1000, history=[Message("user", "u"), Message("assistant", "a")], system="s"
+        "q",
+        [PromptDocument("d", "t", "x")],
+        max_prompt_tokens=1000,
+        history=[Message("user", "u"), Message("assistant", "a")],
+        system="s",
     )
     assert found == [i for i in plain.input_ids if i in specials]
 
@@ -130,14 +141,20 @@ def test_a_question_that_does_not_fit_is_refused_with_figures(builder: PromptBui
 def test_history_precedes_the_question(builder: PromptBuilder, tokenizer: Any) -> None:
     history = [Message("user", "First?"), Message("assistant", "Yes.")]
     prompt = builder.build("Second?", documents("One."), max_prompt_tokens=1000, history=history)
-    assert tokenizer.decode(prompt.input_ids).endswith("<|question|>First?\n<|answer|> Yes.<|eos|><|question|>Second?\n<|answer|>")
+    assert tokenizer.decode(prompt.input_ids).endswith(
+        "<|question|>First?\n<|answer|> Yes.<|eos|><|question|>Second?\n<|answer|>"
+    )
     assert [s.kind for s in prompt.segments] == ["system", "document", "question"]
 
 
-def test_chat_template_without_documents_gets_them_in_the_first_user_message(with_template: Any, tokenizer: Any) -> None:
+def test_chat_template_without_documents_gets_them_in_the_first_user_message(
+    with_template: Any, tokenizer: Any
+) -> None:
     builder = with_template(LLAMA)
     history = [Message("user", "First?"), Message("assistant", "Yes.")]
-    text = tokenizer.decode(builder.build("Second?", documents("One.", "Two."), max_prompt_tokens=1000, history=history).input_ids)
+    text = tokenizer.decode(
+        builder.build("Second?", documents("One.", "Two."), max_prompt_tokens=1000, history=history).input_ids
+    )
     user = text.split("<|start_header_id|>user<|end_header_id|>")[1]
     assert user.index("One.") < user.index("Two.") < user.index("Question: First?")
     assert text.count("One.") == 1
@@ -145,8 +162,14 @@ def test_chat_template_without_documents_gets_them_in_the_first_user_message(wit
     assert "[1], [2]" in text.split("<|start_header_id|>user")[0], "our system text asks for citations"
 
 
-def test_template_that_refuses_a_system_role_gets_its_text_in_the_first_user_message(with_template: Any, tokenizer: Any) -> None:
-    text = tokenizer.decode(with_template(NO_SYSTEM).build("Who?", documents("One."), max_prompt_tokens=1000, system="Be brief.").input_ids)
+def test_template_that_refuses_a_system_role_gets_its_text_in_the_first_user_message(
+    with_template: Any, tokenizer: Any
+) -> None:
+    text = tokenizer.decode(
+        with_template(NO_SYSTEM)
+        .build("Who?", documents("One."), max_prompt_tokens=1000, system="Be brief.")
+        .input_ids
+    )
     assert text.startswith("<start_of_turn>user\nBe brief.\n\nDocuments:")
     assert text.endswith("Question: Who?<end_of_turn>\n<start_of_turn>model")
 
@@ -167,8 +190,15 @@ def test_model_without_a_template(with_template: Any, tokenizer: Any) -> None:
 
 
 def test_text_of_segments_concatenates_to_the_prompt(builder: PromptBuilder, tokenizer: Any) -> None:
-    text = builder.text("system") + builder.text("document", title="Title 0", text="One.") + builder.text("question", text="Who?")
-    assert tokenizer(text, add_special_tokens=False).input_ids == builder.build("Who?", documents("One."), max_prompt_tokens=999).input_ids
+    text = (
+        builder.text("system")
+        + builder.text("document", title="Title 0", text="One.")
+        + builder.text("question", text="Who?")
+    )
+    assert (
+        tokenizer(text, add_special_tokens=False).input_ids
+        == builder.build("Who?", documents("One."), max_prompt_tokens=999).input_ids
+    )
 
 
 def test_missing_tokenizer_says_what_to_give(tmp_path: Path) -> None:

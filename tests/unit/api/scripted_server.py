@@ -1,4 +1,6 @@
-"""The product's app on a real socket, with the real index, prompts and ingestion; only the model and the embedder are scripted."""
+"""The product's app on a real socket, with the real index, prompts and ingestion; only the model and the
+embedder are scripted.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ DIM = 64
 
 
 class ScriptedEngine:
-    """Says what it is told to; ``running`` are the requests it has not finished, ``aborted`` those whose reader left."""
+    """Says what it is told to; ``running`` are the requests it has not finished, ``aborted`` those whose
+    reader left.
+    """
 
     def __init__(self, tokenizer: Path) -> None:
         self._tokenizer = str(tokenizer)
@@ -58,7 +62,19 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         strategies = ("full", "prefix", "epic")
-        return EngineInfo("local", "scripted", self._tokenizer, "0", "cpu", "none", 2048, 4096, strategies, "print", dtype="float32")
+        return EngineInfo(
+            "local",
+            "scripted",
+            self._tokenizer,
+            "0",
+            "cpu",
+            "none",
+            2048,
+            4096,
+            strategies,
+            "print",
+            dtype="float32",
+        )
 
     async def ready(self) -> bool:
         return self.is_ready
@@ -75,7 +91,9 @@ class ScriptedEngine:
                 last = place == len(self.deltas) - 1
                 usage = EngineUsage(len(request.input_ids), self.cached, place + 1)
                 finished = last
-                yield GenerateChunk(delta, usage, EngineTimings(0.5, 1.5), self.finish_reason if last else None)
+                yield GenerateChunk(
+                    delta, usage, EngineTimings(0.5, 1.5), self.finish_reason if last else None
+                )
                 await asyncio.sleep(0)
                 while not self.hold.is_set():
                     await asyncio.sleep(0.005)
@@ -139,8 +157,17 @@ class Live:
         store.ensure_namespace(namespace, embedder="words", dim=DIM)
         batch = []
         for name, text in texts.items():
-            document = NewDocument(name, name.title(), str(zlib.crc32(text.encode())), "text/plain", len(text), {"name": name, **metadata})
-            batch.append((document, [NewChunk(text, 0, len(text), len(text.split()))], self.embedder.encode([text])))
+            document = NewDocument(
+                name,
+                name.title(),
+                str(zlib.crc32(text.encode())),
+                "text/plain",
+                len(text),
+                {"name": name, **metadata},
+            )
+            batch.append(
+                (document, [NewChunk(text, 0, len(text), len(text.split()))], self.embedder.encode([text]))
+            )
         store.replace_documents(namespace, batch)
         self.embedder.calls.clear()
 
@@ -159,14 +186,19 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
 
     async def echo(request: Request) -> Response:
         body = await request.body()
-        seen.append({"path": request.url.path, "method": request.method, "body": body, "scope": dict(request.scope)})
+        seen.append(
+            {"path": request.url.path, "method": request.method, "body": body, "scope": dict(request.scope)}
+        )
         if request.url.path == "/generate" and body.startswith(b"{"):
             return JSONResponse({"text": " Alan Stevenson [1]."})
         return JSONResponse({"upstream": request.url.path, "size": len(body)})
 
     async def models(request: Request) -> Response:
         return JSONResponse(
-            {"object": "list", "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "root": "x"}]}
+            {
+                "object": "list",
+                "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "root": "x"}],
+            }
         )
 
     async def fails(request: Request) -> Response:
@@ -192,8 +224,16 @@ def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **option
     settings = Settings(data_dir=data_dir, model=str(model), **options)
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
-    app = create_app(settings, engine, upstream=upstream_app(seen), serve_metrics=serve_metrics, embedder=lambda _: embedder)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=5))
+    app = create_app(
+        settings,
+        engine,
+        upstream=upstream_app(seen),
+        serve_metrics=serve_metrics,
+        embedder=lambda _: embedder,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=5)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

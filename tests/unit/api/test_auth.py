@@ -1,4 +1,6 @@
-"""The API key covers every route but /health, ours and SGLang's; /ready and failed starts say what is missing."""
+"""The API key covers every route but /health, ours and SGLang's; /ready and failed starts say what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,16 @@ def locked(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterat
         yield live
 
 
-WRONG = [None, "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer", f"Basic {KEY}", KEY, "Bearer \xe9"]
+WRONG = [
+    None,
+    "Bearer wrong",
+    f"Bearer {KEY}x",
+    f"Bearer {KEY[:-1]}",
+    "Bearer",
+    f"Basic {KEY}",
+    KEY,
+    "Bearer \xe9",
+]
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -56,7 +67,9 @@ def test_nothing_without_the_key(locked: Live, method: str, path: str) -> None:
     with locked.client() as client:
         for wrong in WRONG:
             headers = [] if wrong is None else [(b"Authorization", wrong.encode("latin-1"))]
-            response = client.request(method, f"{locked.url}{path}", headers=headers, content=b"not even read")
+            response = client.request(
+                method, f"{locked.url}{path}", headers=headers, content=b"not even read"
+            )
             assert response.status_code == 401, wrong
             assert response.headers["www-authenticate"] == "Bearer"
             error = response.json()["error"]
@@ -89,7 +102,13 @@ def test_everything_with_the_key(locked: Live, scheme: str) -> None:
 def test_websockets_want_it_too(locked: Live, key: str | None, admitted: bool) -> None:
     sent: list[dict[str, Any]] = []
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-    scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers, "query_string": b"", "subprotocols": []}
+    scope = {
+        "type": "websocket",
+        "path": "/v1/realtime",
+        "headers": headers,
+        "query_string": b"",
+        "subprotocols": [],
+    }
 
     async def receive() -> dict[str, Any]:
         return {"type": "websocket.connect"}
@@ -99,7 +118,9 @@ def test_websockets_want_it_too(locked: Live, key: str | None, admitted: bool) -
 
     asyncio.run(locked.app(scope, receive, send))
     assert sent[0]["type"] == ("websocket.accept" if admitted else "websocket.close")
-    assert admitted or sent == [{"type": "websocket.close", "code": 1008, "reason": "wrong or missing API key"}]
+    assert admitted or sent == [
+        {"type": "websocket.close", "code": 1008, "reason": "wrong or missing API key"}
+    ]
 
 
 def test_without_a_key_only_this_machine(tmp_path: Path) -> None:
@@ -125,7 +146,10 @@ def test_before_its_start_the_app_says_so(tmp_path: Path, model_path: Path) -> N
     async def run() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
             ready = await client.get("/ready")
-            assert (ready.status_code, ready.json()["missing"]) == (503, ["the server is starting or stopping"])
+            assert (ready.status_code, ready.json()["missing"]) == (
+                503,
+                ["the server is starting or stopping"],
+            )
             query = await client.post("/rag/query", json={"query": "x"})
             assert (query.status_code, query.json()["error"]["code"]) == (503, "unavailable")
             assert query.headers["retry-after"] == "1"

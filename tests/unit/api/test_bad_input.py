@@ -71,7 +71,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
-def test_a_bad_field_is_named(client: httpx.Client, live: Live, docs: str, path: str, change: dict[str, Any], param: str) -> None:
+def test_a_bad_field_is_named(
+    client: httpx.Client, live: Live, docs: str, path: str, change: dict[str, Any], param: str
+) -> None:
     response = client.post(path, json={**GOOD, **change})
     assert response.status_code == 400
     error = error_of(response)
@@ -162,13 +164,17 @@ def test_a_body_that_is_no_json_object(client: httpx.Client, path: str, raw: byt
 
 
 def test_where_the_encoding_breaks_is_said(client: httpx.Client) -> None:
-    response = client.post("/rag/query", content=b'{"query": "caf\xe9"}', headers={"Content-Type": "application/json"})
+    response = client.post(
+        "/rag/query", content=b'{"query": "caf\xe9"}', headers={"Content-Type": "application/json"}
+    )
     assert "byte 0xe9 at position 14" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_another_content_type(client: httpx.Client, kind: str | None) -> None:
-    response = client.post("/rag/query", content=json.dumps(GOOD), headers={"Content-Type": kind} if kind else {})
+    response = client.post(
+        "/rag/query", content=json.dumps(GOOD), headers={"Content-Type": kind} if kind else {}
+    )
     assert response.status_code == 415
     assert "application/json" in error_of(response)["hint"]
 
@@ -181,7 +187,11 @@ def test_a_body_over_its_limit(client: httpx.Client, live: Live, announced: bool
         for _ in range(size // 2**16):
             yield b"x" * 2**16
 
-    response = client.post("/rag/query", content=b"x" * size if announced else pieces(), headers={"Content-Type": "application/json"})
+    response = client.post(
+        "/rag/query",
+        content=b"x" * size if announced else pieces(),
+        headers={"Content-Type": "application/json"},
+    )
     assert response.status_code == 413
     assert error_of(response)["code"] == "too_large"
     assert client.get("/ready").status_code == 200

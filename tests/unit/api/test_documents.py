@@ -47,9 +47,17 @@ def test_texts_become_documents_that_are_found(client: httpx.Client) -> None:
     assert items["bells"]["chunks"] == 1
     assert items["empty"]["state"] == "failed"
     assert items["empty"]["reason"]
-    body = {"query": "bells of Kirkwall", "namespace": "texts", "filter": {"op": "eq", "field": "tags", "value": "b"}}
+    body = {
+        "query": "bells of Kirkwall",
+        "namespace": "texts",
+        "filter": {"op": "eq", "field": "tags", "value": "b"},
+    }
     (passage,) = client.post("/rag/retrieve", json=body).json()["results"]
-    assert (passage["title"], passage["text"], passage["doc_id"]) == ("Bells", texts[0]["text"], items["bells"]["doc_id"])
+    assert (passage["title"], passage["text"], passage["doc_id"]) == (
+        "Bells",
+        texts[0]["text"],
+        items["bells"]["doc_id"],
+    )
     assert passage["metadata"]["year"] == 1850
     again = finished(client, client.post("/rag/ingest", json={"namespace": "texts", "texts": texts[:1]}))
     assert again["counts"]["unchanged"] == 1
@@ -57,15 +65,33 @@ def test_texts_become_documents_that_are_found(client: httpx.Client) -> None:
 
 def test_files_become_documents(client: httpx.Client) -> None:
     files = [
-        ("files", ("notes.md", b"# Muckle Flugga\n\nThe light of Muckle Flugga is the northernmost.", "text/markdown")),
-        ("files", ("page.html", "<html><body><p>Ein Leuchtturm auf Fair Isle, südlich gelegen.</p></body></html>".encode(), "text/html")),
+        (
+            "files",
+            (
+                "notes.md",
+                b"# Muckle Flugga\n\nThe light of Muckle Flugga is the northernmost.",
+                "text/markdown",
+            ),
+        ),
+        (
+            "files",
+            (
+                "page.html",
+                "<html><body><p>Ein Leuchtturm auf Fair Isle, südlich gelegen.</p></body></html>".encode(),
+                "text/html",
+            ),
+        ),
         ("files", ("broken.pdf", b"%PDF-1.7 nothing", "application/pdf")),
     ]
-    response = client.post("/rag/ingest", files=files, data={"namespace": "files", "metadata": '{"shelf": 3}'})
+    response = client.post(
+        "/rag/ingest", files=files, data={"namespace": "files", "metadata": '{"shelf": 3}'}
+    )
     job = finished(client, response)
     states = {item["source"]: item["state"] for item in job["items"]}
     assert states == {"notes.md": "indexed", "page.html": "indexed", "broken.pdf": "failed"}
-    found = client.post("/rag/retrieve", json={"query": "Muckle Flugga light", "namespace": "files", "k": 1}).json()["results"]
+    found = client.post(
+        "/rag/retrieve", json={"query": "Muckle Flugga light", "namespace": "files", "k": 1}
+    ).json()["results"]
     assert found[0]["source"] == "notes.md"
     assert found[0]["metadata"]["shelf"] == 3
     page = client.get(f"/rag/jobs/{job['job_id']}", params={"limit": 2}).json()
@@ -77,7 +103,12 @@ def test_files_become_documents(client: httpx.Client) -> None:
 
 
 def test_uploads_leave_nothing_behind(client: httpx.Client, live: Live) -> None:
-    finished(client, client.post("/rag/ingest", files={"file": ("a.txt", b"Some words of text.")}, data={"namespace": "clean"}))
+    finished(
+        client,
+        client.post(
+            "/rag/ingest", files={"file": ("a.txt", b"Some words of text.")}, data={"namespace": "clean"}
+        ),
+    )
     uploads = Path(live.settings.data_dir) / "uploads"
     eventually(lambda: list(uploads.iterdir()) == [], "the upload is removed after the job has ended")
 
@@ -102,7 +133,10 @@ def test_uploads_leave_nothing_behind(client: httpx.Client, live: Live) -> None:
         ({"json": {"texts": [{"name": " ", "text": "x"}]}}, "texts[0].name"),
         ({"json": {"texts": [{"name": "a", "text": "a\0b"}]}}, "texts[0].text"),
         ({"json": {"texts": [{"name": "a", "text": "b", "metadata": {"": 1}}]}}, "texts[0].metadata"),
-        ({"json": {"texts": [{"name": "a", "text": "b", "metadata": {"k": {"deep": 1}}}]}}, "texts[0].metadata"),
+        (
+            {"json": {"texts": [{"name": "a", "text": "b", "metadata": {"k": {"deep": 1}}}]}},
+            "texts[0].metadata",
+        ),
         ({"json": {"texts": [{"name": "a", "text": "b"}, {"name": "a", "text": "c"}]}}, "name"),
         ({"json": {"text": "x"}}, "texts"),
     ],
@@ -125,7 +159,9 @@ def test_another_kind_of_body(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("size", [100_001, 5_000_000])
-def test_a_file_over_its_limit(live: Live, client: httpx.Client, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_over_its_limit(
+    live: Live, client: httpx.Client, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live.settings, "max_upload_bytes", 100_000)
     files = [("files", ("small.txt", b"x" * 99_999)), ("files", ("large.txt", b"x" * size))]
     response = client.post("/rag/ingest", files=files)
@@ -134,8 +170,12 @@ def test_a_file_over_its_limit(live: Live, client: httpx.Client, size: int, monk
     assert client.post("/rag/ingest", files=files[:1], data={"namespace": "limits"}).status_code == 202
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left"), sqlite3.OperationalError("database or disk is full")])
-def test_a_full_disk_is_said(client: httpx.Client, live: Live, failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left"), sqlite3.OperationalError("database or disk is full")]
+)
+def test_a_full_disk_is_said(
+    client: httpx.Client, live: Live, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise failure
 
@@ -148,11 +188,21 @@ def test_a_namespace_of_another_embedder(client: httpx.Client, live: Live) -> No
     live.services.store.ensure_namespace("foreign", embedder="another", dim=8)
     query = client.post("/rag/query", json={"query": "x y", "namespace": "foreign"})
     assert (query.status_code, query.json()["error"]["code"]) == (409, "embedder_mismatch")
-    assert client.post("/rag/ingest", json={"namespace": "foreign", "texts": [{"name": "a", "text": "b"}]}).status_code == 409
+    assert (
+        client.post(
+            "/rag/ingest", json={"namespace": "foreign", "texts": [{"name": "a", "text": "b"}]}
+        ).status_code
+        == 409
+    )
 
 
 def test_jobs_are_listed_and_cancelled(client: httpx.Client) -> None:
-    job = finished(client, client.post("/rag/ingest", json={"namespace": "jobs", "texts": [{"name": "a", "text": "some words"}]}))
+    job = finished(
+        client,
+        client.post(
+            "/rag/ingest", json={"namespace": "jobs", "texts": [{"name": "a", "text": "some words"}]}
+        ),
+    )
     listed = client.get("/rag/jobs", params={"namespace": "jobs", "state": "done"}).json()["jobs"]
     assert [one["job_id"] for one in listed] == [job["job_id"]]
     response = client.delete(f"/rag/jobs/{job['job_id']}")
@@ -190,7 +240,11 @@ def test_a_document_is_shown_and_removed(client: httpx.Client, docs: str) -> Non
     path = f"/rag/documents/{next(one['doc_id'] for one in listed if one['source'] == 'soup')}"
     where = {"namespace": docs}
     shown = client.get(path, params=where).json()
-    assert (shown["title"], shown["n_chunks"], shown["metadata"]) == ("Soup", 1, {"name": "soup", "lang": "en"})
+    assert (shown["title"], shown["n_chunks"], shown["metadata"]) == (
+        "Soup",
+        1,
+        {"name": "soup", "lang": "en"},
+    )
     chunks = client.get(f"{path}/chunks", params=where).json()
     assert [chunk["text"] for chunk in chunks["chunks"]] == [DOCUMENTS["soup"]]
     assert client.delete(path, params=where).json() == shown
@@ -205,7 +259,12 @@ def test_a_document_is_shown_and_removed(client: httpx.Client, docs: str) -> Non
 def test_namespaces_are_shown_and_dropped(client: httpx.Client, live: Live) -> None:
     live.index("drop-me", {"a": "b", "c": "d"})
     shown = client.get("/rag/namespaces/drop-me").json()
-    assert (shown["n_documents"], shown["n_chunks"], shown["embedder"], shown["dim"]) == (2, 2, "words", live.embedder.dim)
+    assert (shown["n_documents"], shown["n_chunks"], shown["embedder"], shown["dim"]) == (
+        2,
+        2,
+        "words",
+        live.embedder.dim,
+    )
     assert "drop-me" in {one["name"] for one in client.get("/rag/namespaces").json()["namespaces"]}
     assert client.delete("/rag/namespaces/drop-me").json()["n_documents"] == 2
     for call in (client.get, client.delete):
@@ -234,5 +293,7 @@ def test_an_engine_without_a_document_cache_warms_nothing(client: httpx.Client, 
         client.post("/rag/ingest", json={"namespace": docs, "texts": texts, "warm": True}),
         client.post("/rag/ingest", files=form, data={"namespace": docs, "warm": "true"}),
     ]
-    assert [(call.status_code, call.json()["error"]["code"]) for call in calls] == [(400, "no_document_cache")] * 3
+    assert [(call.status_code, call.json()["error"]["code"]) for call in calls] == [
+        (400, "no_document_cache")
+    ] * 3
     assert client.get("/rag/jobs").json() == before

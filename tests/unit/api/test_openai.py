@@ -1,4 +1,6 @@
-"""`/v1/chat/completions` and `/v1/models` through OpenAI's own client; everything that is not ours goes through untouched."""
+"""`/v1/chat/completions` and `/v1/models` through OpenAI's own client; everything that is not ours goes
+through untouched.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,10 @@ def test_the_last_message_is_the_question_and_the_others_are_history(chat: Any, 
         {"role": "system", "content": "Be brief."},
         *MESSAGES,
         first.choices[0].message,  # as the client library gives it back
-        {"role": "user", "content": [{"type": "text", "text": "And who built Bell Rock, please, in two words?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "And who built Bell Rock, please, in two words?"}],
+        },
     ]
     answer = chat.create(model="ragserve/docs", messages=messages, extra_body={"k": 1})
     passage = answer.citations[0]
@@ -98,14 +103,24 @@ def test_options_reach_the_engine(chat: Any, live: Live) -> None:
     sampling = live.engine.requests[-1].sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (9, 0.7, 0.8, 4)
     assert (sampling.stop, sampling.presence_penalty) == (("x",), 0.5)
-    chat.create(model="ragserve/docs", messages=MESSAGES, max_tokens=5, extra_body={"documents": [{"text": "x"}], "strategy": "full"})
+    chat.create(
+        model="ragserve/docs",
+        messages=MESSAGES,
+        max_tokens=5,
+        extra_body={"documents": [{"text": "x"}], "strategy": "full"},
+    )
     assert live.engine.requests[-1].sampling.max_new_tokens == 5
     assert live.engine.requests[-1].strategy == "full"
 
 
 @pytest.mark.parametrize(
     ("source", "url"),
-    [("https://x.org/a b", "https://x.org/a b"), ("/srv/a b.md", "file:///srv/a%20b.md"), ("notes", "notes"), (None, "")],
+    [
+        ("https://x.org/a b", "https://x.org/a b"),
+        ("/srv/a b.md", "file:///srv/a%20b.md"),
+        ("notes", "notes"),
+        (None, ""),
+    ],
 )
 def test_sources_as_urls(chat: Any, source: str | None, url: str) -> None:
     document = {"title": "T", "text": "x", **({"source": source} if source else {})}
@@ -131,7 +146,10 @@ def test_an_unknown_namespace_is_an_unknown_model(chat: Any, model: str, stream:
         ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "messages"),
         ({"messages": MESSAGES * 66}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content",
+        ),
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
@@ -156,7 +174,9 @@ def test_an_error_in_the_stream_is_raised_by_the_client(chat: Any, live: Live) -
 
 def test_a_body_too_large_for_ours_may_be_sglangs(client: httpx.Client, live: Live, docs: str) -> None:
     filler = "x" * (live.settings.max_body_bytes + 1)
-    ours = client.post("/v1/chat/completions", json={"model": "ragserve/docs", "messages": MESSAGES, "user": filler})
+    ours = client.post(
+        "/v1/chat/completions", json={"model": "ragserve/docs", "messages": MESSAGES, "user": filler}
+    )
     assert ours.status_code == 413
     body = {"model": "tiny", "messages": MESSAGES, "user": filler}
     theirs = client.post("/v1/chat/completions", json=body)
@@ -167,7 +187,9 @@ def test_a_body_too_large_for_ours_may_be_sglangs(client: httpx.Client, live: Li
 @pytest.mark.parametrize("body", [{"model": "tiny", "tools": [1]}, {"messages": []}, {"model": 7}, []])
 def test_other_models_are_sglangs(client: httpx.Client, live: Live, body: Any) -> None:
     raw = json.dumps(body, indent=3).encode()
-    response = client.post("/v1/chat/completions?x=1", content=raw, headers={"Content-Type": "application/json"})
+    response = client.post(
+        "/v1/chat/completions?x=1", content=raw, headers={"Content-Type": "application/json"}
+    )
     assert response.json() == {"upstream": "/v1/chat/completions", "size": len(raw)}
     scope = live.seen_upstream[-1]["scope"]
     assert live.seen_upstream[-1]["body"] == raw
@@ -175,12 +197,18 @@ def test_other_models_are_sglangs(client: httpx.Client, live: Live, body: Any) -
     assert response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/health", "/rag", "/rag/query/", "/anything/else"])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/v1/completions", "/health", "/rag", "/rag/query/", "/anything/else"]
+)
 def test_what_no_route_of_ours_claims_is_sglangs(client: httpx.Client, live: Live, path: str) -> None:
     assert client.post(path, content=b"abc").json() == {"upstream": path, "size": 3}
     ours = {"router", "route", "endpoint", "path_params", "fastapi", "fastapi_inner_astack"}
     assert live.seen_upstream[-1]["scope"]["app"] is not live.app
-    assert not ours & {name for name, value in live.seen_upstream[-1]["scope"].items() if value is getattr(live.app, name, object())}
+    assert not ours & {
+        name
+        for name, value in live.seen_upstream[-1]["scope"].items()
+        if value is getattr(live.app, name, object())
+    }
 
 
 def test_an_error_of_sglangs_app_is_its_own(client: httpx.Client) -> None:
@@ -193,7 +221,11 @@ def test_models_of_both(client: httpx.Client, live: Live, docs: str) -> None:
     live.index("more", {"a": "b"})
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused") as connection:
         names = {model.id: model.owned_by for model in connection.models.list()}
-        assert {"ragserve/docs": "ragserve", "ragserve/more": "ragserve", "tiny": "sglang"}.items() <= names.items()
+        assert {
+            "ragserve/docs": "ragserve",
+            "ragserve/more": "ragserve",
+            "tiny": "sglang",
+        }.items() <= names.items()
         assert connection.models.retrieve("ragserve/docs").id == "ragserve/docs"
         with pytest.raises(openai.NotFoundError):
             connection.models.retrieve("ragserve/nowhere")

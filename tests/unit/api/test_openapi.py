@@ -15,8 +15,14 @@ from ragserve.config import Settings
 from tests.unit.api.scripted_server import Live, ScriptedEngine, upstream_app
 
 REPO_MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "ragserve-tiny"
-SCHEMA: dict[str, Any] = create_app(Settings(), ScriptedEngine(REPO_MODEL), upstream=upstream_app([]), serve_metrics=True).openapi()
-OPERATIONS = [(f"{method} {path}", operation) for path, item in SCHEMA["paths"].items() for method, operation in item.items()]
+SCHEMA: dict[str, Any] = create_app(
+    Settings(), ScriptedEngine(REPO_MODEL), upstream=upstream_app([]), serve_metrics=True
+).openapi()
+OPERATIONS = [
+    (f"{method} {path}", operation)
+    for path, item in SCHEMA["paths"].items()
+    for method, operation in item.items()
+]
 ROUTES = {
     "post /rag/query",
     "post /rag/retrieve",
@@ -76,7 +82,9 @@ def test_a_route_is_described(name: str, operation: dict[str, Any]) -> None:
         assert response["description"], status
         assert any(list(examples(content)) for content in response["content"].values()), status
         if status >= "400":
-            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+            assert response["content"]["application/json"]["schema"] == {
+                "$ref": "#/components/schemas/ErrorBody"
+            }
 
 
 @pytest.mark.parametrize(("name", "operation"), OPERATIONS, ids=[name for name, _ in OPERATIONS])
@@ -103,9 +111,15 @@ def test_the_example_streams_fit_their_events(path: str) -> None:
             continue
         seen.add(event.get("event"))
         validate(event, content["itemSchema"])
-        (fits,) = [one for one in content["itemSchema"]["oneOf"] if one["properties"].get("event", {}).get("const") == event.get("event")]
+        (fits,) = [
+            one
+            for one in content["itemSchema"]["oneOf"]
+            if one["properties"].get("event", {}).get("const") == event.get("event")
+        ]
         validate(json.loads(event["data"]), fits["properties"]["data"]["contentSchema"])
-    wanted = {"search_results", "message", "citation", "final_answer", "done"} if path == "/rag/query" else {None}
+    wanted = (
+        {"search_results", "message", "citation", "final_answer", "done"} if path == "/rag/query" else {None}
+    )
     assert seen == wanted
 
 
@@ -132,7 +146,12 @@ def test_real_answers_fit_the_document(live: Live, docs: str) -> None:
             ("get", "/rag/jobs", "/rag/jobs", None),
             ("get", "/rag/documents", "/rag/documents?namespace=docs", None),
             ("get", "/rag/documents/{doc_id}", f"/rag/documents/{document}?namespace=docs", None),
-            ("get", "/rag/documents/{doc_id}/chunks", f"/rag/documents/{document}/chunks?namespace=docs", None),
+            (
+                "get",
+                "/rag/documents/{doc_id}/chunks",
+                f"/rag/documents/{document}/chunks?namespace=docs",
+                None,
+            ),
             ("get", "/rag/namespaces", "/rag/namespaces", None),
             ("get", "/rag/namespaces/{name}", "/rag/namespaces/docs", None),
             ("get", "/v1/models", "/v1/models", None),
@@ -143,7 +162,12 @@ def test_real_answers_fit_the_document(live: Live, docs: str) -> None:
         for method, template, path, sent in calls:
             response = client.request(method.upper(), path, json=sent)
             assert response.status_code == 200, (path, response.text)
-            validate(response.json(), SCHEMA["paths"][template][method]["responses"]["200"]["content"]["application/json"]["schema"])
+            validate(
+                response.json(),
+                SCHEMA["paths"][template][method]["responses"]["200"]["content"]["application/json"][
+                    "schema"
+                ],
+            )
         served = client.get("/openapi.json").json()
         assert served["paths"].keys() == SCHEMA["paths"].keys()
         assert client.get("/docs").status_code == 200

@@ -56,7 +56,13 @@ def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -
     assert citation["chunk_id"] > 0
     assert 0 < citation["score"] <= 1.001
     assert answer["usage"]["completion"] == 4
-    assert set(answer["context"]) >= {"strategy", "tokens_retrieved", "tokens_kept", "tokens_recomputed", "tokens_by_tier"}
+    assert set(answer["context"]) >= {
+        "strategy",
+        "tokens_retrieved",
+        "tokens_kept",
+        "tokens_recomputed",
+        "tokens_by_tier",
+    }
     assert answer["timings"]["queue_ms"] == 0.5
     assert answer["timings"]["prefill_ms"] == 1.5
     assert all(answer["timings"][name] >= 0 for name in ("embed_ms", "search_ms", "ttft_ms", "total_ms"))
@@ -67,7 +73,9 @@ def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -
 
 @pytest.mark.parametrize("given", ["my-id.7:a", "x" * 128])
 def test_a_client_may_name_its_request(client: httpx.Client, docs: str, given: str) -> None:
-    response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs}, headers={"X-Request-Id": given})
+    response = client.post(
+        "/rag/query", json={"query": QUESTION, "namespace": docs}, headers={"X-Request-Id": given}
+    )
     assert response.headers["x-request-id"] == response.json()["request_id"] == given
 
 
@@ -84,9 +92,15 @@ def test_more_passages_than_there_are(client: httpx.Client, docs: str) -> None:
     assert ask(client, k=64)["context"]["documents_retrieved"] == len(DOCUMENTS)
 
 
-def test_the_prompt_holds_the_passages_in_order_and_the_history(client: httpx.Client, live: Live, docs: str) -> None:
-    found = client.post("/rag/retrieve", json={"query": QUESTION, "namespace": docs, "k": 2}).json()["results"]
-    ask(client, k=2, history=[{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
+def test_the_prompt_holds_the_passages_in_order_and_the_history(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    found = client.post("/rag/retrieve", json={"query": QUESTION, "namespace": docs, "k": 2}).json()[
+        "results"
+    ]
+    ask(
+        client, k=2, history=[{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
+    )
     prompts = PromptBuilder.load(live.settings.model)
     documents = [PromptDocument("", passage["title"], passage["text"]) for passage in found]
     history = [Message("user", "Hello?"), Message("assistant", "Yes.")]
@@ -100,7 +114,11 @@ def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live
     ask(client, max_new_tokens=7, temperature=0.5, top_p=0.9, seed=3, stop=["\n"], strategy="full")
     request = live.engine.requests[-1]
     assert request.strategy == "full"
-    assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.top_p) == (7, 0.5, 0.9)
+    assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.top_p) == (
+        7,
+        0.5,
+        0.9,
+    )
     assert (request.sampling.seed, request.sampling.stop) == (3, ("\n",))
     ask(client)
     assert live.engine.requests[-1].sampling.max_new_tokens == live.settings.max_new_tokens
@@ -109,7 +127,10 @@ def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live
 
 def test_a_server_answers_by_its_strategy_with_its_options(tmp_path: Path, model_path: Path) -> None:
     """Where a request names no strategy or the same one; what it says itself wins, over both routes."""
-    with serving(tmp_path, model_path, strategy="epic:share=0.2,first=16", force_strategies=True) as live, live.client() as client:
+    with (
+        serving(tmp_path, model_path, strategy="epic:share=0.2,first=16", force_strategies=True) as live,
+        live.client() as client,
+    ):
         live.index("docs", DOCUMENTS)
 
         def used(route: str = "/rag/query", **fields: Any) -> tuple[str, dict[str, Any]]:
@@ -122,15 +143,24 @@ def test_a_server_answers_by_its_strategy_with_its_options(tmp_path: Path, model
 
         for route in ("/rag/query", "/v1/chat/completions"):
             assert used(route) == ("epic", {"first": 16, "share": 0.2})
-            assert used(route, strategy="epic", strategy_options={"first": 8}) == ("epic", {"first": 8, "share": 0.2})
-            assert used(route, strategy_options={"seed": 3}) == ("epic", {"first": 16, "share": 0.2, "seed": 3})
+            assert used(route, strategy="epic", strategy_options={"first": 8}) == (
+                "epic",
+                {"first": 8, "share": 0.2},
+            )
+            assert used(route, strategy_options={"seed": 3}) == (
+                "epic",
+                {"first": 16, "share": 0.2, "seed": 3},
+            )
             assert used(route, strategy="full") == ("full", {})
         assert client.get("/info").json()["defaults"]["strategy"] == "epic:first=16,share=0.2"
 
 
 def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, live: Live, docs: str) -> None:
     def answer(**options: Any) -> httpx.Response:
-        return client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "strategy": "epic", "strategy_options": options})
+        return client.post(
+            "/rag/query",
+            json={"query": QUESTION, "namespace": docs, "strategy": "epic", "strategy_options": options},
+        )
 
     refused = answer(first=16)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "strategy_not_verified")
@@ -141,7 +171,9 @@ def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, li
     assert answer(first=16, force=1).status_code == 400
     good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
     record(
-        live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=16": Entry({"s": good}, "m", "d", "h", "float32")}
+        live.settings.data_dir / FILE_NAME,
+        live.engine.info.fingerprint,
+        {"epic:first=16": Entry({"s": good}, "m", "d", "h", "float32")},
     )
     assert answer(first=16).status_code == 200
     assert answer(first=8).status_code == 400
@@ -149,22 +181,36 @@ def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, li
 
 def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs: str) -> None:
     def chosen(**options: Any) -> httpx.Response:
-        return client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "strategy": "auto", "strategy_options": options})
+        return client.post(
+            "/rag/query",
+            json={"query": QUESTION, "namespace": docs, "strategy": "auto", "strategy_options": options},
+        )
 
     exact = chosen().json()["context"]
     assert exact["strategy"] == "prefix"
     assert "ragserve calibrate" in exact["choice"]
     assert chosen(first=16).status_code == 400
     good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
-    record(live.settings.data_dir / FILE_NAME, live.engine.info.fingerprint, {"epic:first=4": Entry({"s": good}, "m", "d", "h", "float32")})
+    record(
+        live.settings.data_dir / FILE_NAME,
+        live.engine.info.fingerprint,
+        {"epic:first=4": Entry({"s": good}, "m", "d", "h", "float32")},
+    )
     costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "h", "d")
     COSTS.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint, costs)
-    assert "does not say what it has cached" in chosen().json()["context"]["choice"]  # this one has no document cache
+    assert (
+        "does not say what it has cached" in chosen().json()["context"]["choice"]
+    )  # this one has no document cache
     assert live.engine.requests[-1].strategy == "prefix"
 
 
-def test_a_short_follow_up_is_searched_for_with_the_turn_before(client: httpx.Client, live: Live, docs: str) -> None:
-    history = [{"role": "user", "content": "Tell me of Skerryvore."}, {"role": "assistant", "content": "A lighthouse."}]
+def test_a_short_follow_up_is_searched_for_with_the_turn_before(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    history = [
+        {"role": "user", "content": "Tell me of Skerryvore."},
+        {"role": "assistant", "content": "A lighthouse."},
+    ]
     ask(client, "And who built it?", history=history)
     assert live.embedder.calls[-1] == ["Tell me of Skerryvore.\nAnd who built it?"]
     ask(client, "Now please tell me in detail who it was that built it?", history=history)
@@ -175,7 +221,8 @@ def test_a_short_follow_up_is_searched_for_with_the_turn_before(client: httpx.Cl
 
 def test_filters_restrict_the_search(client: httpx.Client, docs: str) -> None:
     answer = client.post(
-        "/rag/retrieve", json={"query": QUESTION, "namespace": docs, "filter": {"op": "eq", "field": "name", "value": "soup"}}
+        "/rag/retrieve",
+        json={"query": QUESTION, "namespace": docs, "filter": {"op": "eq", "field": "name", "value": "soup"}},
     ).json()
     assert [passage["source"] for passage in answer["results"]] == ["soup"]
     assert answer["results"][0]["metadata"] == {"name": "soup", "lang": "en"}
@@ -185,7 +232,10 @@ def test_filters_restrict_the_search(client: httpx.Client, docs: str) -> None:
 
 
 def test_context_given_inline_is_not_searched_for(client: httpx.Client, live: Live) -> None:
-    documents = [{"title": "One", "text": "It was Bob.", "source": "https://x.org/1"}, {"text": "It was Alan Stevenson."}]
+    documents = [
+        {"title": "One", "text": "It was Bob.", "source": "https://x.org/1"},
+        {"text": "It was Alan Stevenson."},
+    ]
     live.engine.deltas = ("Alan Stevenson",)
     answer = ask(client, documents=documents, namespace="not-there")
     assert live.embedder.calls == []
@@ -193,7 +243,12 @@ def test_context_given_inline_is_not_searched_for(client: httpx.Client, live: Li
     assert answer["timings"]["embed_ms"] is None
     assert answer["timings"]["search_ms"] is None
     (citation,) = answer["citations"]
-    assert (citation["index"], citation["basis"], citation["source"], citation["score"]) == (2, "quote", None, None)
+    assert (citation["index"], citation["basis"], citation["source"], citation["score"]) == (
+        2,
+        "quote",
+        None,
+        None,
+    )
     live.engine.deltas = ("nobody",)
     assert [c["source"] for c in ask(client, documents=documents)["citations"]] == ["https://x.org/1", None]
 
@@ -229,7 +284,9 @@ def test_tokens_add_up(client: httpx.Client, live: Live, docs: str, share: float
     assert (context["tokens_recomputed"] == 0) == (share == 1)
 
 
-def test_the_stream_has_the_documented_order_and_the_same_answer(client: httpx.Client, live: Live, docs: str) -> None:
+def test_the_stream_has_the_documented_order_and_the_same_answer(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
     live.engine.deltas = (" Alan", " [", "1", "] or [", "9", "9] Robert [7", "] Steven", "son. ")
     whole = ask(client, k=2)
     response = client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "k": 2, "stream": True})
@@ -242,11 +299,16 @@ def test_the_stream_has_the_documented_order_and_the_same_answer(client: httpx.C
     assert len(messages) > 2
     final = events[-2][1]
     assert "".join(messages) == final["answer"] == whole["answer"] == "Alan [1] or Robert Stevenson."
-    assert all(final[name] == whole[name] for name in ("citations", "usage", "context", "index_version", "finish_reason"))
+    assert all(
+        final[name] == whole[name]
+        for name in ("citations", "usage", "context", "index_version", "finish_reason")
+    )
     assert set(final) == set(whole)
     assert events[-3][1] == final["citations"][0]
     assert [passage["source"] for passage in events[0][1]["results"]] == ["skerryvore", "bell"]
-    assert {data["request_id"] for name, data in events if "request_id" in data} == {response.headers["x-request-id"]}
+    assert {data["request_id"] for name, data in events if "request_id" in data} == {
+        response.headers["x-request-id"]
+    }
 
 
 def test_the_error_event_has_the_body_of_the_http_error(client: httpx.Client, live: Live, docs: str) -> None:
@@ -282,7 +344,9 @@ def test_what_nobody_foresaw_is_logged_and_not_told(
     live.embedder.error = RuntimeError("secret detail")
     with caplog.at_level(logging.ERROR, logger="ragserve"):
         response = client.post(
-            "/rag/query", json={"query": QUESTION, "namespace": docs, "stream": stream}, headers={"X-Request-Id": "look-for-me"}
+            "/rag/query",
+            json={"query": QUESTION, "namespace": docs, "stream": stream},
+            headers={"X-Request-Id": "look-for-me"},
         )
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"

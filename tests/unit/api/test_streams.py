@@ -35,8 +35,12 @@ def is_idle(live: Live) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [("/rag/query", BODY), ("/v1/chat/completions", CHAT)], ids=["query", "chat"])
-def test_a_client_that_leaves_aborts_its_generation(live: Live, docs: str, stream: bool, path: str, body: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [("/rag/query", BODY), ("/v1/chat/completions", CHAT)], ids=["query", "chat"]
+)
+def test_a_client_that_leaves_aborts_its_generation(
+    live: Live, docs: str, stream: bool, path: str, body: dict[str, object]
+) -> None:
     aborted = metrics().aborted._value.get()
     live.engine.hold.clear()
     with raw_request(live, path, {**body, "stream": stream}) as connection:

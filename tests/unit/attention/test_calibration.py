@@ -24,9 +24,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, max_position_embeddings=2048,
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[:16] *= 40
@@ -38,7 +44,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_head_that_matters_keeps_its_gate(model_folder: Path) -> None:
     model = GatedModel(str(model_folder), sink=16, local=64)
     errors: list[float] = []
-    gates = learn(model, steps=50, tokens=512, penalty=0.05, rate=0.1, progress=lambda step, error, gate: errors.append(error))
+    gates = learn(
+        model,
+        steps=50,
+        tokens=512,
+        penalty=0.05,
+        rate=0.1,
+        progress=lambda step, error, gate: errors.append(error),
+    )
     assert gates.shape == (2, 2)
     assert float(gates.min()) >= 0
     assert gates.argmax() == 2, "head 0 of layer 1"
@@ -55,7 +68,9 @@ def test_passkeys_are_in_the_text_and_in_its_repetition(model_folder: Path) -> N
     model = GatedModel(str(model_folder))
     text = make_passkeys(model.encode, 700, random.Random(3), count=4)
     assert 650 < len(text.ids) < 760
-    front, end = (model.tokenizer.decode(part) for part in (text.ids[: text.answers], text.ids[text.answers :]))
+    front, end = (
+        model.tokenizer.decode(part) for part in (text.ids[: text.answers], text.ids[text.answers :])
+    )
     codes = [word for word in end.split() if word.rstrip(".").isdigit()]
     assert len(codes) == 4
     assert all(code in front for code in codes)

@@ -1,4 +1,6 @@
-"""Page statistics through random lives of requests: prefill in chunks, decode, shared prefixes, pages freed and used again."""
+"""Page statistics through random lives of requests: prefill in chunks, decode, shared prefixes, pages freed
+and used again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PAGE, PAGES, ROWS = 16, 24, 5
 
 
 class Pool(RuleBasedStateMachine):
-    """As SGLang does it: pages from a free list, a request's tokens in order in its pages, KV written before statistics are told."""
+    """As SGLang does it: pages from a free list, a request's tokens in order in its pages, KV written before
+    statistics are told.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +43,9 @@ class Pool(RuleBasedStateMachine):
         for position in range(start, end):
             if position % PAGE == 0:
                 page = self.free.pop(0)
-                self.table[row, position : position + PAGE] = page * PAGE + torch.arange(PAGE, dtype=torch.int32)
+                self.table[row, position : position + PAGE] = page * PAGE + torch.arange(
+                    PAGE, dtype=torch.int32
+                )
             for k in self.k:
                 k[int(self.table[row, position])] = torch.randn(2, 64, generator=self.random)
         self.live[row] = end
@@ -53,7 +59,9 @@ class Pool(RuleBasedStateMachine):
         if share and self.cached:
             pages = self.cached[0]
             for i, page in enumerate(pages):
-                self.table[row, i * PAGE : (i + 1) * PAGE] = page * PAGE + torch.arange(PAGE, dtype=torch.int32)
+                self.table[row, i * PAGE : (i + 1) * PAGE] = page * PAGE + torch.arange(
+                    PAGE, dtype=torch.int32
+                )
             start = len(pages) * PAGE
             self.borrowed[row] = pages
         self.live[row] = start
@@ -104,7 +112,9 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        """Every full page but a request's newest token's, and every cached one, has the statistics of its keys."""
+        """Every full page but a request's newest token's, and every cached one, has the statistics of its
+        keys.
+        """
         pages = {page for prefix in self.cached for page in prefix}
         for row, tokens in self.live.items():
             full = tokens // PAGE if row not in self.decoding else max(0, tokens - 1) // PAGE
@@ -135,7 +145,9 @@ def test_a_logical_page_must_divide_the_page() -> None:
 
 @pytest.mark.gpu
 def test_the_last_page_of_a_request_waits_for_the_step_that_fills_it() -> None:
-    """As with the overlap scheduler: the request ends on one stream while the step that writes its last token runs on another."""
+    """As with the overlap scheduler: the request ends on one stream while the step that writes its last token
+    runs on another.
+    """
     k = [torch.randn(64, 1, 64, device="cuda") for _ in range(2)]
     pool = SimpleNamespace(k_buffer=k, v_buffer=[torch.zeros_like(x) for x in k])
     statistics = Statistics(pool, torch.arange(64, dtype=torch.int32, device="cuda")[None], PAGE, 4)

@@ -24,7 +24,13 @@ def pool(request: pytest.FixtureRequest) -> QuantizedKVPool:
 
 
 def make(bits: int, **changes: Any) -> QuantizedKVPool:
-    shape = {"head_num": HEADS, "head_dim": DIM, "layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False}
+    shape = {
+        "head_num": HEADS,
+        "head_dim": DIM,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
     return quantized_pool(bits)(SLOTS, page_size=PAGE, dtype=torch.float32, **(shape | changes))
 
 
@@ -86,12 +92,14 @@ def test_statistics_are_those_of_the_stored_keys(pool: QuantizedKVPool) -> None:
 
 def test_what_a_slot_takes_is_what_the_pool_says(pool: QuantizedKVPool) -> None:
     plain = LAYERS * HEADS * DIM * 2 * 4
-    counted = cell_bytes(plain, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=PAGE, logical_page=4, bits=pool.bits)
+    counted = cell_bytes(
+        plain, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=PAGE, logical_page=4, bits=pool.bits
+    )
     statistics = Statistics(pool, torch.zeros(1, 16, dtype=torch.int32), PAGE, 4)
     assert counted * (SLOTS + PAGE) == sum(pool.get_kv_size_bytes()) + statistics.bytes
-    assert cell_bytes(plain, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=PAGE, logical_page=4, bits=16) == round(
-        plain * (1 + 1 / 4 + 1 / 32)
-    )
+    assert cell_bytes(
+        plain, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=PAGE, logical_page=4, bits=16
+    ) == round(plain * (1 + 1 / 4 + 1 / 32))
 
 
 def test_what_cannot_be_done_is_said() -> None:
@@ -102,7 +110,9 @@ def test_what_cannot_be_done_is_said() -> None:
 
 
 def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By SGLang's own functions for CUDA, with our hooks on them; on the CPU platform the server's tests see the same."""
+    """By SGLang's own functions for CUDA, with our hooks on them; on the CPU platform the server's tests see
+    the same.
+    """
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
@@ -111,8 +121,18 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
 
     load_plugins()
     monkeypatch.setattr(type(get_parallel()), "attn_tp_size", 1)
-    args = {"kv_cache_dtype": "auto", "page_size": PAGE, "enable_memory_saver": False, "speculative_algorithm": None}
-    model = SimpleNamespace(get_num_kv_heads=lambda ranks: HEADS, head_dim=DIM, v_head_dim=DIM, hf_config=SimpleNamespace(architectures=[]))
+    args = {
+        "kv_cache_dtype": "auto",
+        "page_size": PAGE,
+        "enable_memory_saver": False,
+        "speculative_algorithm": None,
+    }
+    model = SimpleNamespace(
+        get_num_kv_heads=lambda ranks: HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        hf_config=SimpleNamespace(architectures=[]),
+    )
     engine: Any = SimpleNamespace(
         server_args=SimpleNamespace(**args, prefill_only_disable_kv_cache=False, enable_pdmux=False),
         model_config=model,
@@ -126,7 +146,9 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
 
     def built(config: dict[str, Any] | None) -> tuple[Any, int]:
         monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, json.dumps(config) if config else "")
-        pool = KVCacheConfigurator._build_mha_kv_pool(engine, max_total_num_tokens=SLOTS, mha_pool_class=MHATokenToKVPool)
+        pool = KVCacheConfigurator._build_mha_kv_pool(
+            engine, max_total_num_tokens=SLOTS, mha_pool_class=MHATokenToKVPool
+        )
         configurator = object.__new__(DefaultPoolConfigurator)
         return pool, configurator._compute_cell_size(engine, LAYERS)
 

@@ -1,4 +1,6 @@
-"""A step's tables, what is captured, what an engine must be, and the account of what was read: the parts around the kernels."""
+"""A step's tables, what is captured, what an engine must be, and the account of what was read: the parts
+around the kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.planner import DecodeState, Planner, Row, Variant
-from sglang_ext.attention.tables import Shape, StepTables
+from sglang_ext.attention.step_planner import DecodeState, Row, StepPlanner, Variant
+from sglang_ext.attention.tables import StepTables, TableShape
 from sglang_ext.protocol import DecodeOptions
 
-SHAPE = Shape(layers=2, heads=4, kv_heads=2, pages=20, capacity=9, page_size=16, head_dim=64, dtype=torch.float32)
+SHAPE = TableShape(
+    layers=2, heads=4, kv_heads=2, pages=20, capacity=9, page_size=16, head_dim=64, dtype=torch.float32
+)
 PATTERN = torch.tensor([[True, False], [False, False]])
 
 
@@ -37,8 +41,22 @@ def test_kinds_budgets_and_ranks_by_row() -> None:
             row("hierarchical", budget=4096, sparse=False),
         )
     )
-    assert step.kinds[0].tolist() == [[FULL] * 2, [STREAMING, SELECTED], [SELECTED] * 2, [STREAMING, SELECTED], [FULL] * 2, [FULL] * 2]
-    assert step.kinds[1].tolist() == [[FULL] * 2, [SELECTED] * 2, [SELECTED] * 2, [SELECTED] * 2, [FULL] * 2, [FULL] * 2]
+    assert step.kinds[0].tolist() == [
+        [FULL] * 2,
+        [STREAMING, SELECTED],
+        [SELECTED] * 2,
+        [STREAMING, SELECTED],
+        [FULL] * 2,
+        [FULL] * 2,
+    ]
+    assert step.kinds[1].tolist() == [
+        [FULL] * 2,
+        [SELECTED] * 2,
+        [SELECTED] * 2,
+        [SELECTED] * 2,
+        [FULL] * 2,
+        [FULL] * 2,
+    ]
     assert step.by_rank[0].tolist() == [[0, 0], [0, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
     assert step.budgets.tolist()[:2] == [8, 4], "2048 tokens are capped at the tables' width, 64 are 4 pages"
     assert step.thresholds.tolist()[2] == 0.5
@@ -89,7 +107,7 @@ class Backend:
 
     def __init__(self, config: AttentionConfig, streaming_share: float = 0.0) -> None:
         self.config, self.streaming_share = config, streaming_share
-        self.planner = Planner(config, 16, 8192)
+        self.planner = StepPlanner(config, 16, 8192)
         self.variant = Variant.DENSE
         self.rank = 0
         self.steps: list[Any] = []
@@ -119,22 +137,41 @@ class Backend:
         return self.use
 
 
-def batch(reqs: list[Any], lengths: list[int], *, decode: bool = True, prefix: list[int] | None = None, mixed: int = 0) -> Any:
+def batch(
+    reqs: list[Any],
+    lengths: list[int],
+    *,
+    decode: bool = True,
+    prefix: list[int] | None = None,
+    mixed: int = 0,
+) -> Any:
     """``mixed``: how many of the requests, the last ones, decode in an extend."""
     mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode, is_mixed=lambda: mixed > 0)
     seq_lens = torch.tensor(lengths)
-    return SimpleNamespace(forward_mode=mode, reqs=reqs, seq_lens_cpu=seq_lens, prefix_lens=prefix, decoding_reqs=reqs[len(reqs) - mixed :])
+    return SimpleNamespace(
+        forward_mode=mode,
+        reqs=reqs,
+        seq_lens_cpu=seq_lens,
+        prefix_lens=prefix,
+        decoding_reqs=reqs[len(reqs) - mixed :],
+    )
 
 
 def request(runtime: Any, rid: str, options: str | None = None) -> Any:
     params = SimpleNamespace(custom_params={"ragserve_decode": options} if options else None)
-    req = SimpleNamespace(rid=rid, sampling_params=params, req_pool_idx=1, customized_info=None, output_ids_through_stop=[7, 8, 9])
+    req = SimpleNamespace(
+        rid=rid,
+        sampling_params=params,
+        req_pool_idx=1,
+        customized_info=None,
+        output_ids_through_stop=[7, 8, 9],
+    )
     assert runtime.on_request(req) is None
     return req
 
 
 def test_what_was_read_is_accounted_and_reported() -> None:
-    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
     from sglang_ext.protocol import DecodeReport
 
     config = AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0), heads=None)
@@ -149,19 +186,28 @@ def test_what_was_read_is_accounted_and_reported() -> None:
         runtime.after_forward()
     for req in (by_budget, by_threshold, dense):
         runtime.on_finished(req, 160)
-    said = [req.customized_info and DecodeReport.from_json(req.customized_info["ragserve_decode"][-1]) for req in (by_budget, by_threshold)]
-    assert said[0] == DecodeReport("hierarchical", 2, 2, 4.5, 10.5, 9 / 21, None), "in the second step a page begins and joins the others"
+    said = [
+        req.customized_info and DecodeReport.from_json(req.customized_info["ragserve_decode"][-1])
+        for req in (by_budget, by_threshold)
+    ]
+    assert said[0] == DecodeReport("hierarchical", 2, 2, 4.5, 10.5, 9 / 21, None), (
+        "in the second step a page begins and joins the others"
+    )
     assert said[1] is not None
     assert (said[1].pages, said[1].pages_held, round(said[1].weight or 0, 6)) == (5.0, 5.0, 0.9)
-    assert len(by_budget.customized_info["ragserve_decode"]) == 3, "one place per token, the report in the last"
+    assert len(by_budget.customized_info["ragserve_decode"]) == 3, (
+        "one place per token, the report in the last"
+    )
     assert dense.customized_info is None
     assert backend.ended == [(1, 160)] * 3
 
 
 def test_an_extend_writes_from_its_prefix_and_leaves_chosen_pages_alone() -> None:
-    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
 
-    backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, reuse=4, dense_below=0)))
+    backend = Backend(
+        AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, reuse=4, dense_below=0))
+    )
     runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
     req = request(runtime, "a")
     for length in (101, 102):
@@ -176,7 +222,7 @@ def test_an_extend_writes_from_its_prefix_and_leaves_chosen_pages_alone() -> Non
 
 
 def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
-    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
     from sglang_ext.protocol import DecodeReport
 
     backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0)))
@@ -184,7 +230,9 @@ def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
     req = request(runtime, "a")
     runtime.before_forward(batch([req], [160]))
     runtime.after_forward()
-    runtime.before_forward(batch([request(runtime, "b"), req], [40, 161], decode=False, prefix=[16, 160], mixed=1))
+    runtime.before_forward(
+        batch([request(runtime, "b"), req], [40, 161], decode=False, prefix=[16, 160], mixed=1)
+    )
     runtime.after_forward()
     assert backend.extended == [[(1, 16, 40), (1, 160, 161)]]
     runtime.on_finished(req, 161)
@@ -193,21 +241,25 @@ def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
 
 
 def test_every_variant_is_captured_under_its_label() -> None:
-    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
 
     backend = Backend(AttentionConfig())
     seen = []
     runner = SimpleNamespace(capture_forward_mode=SimpleNamespace(is_decode=lambda: True))
     DecodeRuntime(backend).capture(runner, lambda label: seen.append((label, backend.variant)))  # type: ignore[arg-type]
-    assert seen == [(str(v.value), v) for v in (Variant.SELECTED, Variant.REUSED, Variant.REFRESHED, Variant.PROGRESSIVE)]
+    assert seen == [
+        (str(v.value), v) for v in (Variant.SELECTED, Variant.REUSED, Variant.REFRESHED, Variant.PROGRESSIVE)
+    ]
     assert backend.variant is Variant.DENSE
 
 
 def test_bad_options_are_the_reason_of_a_refusal() -> None:
-    from sglang_ext.attention.runtime import DecodeRuntime
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
 
     runtime = DecodeRuntime(Backend(AttentionConfig()))  # type: ignore[arg-type]
-    req = SimpleNamespace(rid="a", sampling_params=SimpleNamespace(custom_params={"ragserve_decode": '{"mode": "fast"}'}))
+    req = SimpleNamespace(
+        rid="a", sampling_params=SimpleNamespace(custom_params={"ragserve_decode": '{"mode": "fast"}'})
+    )
     assert "decode mode 'fast'" in str(runtime.on_request(req))
     assert req.ragserve_decode.options.mode == "dense", "the request lives on until it is ended"
 
@@ -227,7 +279,11 @@ def layered(wishes: list[dict[str, Any]], sinks: bool) -> torch.nn.Module:
     ("wishes", "sinks", "reason"),
     [
         ([{}, {"logit_cap": 30.0}], False, "layer 1 caps its logits"),
-        ([{}, {}, {"sliding_window_size": 128}, {"sliding_window_size": 128}], False, "layer 2 attends in a sliding window"),
+        (
+            [{}, {}, {"sliding_window_size": 128}, {"sliding_window_size": 128}],
+            False,
+            "layer 2 attends in a sliding window",
+        ),
         ([{"is_cross_attention": True}], False, "layer 0 is not causal self-attention"),
         ([{"v_head_dim": 128}], False, "layer 0 has heads of other than 64 dimensions"),
         ([{}, {"num_heads": 8}], False, "layer 1 has another number of heads"),
@@ -242,10 +298,17 @@ def test_models_whose_layers_want_more_than_plain_attention_are_refused_at_the_s
 ) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_ext.attention.checks import check_engine
+    from sglang_ext.attention.engine_checks import check_engine
 
     pool = MHATokenToKVPool(
-        64, page_size=16, dtype=torch.float32, head_num=2, head_dim=64, layer_num=2, device="cpu", enable_memory_saver=False
+        64,
+        page_size=16,
+        dtype=torch.float32,
+        head_num=2,
+        head_dim=64,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
     )
     args = SimpleNamespace(radix_cache_backend="ragserve")
     runner = SimpleNamespace(server_args=args, page_size=16, token_to_kv_pool=pool, dtype=torch.float32)
@@ -259,13 +322,24 @@ def test_models_whose_layers_want_more_than_plain_attention_are_refused_at_the_s
 
 
 def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
-    from sglang_ext.attention.checks import check_engine
+    from sglang_ext.attention.engine_checks import check_engine
 
     args = SimpleNamespace(
-        enable_lora=True, enable_pdmux=False, enable_two_batch_overlap=False, speculative_algorithm="EAGLE", radix_cache_backend=None
+        enable_lora=True,
+        enable_pdmux=False,
+        enable_two_batch_overlap=False,
+        speculative_algorithm="EAGLE",
+        radix_cache_backend=None,
     )
     runner = SimpleNamespace(server_args=args, page_size=1, token_to_kv_pool=object(), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="sparse_attention=on") as refused:
         check_engine(runner, AttentionConfig())
-    for part in ("page_size is 1", "a object", "enable_lora", "speculative_algorithm", "radix_cache_backend", "logical page has 16"):
+    for part in (
+        "page_size is 1",
+        "a object",
+        "enable_lora",
+        "speculative_algorithm",
+        "radix_cache_backend",
+        "logical page has 16",
+    ):
         assert part in str(refused.value)

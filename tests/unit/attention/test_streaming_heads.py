@@ -27,7 +27,10 @@ def test_each_rank_has_its_heads(tmp_path: Path) -> None:
     whole = streaming_heads(GATES, 0.5)
     assert torch.equal(torch.cat([load_pattern(path, 2, 2, rank=r, world=2) for r in range(2)], 1), whole)
     # 8 ranks, 4 heads: two ranks hold the same one
-    assert torch.equal(torch.cat([load_pattern(path, 2, 1, rank=r, world=8) for r in range(8)], 1), whole.repeat_interleave(2, 1))
+    assert torch.equal(
+        torch.cat([load_pattern(path, 2, 1, rank=r, world=8) for r in range(8)], 1),
+        whole.repeat_interleave(2, 1),
+    )
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:

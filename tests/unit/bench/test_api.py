@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragserve.bench import api
-from ragserve.bench.api import Sample
+from ragserve.bench.api import OverheadSample
 from ragserve.errors import RagserveError
 from tests.unit.api.scripted_server import Live
 
@@ -38,5 +38,5 @@ def test_another_prompt_than_the_rivals_is_an_error(live: Live, monkeypatch: pyt
 
 
 def test_what_overhead_means() -> None:
-    sample = Sample(ours=100.0, embed=8.0, search=1.0, engine=89.0, plain=90.0, same_answer=True)
+    sample = OverheadSample(ours=100.0, embed=8.0, search=1.0, engine=89.0, plain=90.0, same_answer=True)
     assert (sample.overhead, sample.beyond_plain) == (2.0, 1.0)

@@ -14,10 +14,17 @@ from ragserve.errors import InvalidRequest
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    corpus = [{"_id": "1", "title": "Cats", "text": "Cats purr."}, {"_id": "2", "title": "Dogs", "text": "They bark."}]
+    corpus = [
+        {"_id": "1", "title": "Cats", "text": "Cats purr."},
+        {"_id": "2", "title": "Dogs", "text": "They bark."},
+    ]
     with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in corpus)
-    queries = [{"_id": "q2", "text": "bark?"}, {"_id": "q1", "text": "purr?"}, {"_id": "q3", "text": "nobody judged"}]
+    queries = [
+        {"_id": "q2", "text": "bark?"},
+        {"_id": "q1", "text": "purr?"},
+        {"_id": "q3", "text": "nobody judged"},
+    ]
     (tmp_path / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t1\t2\nq2\t2\t1\nq2\t1\t0\n")
@@ -26,7 +33,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_load(folder: Path) -> None:
     collection = beir.load(folder)
-    assert collection.queries == {"q2": "bark?", "q1": "purr?"}  # by id, not by place; q3 has no relevant document
+    assert collection.queries == {
+        "q2": "bark?",
+        "q1": "purr?",
+    }  # by id, not by place; q3 has no relevant document
     assert collection.judged == {"q1": {"1": 2}, "q2": {"2": 1}}
     assert collection.passage("1") == "Cats purr."  # the text begins with its title
     assert collection.passage("2") == "Dogs\nThey bark."

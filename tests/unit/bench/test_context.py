@@ -1,4 +1,6 @@
-"""What the context benchmark asks of the engine before each figure, and that it takes no figure from the wrong tier."""
+"""What the context benchmark asks of the engine before each figure, and that it takes no figure from the
+wrong tier.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 from ragserve.bench import auto, context
 from ragserve.bench import model_shapes as in_process
 from ragserve.bench import profiler_trace as trace
-from ragserve.bench.context import Case
+from ragserve.bench.context import ContextCase
 from ragserve.bench.context_rows import Measured
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
@@ -35,7 +37,9 @@ class Engine:
         assert request.spans[-1].end == len(request.input_ids)
         self.tier = "device"
 
-    async def control(self, operation: str, *, tiers: tuple[str, ...] = (), timeout_s: float = 0) -> dict[str, Any]:
+    async def control(
+        self, operation: str, *, tiers: tuple[str, ...] = (), timeout_s: float = 0
+    ) -> dict[str, Any]:
         assert operation in ("evict", "flush", "check", "clear")
         if tiers and not self.sticky:
             self.tier = {"device": "host", "host": "disk"}[tiers[-1]]
@@ -44,19 +48,27 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         exact = request.strategy in ("full", "prefix")
         self.asked.append((request.strategy, "" if exact else self.tier))
-        report = None if exact else ContextReport(request.strategy, 64, 64, 3, {self.tier: 64}, 1.0, 2.0, 3.0, 4.0, recompute_graph=True)
+        report = (
+            None
+            if exact
+            else ContextReport(
+                request.strategy, 64, 64, 3, {self.tier: 64}, 1.0, 2.0, 3.0, 4.0, recompute_graph=True
+            )
+        )
         yield GenerateChunk("", EngineUsage(), EngineTimings(queue_ms=5.0), None, report)
         yield GenerateChunk("", EngineUsage(), EngineTimings(), "length", report)
 
 
 CASES = (
-    Case("all", "full", every_size=False),
-    Case("some", "concat", {"keep": 0.5}, ("device", "disk")),
-    Case("more", "epic", {}, ("device", "host"), every_size=False),
+    ContextCase("all", "full", every_size=False),
+    ContextCase("some", "concat", {"keep": 0.5}, ("device", "disk")),
+    ContextCase("more", "epic", {}, ("device", "host"), every_size=False),
 )
 
 
-def rows(engine: Engine, full_ms: dict[int, float], cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
+def rows(
+    engine: Engine, full_ms: dict[int, float], cases: tuple[ContextCase, ...] = CASES
+) -> list[dict[str, Any]]:
     async def collect() -> list[dict[str, Any]]:
         return [row async for row in context._rows(engine, 64, 16, cases, full_ms, 2)]
 
@@ -79,7 +91,13 @@ def test_strategies_take_turns_and_start_in_turn_and_each_tier_comes_below_the_o
     ]
     assert set(full_ms) == {64}
     for row in found[1:]:
-        assert (row["kept"], row["recomputed"], row["compose ms"], row["load ms"], row["extend ms"]) == (64, 3, 1.0, 2.0, 4.0)
+        assert (row["kept"], row["recomputed"], row["compose ms"], row["load ms"], row["extend ms"]) == (
+            64,
+            3,
+            1.0,
+            2.0,
+            4.0,
+        )
         assert row["recompute graph"] is True
         assert row["queue ms"] == 3.0, "what the load took is not counted twice"
         assert row["other ms"] == pytest.approx(row["ttft ms"] - 1.0 - 2.0 - 3.0 - 4.0 - 3.0, abs=0.2)
@@ -106,7 +124,9 @@ def measure(engine: Engine, monkeypatch: pytest.MonkeyPatch, out: Path, **option
     return json.loads((out / "context-embedded.json").read_text())
 
 
-def test_a_failed_case_ends_the_benchmark_in_failure_after_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_case_ends_the_benchmark_in_failure_after_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(EngineError, match=r"2 cases failed.*should have come from host"):
         measure(Engine(sticky=True), monkeypatch, tmp_path, document_tokens=(16,))
     assert len(json.loads((tmp_path / "context-embedded.json").read_text())["rows"]) == 5
@@ -114,14 +134,24 @@ def test_a_failed_case_ends_the_benchmark_in_failure_after_the_others(monkeypatc
 
 def test_further_sizes_of_documents_have_fewer_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = measure(Engine(), monkeypatch, tmp_path, document_tokens=(16, 32))["rows"]
-    assert [(row["strategy"], row["tier"]) for row in found if row["document tokens"] == 32] == [("some", "device"), ("some", "disk")]
+    assert [(row["strategy"], row["tier"]) for row in found if row["document tokens"] == 32] == [
+        ("some", "device"),
+        ("some", "disk"),
+    ]
 
 
-def test_earlier_rows_stay_unless_they_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_earlier_rows_stay_unless_they_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     place = {"context tokens": 64, "document tokens": 16}
-    earlier = [place | {"strategy": "all", "tier": None, "ttft ms": -1}, place | {"strategy": "gone", "tier": "host", "ttft ms": -2}]
+    earlier = [
+        place | {"strategy": "all", "tier": None, "ttft ms": -1},
+        place | {"strategy": "gone", "tier": "host", "ttft ms": -2},
+    ]
     (tmp_path / "earlier.json").write_text(json.dumps({"rows": earlier}))
-    found = measure(Engine(), monkeypatch, tmp_path, document_tokens=(16,), merge=tmp_path / "earlier.json")["rows"]
+    found = measure(Engine(), monkeypatch, tmp_path, document_tokens=(16,), merge=tmp_path / "earlier.json")[
+        "rows"
+    ]
     assert earlier[1] in found
     (again,) = [row for row in found if row["strategy"] == "all"]
     assert again["ttft ms"] >= 0
@@ -175,7 +205,12 @@ def test_auto_chooses_by_what_the_run_measured(composed_ms: float, chosen: str) 
         measured.add(place | {"strategy": "some", "tier": "device", "ttft ms": composed_ms * length / 64})
         measured.add(place | {"strategy": "other", "tier": "device", "ttft ms": 1.0})
     samples = measured.samples({"some": "samkv:keep=0.15"}, 32, 32)
-    assert {(sample.tokens, sample.cached) for sample in samples if not sample.strategy} == {(128, 0), (128, 96), (704, 0), (704, 672)}
+    assert {(sample.tokens, sample.cached) for sample in samples if not sample.strategy} == {
+        (128, 0),
+        (128, 96),
+        (704, 0),
+        (704, 672),
+    }
     assert [(sample.strategy, sample.tokens) for sample in samples if sample.strategy] == [
         ("samkv:keep=0.15", 96),
         ("samkv:keep=0.15", 672),

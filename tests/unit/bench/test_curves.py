@@ -11,8 +11,18 @@ from ragserve.bench.curves import draw, families
 from ragserve.errors import InvalidRequest
 
 
-def row(strategy: str, recomputed: float, f1: float, *, name: str = "crossdoc", kept: float = 100.0) -> dict[str, Any]:
-    return {"set": name, "strategy": strategy, "n": 500, "recomputed": recomputed, "f1": f1, "f1_vs_full_se": 1.5, "kept": kept}
+def row(
+    strategy: str, recomputed: float, f1: float, *, name: str = "crossdoc", kept: float = 100.0
+) -> dict[str, Any]:
+    return {
+        "set": name,
+        "strategy": strategy,
+        "n": 500,
+        "recomputed": recomputed,
+        "f1": f1,
+        "f1_vs_full_se": 1.5,
+        "kept": kept,
+    }
 
 
 ROWS = [
@@ -35,11 +45,22 @@ def test_numbers_vary_along_a_line_and_words_make_another() -> None:
 
 
 def test_a_picture_has_a_panel_for_each_set_that_was_measured_and_never_changes() -> None:
-    report = {"rows": [*ROWS, row("full", 100, 75, name="long_crossdoc"), row("epic:first=16", 1, 60, name="long_crossdoc")]}
+    report = {
+        "rows": [
+            *ROWS,
+            row("full", 100, 75, name="long_crossdoc"),
+            row("epic:first=16", 1, 60, name="long_crossdoc"),
+        ]
+    }
     svg = draw(report)
     assert svg == draw(report)
     ElementTree.fromstring(svg)
-    for text in ("crossdoc (500 questions)", "long_crossdoc (500 questions)", "samkv update=fusion", ">full<"):
+    for text in (
+        "crossdoc (500 questions)",
+        "long_crossdoc (500 questions)",
+        "samkv update=fusion",
+        ">full<",
+    ):
         assert text in svg
     assert "mid_crossdoc" not in svg
 

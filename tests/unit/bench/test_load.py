@@ -1,4 +1,6 @@
-"""What the load benchmark takes for a rate that is served, what it compares, and that one failing strategy does not end it."""
+"""What the load benchmark takes for a rate that is served, what it compares, and that one failing strategy
+does not end it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import pytest
 from ragserve.bench import load
 from ragserve.bench import open_loop as offered
 from ragserve.bench.load import Effort
-from ragserve.bench.open_loop import Outcome, arrival_times, offer
+from ragserve.bench.open_loop import LoadOutcome, arrival_times, offer
 from ragserve.bench.retrieval_trace import read_trace
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
@@ -57,7 +59,9 @@ def run(work: Coroutine[Any, Any, Any]) -> None:
 
 
 class Engine:
-    """Prefills one request at a time; a composed one takes a tenth of the others, and holds half of the slots."""
+    """Prefills one request at a time; a composed one takes a tenth of the others, and holds half of the
+    slots.
+    """
 
     def __init__(self, seconds: float = 0.02) -> None:
         self.seconds = seconds
@@ -74,7 +78,9 @@ class Engine:
             raise EngineError("cannot")
         exact = request.strategy in ("full", "prefix")
         self.namespaces.setdefault(request.strategy, set()).add(request.namespace)
-        report = None if exact else ContextReport(request.strategy, 100, 50, 10, {self.tier: 50}, 0.0, 0.0, 0.0)
+        report = (
+            None if exact else ContextReport(request.strategy, 100, 50, 10, {self.tier: 50}, 0.0, 0.0, 0.0)
+        )
         self.held += (slots := 2 if exact else 1)
         self.most = max(self.most, self.held)
         try:
@@ -113,7 +119,9 @@ def test_arrivals_are_poisson_and_the_same_at_every_rate() -> None:
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     assert len(times) == pytest.approx(2000, rel=0.1)
-    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.1), "as an exponential's"
+    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.1), (
+        "as an exponential's"
+    )
     faster = arrival_times(100.0, 20.0)
     assert faster == pytest.approx([at / 2 for at in times])
     assert len(arrival_times(0.001, 1.0)) == 1
@@ -157,7 +165,13 @@ def test_time_to_the_first_token_counts_from_the_arrival() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "guess", "expected"),
-    [(0.0, math.inf, 10.0, 8.0), (8.0, math.inf, 10.0, 10.8), (0.0, 8.0, 10.0, 5.2), (4.0, 8.0, 10.0, 6.0), (1.0, math.inf, 10.0, 8.0)],
+    [
+        (0.0, math.inf, 10.0, 8.0),
+        (8.0, math.inf, 10.0, 10.8),
+        (0.0, 8.0, 10.0, 5.2),
+        (4.0, 8.0, 10.0, 6.0),
+        (1.0, math.inf, 10.0, 8.0),
+    ],
 )
 def test_the_next_rate(low: float, high: float, guess: float, expected: float) -> None:
     assert load._next_rate(low, high, guess) == pytest.approx(expected)
@@ -171,7 +185,10 @@ def trace_of(folder: Path, passages: int = 0) -> Any:
 
 
 def test_a_query_may_have_the_passages_of_the_next_ones_too(tmp_path: Path) -> None:
-    assert [query.documents for query in trace_of(tmp_path, 4).queries][::4] == [["0", "1", "2", "3"], ["4", "5", "0", "1"]]
+    assert [query.documents for query in trace_of(tmp_path, 4).queries][::4] == [
+        ["0", "1", "2", "3"],
+        ["4", "5", "0", "1"],
+    ]
     assert {len(query.documents) for query in trace_of(tmp_path, 64).queries} == {6}, "no more than there are"
     assert trace_of(tmp_path).queries[3].documents == ["3", "4"]
 
@@ -195,17 +212,34 @@ def test_strategies_are_compared_at_the_rate_of_full(tmp_path: Path, monkeypatch
     assert full["requests/s"] is not None
     assert concat["requests/s"] > full["requests/s"], "it takes a tenth of the time"
     assert concat["tried"].startswith(f"{full['requests/s']}/s within")
-    assert concat["most KV slots at full's rate"] <= full["most KV slots at full's rate"] == full["most KV slots"]
-    assert (full["KV slots a request"], concat["KV slots a request"], concat["of full's %"]) == (152, 102, 67.1)
-    assert (concat["kept %"], concat["recomputed %"], full["kept %"], prefix["prefix %"]) == (50.0, 10.0, None, 10.0)
+    assert (
+        concat["most KV slots at full's rate"]
+        <= full["most KV slots at full's rate"]
+        == full["most KV slots"]
+    )
+    assert (full["KV slots a request"], concat["KV slots a request"], concat["of full's %"]) == (
+        152,
+        102,
+        67.1,
+    )
+    assert (concat["kept %"], concat["recomputed %"], full["kept %"], prefix["prefix %"]) == (
+        50.0,
+        10.0,
+        None,
+        10.0,
+    )
     assert len(engine.namespaces["prefix"]) > 2, "the prefix cache begins empty at each rate"
     assert engine.namespaces["concat"] == {"load"}
 
 
 def test_no_rate_may_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where full takes longer than the limit even alone, the others are tried from what their own closed loop did."""
+    """Where full takes longer than the limit even alone, the others are tried from what their own closed loop
+    did.
+    """
     monkeypatch.setattr(load, "AT_ONCE", 4)
-    full, concat = measured(Engine(0.5), tmp_path, "full,concat", Effort(arrivals_s=2.0, rates=3, probe_s=2.0, limit_s=LIMIT_S))
+    full, concat = measured(
+        Engine(0.5), tmp_path, "full,concat", Effort(arrivals_s=2.0, rates=3, probe_s=2.0, limit_s=LIMIT_S)
+    )
     assert full["requests/s"] is None
     assert full["too many/s"] == pytest.approx(1.6 * 0.65**2, abs=0.1), "each rate a third lower"
     assert "ttft ms p99" not in full
@@ -221,7 +255,12 @@ def test_what_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: p
     assert full["error"] == "cannot"
     assert "not composed from host" in concat["error"]
     assert prefix["requests/s"] > 0
-    late = measured(engine, tmp_path, "prefix", Effort(arrivals_s=5.0, rates=1, probe_s=0.05, limit_s=LIMIT_S, seconds=1.0))
+    late = measured(
+        engine,
+        tmp_path,
+        "prefix",
+        Effort(arrivals_s=5.0, rates=1, probe_s=0.05, limit_s=LIMIT_S, seconds=1.0),
+    )
     assert "no time left" in late[0]["error"]
     monkeypatch.setattr(load, "IDLE_S", 0.1)
     engine.held = 3
@@ -231,8 +270,8 @@ def test_what_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: p
 
 
 def test_a_share_of_late_requests_is_tolerated() -> None:
-    outcome = Outcome(1.0, 300, ttft_s=[0.1] * 298 + [9.0, 9.0], last=[])
+    outcome = LoadOutcome(1.0, 300, ttft_s=[0.1] * 298 + [9.0, 9.0], last=[])
     assert outcome.within(2.0)
-    assert not Outcome(1.0, 300, ttft_s=[0.1] * 296 + [9.0] * 4, last=[]).within(2.0)
-    assert not Outcome(1.0, 2, ttft_s=[0.1]).within(2.0), "an answer is missing"
+    assert not LoadOutcome(1.0, 300, ttft_s=[0.1] * 296 + [9.0] * 4, last=[]).within(2.0)
+    assert not LoadOutcome(1.0, 2, ttft_s=[0.1]).within(2.0), "an answer is missing"
     assert offered.SEED == 0

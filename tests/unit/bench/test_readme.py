@@ -12,13 +12,21 @@ from ragserve.measuring import report
 
 
 def test_a_section_shows_the_chosen_columns_of_a_report(tmp_path: Path) -> None:
-    rows = [{"system": "a|b", "qps": 12.5, "n": 1000, "more": 1}, {"system": "rival", "qps": 1234.5, "n": None, "more": 2}]
+    rows = [
+        {"system": "a|b", "qps": 12.5, "n": 1000, "more": 1},
+        {"system": "rival", "qps": 1234.5, "n": None, "more": 2},
+    ]
     report.write("speed", {"clients": 4}, rows, out=tmp_path / "speed.json", note="Twice.")
     text = "before\n<!-- table: speed system, qps, n -->\nold\n<!-- /table -->\nafter\n"
     made = readme.rewritten(text, tmp_path)
     lines = made.splitlines()
     assert lines[0] == "before"
-    assert lines[2:6] == ["| system | qps | n |", "|---|---|---|", "| a\\|b | 12.5 | 1,000 |", "| rival | 1,234 |  |"]
+    assert lines[2:6] == [
+        "| system | qps | n |",
+        "|---|---|---|",
+        "| a\\|b | 12.5 | 1,000 |",
+        "| rival | 1,234 |  |",
+    ]
     assert "clients: 4" in lines[7]
     assert "Twice." in lines[7]
     assert lines[-1] == "after"

@@ -38,16 +38,22 @@ def test_prompts_are_those_of_the_product(tmp_path: Path, packed: bool) -> None:
     queries = [{"doc_ids": [i, i + 1, i], "question": f"Is fact {i} true?"} for i in range(4)]
     path = write(tmp_path, queries, documents, packed=packed)
     trace = traces.read_trace(path, 3, DEFAULT_MODEL)
-    assert [query.ids for query in trace.queries] == [query.ids for query in traces.read_trace(path, 3, DEFAULT_MODEL).queries]
+    assert [query.ids for query in trace.queries] == [
+        query.ids for query in traces.read_trace(path, 3, DEFAULT_MODEL).queries
+    ]
     assert trace.name == "t"
     assert len(trace.queries) == 3
     builder = PromptBuilder.load(DEFAULT_MODEL)
     assert trace.unique["1"] == builder.document_ids("T1", "Fact 1 is true.")
-    assert trace.tokens == sum(len(builder.document_ids(f"T{i}", f"Fact {i} is true.")) for i in map(int, trace.unique))
+    assert trace.tokens == sum(
+        len(builder.document_ids(f"T{i}", f"Fact {i} is true.")) for i in map(int, trace.unique)
+    )
     for query in trace.queries:
         assert len(query.documents) == 2, "the same document is not put into a prompt twice"
         assert query.ids[: query.spans[0][1]] == builder.system_ids()
-        assert [query.ids[a:b] for a, b in query.spans[1:]] == [trace.unique[name] for name in query.documents]
+        assert [query.ids[a:b] for a, b in query.spans[1:]] == [
+            trace.unique[name] for name in query.documents
+        ]
     order = [query.documents[0] for query in traces.read_trace(path, 9, DEFAULT_MODEL).queries]
     assert order == ["0", "1", "2", "3"], "in the order of the trace"
 
@@ -103,11 +109,17 @@ class Engine:
             ids = tuple(request.input_ids[span.start : span.end])
             self.disk.add(ids)
             self.device = [*[each for each in self.device if each != ids], ids][-2:]
-        context = None if request.strategy == "prefix" else ContextReport(request.strategy, 1, 1, 0, {}, 0.0, 0.0, 0.0)
+        context = (
+            None
+            if request.strategy == "prefix"
+            else ContextReport(request.strategy, 1, 1, 0, {}, 0.0, 0.0, 0.0)
+        )
         yield GenerateChunk("x", EngineUsage(100, 25, 1), EngineTimings(), "stop", context)
 
 
-def test_documents_are_counted_where_they_are_on_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_counted_where_they_are_on_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     documents = [{"id": i, "text": f"Fact {i} is true."} for i in range(4)]
     path = write(tmp_path, [{"doc_ids": [0, 1]}, {"doc_ids": [1, 2]}, {"doc_ids": [0, 3]}], documents)
     trace, engine = traces.read_trace(path, 3, DEFAULT_MODEL), Engine()
@@ -118,7 +130,9 @@ def test_documents_are_counted_where_they_are_on_arrival(tmp_path: Path, monkeyp
     assert found[0] == (16.7, 0.0, 16.7, 66.7), "1 comes back on the device, 0 from disk, the others are new"
     assert found[1] == (16.7, 0.0, 83.3, 0.0)
     assert {request.strategy for request in engine.asked} == {"prefix", "concat"}
-    assert all(request.input_ids[request.spans[-1].end :] for request in engine.asked), "a question follows the documents"
+    assert all(request.input_ids[request.spans[-1].end :] for request in engine.asked), (
+        "a question follows the documents"
+    )
     engine.over = "host"
     with pytest.raises(RagserveError, match="host tier holds 11 bytes, 10 allowed"):
         asyncio.run(replay._Replay(engine, trace, 0.2).run())  # type: ignore[arg-type]

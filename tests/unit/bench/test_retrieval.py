@@ -1,4 +1,6 @@
-"""The retrieval benchmark over a small collection, with the real embedder and index; the figures can be worked out by hand."""
+"""The retrieval benchmark over a small collection, with the real embedder and index; the figures can be
+worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ def collection(tmp_path: Path) -> Path:
     (folder / "qrels").mkdir(parents=True)
     rows = [{"_id": name, "title": title, "text": text} for name, (title, text) in DOCUMENTS.items()]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "queries.jsonl").write_text("".join(json.dumps({"_id": q, "text": text}) + "\n" for q, (text, _) in QUERIES.items()))
-    judged = "".join(f"{q}\t{doc}\t{gain}\n" for q, (_, gains) in QUERIES.items() for doc, gain in gains.items())
+    (folder / "queries.jsonl").write_text(
+        "".join(json.dumps({"_id": q, "text": text}) + "\n" for q, (text, _) in QUERIES.items())
+    )
+    judged = "".join(
+        f"{q}\t{doc}\t{gain}\n" for q, (_, gains) in QUERIES.items() for doc, gain in gains.items()
+    )
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
     return folder
 
@@ -55,7 +61,9 @@ def test_the_command(collection: Path, tmp_path: Path) -> None:
     bench.register(app)
     app.command("other")(lambda: None)  # a Typer app with one command takes no command name
     runner = CliRunner()
-    done = runner.invoke(app, ["bench", "retrieval", "--quick", "--data", str(collection), "--out", str(tmp_path / "out")])
+    done = runner.invoke(
+        app, ["bench", "retrieval", "--quick", "--data", str(collection), "--out", str(tmp_path / "out")]
+    )
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "retrieval.json").exists()
     for wrong, says in (

@@ -20,12 +20,16 @@ from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.errors import Conflict, EngineError
 from ragserve_index import EvictionLog, IndexStore, NewChunk, NewDocument
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
 from sglang_ext.protocol import document_key
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, block=16)
-TEXTS = {"otter": "Otters hold hands while they sleep.", "heron": "Herons stand still for hours.", "vole": "Voles dig."}
+TEXTS = {
+    "otter": "Otters hold hands while they sleep.",
+    "heron": "Herons stand still for hours.",
+    "vole": "Voles dig.",
+}
 
 
 class Engine:
@@ -79,7 +83,9 @@ async def until(condition: Any) -> None:
     pytest.fail("never happened")
 
 
-def test_a_server_acts_at_once_and_on_what_other_processes_remove(settings: Settings, store: IndexStore, prompts: PromptBuilder) -> None:
+def test_a_server_acts_at_once_and_on_what_other_processes_remove(
+    settings: Settings, store: IndexStore, prompts: PromptBuilder
+) -> None:
     engine = Engine()
 
     async def scenario() -> None:
@@ -136,7 +142,9 @@ def test_rows_are_acted_on_again_after_their_grace_and_then_go(
 def cache(settings: Settings, prompts: PromptBuilder) -> dict[str, Path]:
     """Files of all texts, as a server leaves them."""
     folder = settings.data_dir / "kv"
-    store = TierStore(SHAPE, fingerprint="f" * 16, host_bytes=2**20, disk=DiskConfig(folder, budget_bytes=2**24), pin=False)
+    store = TierStore(
+        SHAPE, fingerprint="f" * 16, host_bytes=2**20, disk=DiskConfig(folder, budget_bytes=2**24), pin=False
+    )
     keys = {}
     for name, text in TEXTS.items():
         ids = prompts.document_ids(name.title(), text)
@@ -162,7 +170,9 @@ def test_without_a_server_the_files_go(settings: Settings, store: IndexStore, pr
     assert not any(path.exists() for path in files.values())
 
 
-def test_a_running_server_keeps_the_log_to_itself(settings: Settings, store: IndexStore, prompts: PromptBuilder) -> None:
+def test_a_running_server_keeps_the_log_to_itself(
+    settings: Settings, store: IndexStore, prompts: PromptBuilder
+) -> None:
     files = cache(settings, prompts)
     remove(store, "otter")
     with lock.shared(settings.data_dir), lock.shared(settings.data_dir):  # two servers may share a folder
@@ -173,20 +183,26 @@ def test_a_running_server_keeps_the_log_to_itself(settings: Settings, store: Ind
     assert not files["otter"].exists()
 
 
-def test_without_any_cache_nothing_is_kept_or_loaded(settings: Settings, store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_cache_nothing_is_kept_or_loaded(
+    settings: Settings, store: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PromptBuilder, "load", lambda *_: pytest.fail("a tokenizer takes a second to load"))
     remove(store, "otter")
     assert clean_files(settings, store)
     assert len(EvictionLog(store.database)) == 0
 
 
-def test_what_only_a_server_can_remove_is_left_to_it(settings: Settings, store: IndexStore, prompts: PromptBuilder) -> None:
+def test_what_only_a_server_can_remove_is_left_to_it(
+    settings: Settings, store: IndexStore, prompts: PromptBuilder
+) -> None:
     cache(settings, prompts)
     note_engine(settings.model_copy(update={"kv_storage": "mooncake"}), DEFAULT_MODEL)
     remove(store, "otter")
     assert not clean_files(settings, store)
     note_engine(settings, "/no/tokenizer/here")
-    (settings.data_dir / "kv" / "engine.json").write_text('{"storage": "file", "tokenizers": ["/no/tokenizer/here"]}')
+    (settings.data_dir / "kv" / "engine.json").write_text(
+        '{"storage": "file", "tokenizers": ["/no/tokenizer/here"]}'
+    )
     assert not clean_files(settings, store)
     assert len(EvictionLog(store.database)) == 1
 

@@ -1,4 +1,6 @@
-"""Warm-up jobs over an engine that keeps a ledger instead of KV: what is computed, skipped, refused and reported."""
+"""Warm-up jobs over an engine that keeps a ledger instead of KV: what is computed, skipped, refused and
+reported.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Cache:
     """Documents by token ids; on disk as soon as they are computed, unless told otherwise."""
 
     def __init__(self) -> None:
-        self.info = EngineInfo("local", "m", DEFAULT_MODEL, "0", "cpu", "none", 600, 4096, ("full", "prefix", "concat"))
+        self.info = EngineInfo(
+            "local", "m", DEFAULT_MODEL, "0", "cpu", "none", 600, 4096, ("full", "prefix", "concat")
+        )
         self.state: dict[tuple[int, ...], str] = {}
         self.computed: list[list[int]] = []
         self.settles_as = "disk"
@@ -58,7 +62,9 @@ class Cache:
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         below: Any = tuple(self.state.get(tuple(ids), "absent") for ids in documents)
         none = (False,) * len(below)
-        return Whereabouts(none, none, below, "disk", self.budget, 10**9, self.queued, 16, PAGE, dict(self.faults))
+        return Whereabouts(
+            none, none, below, "disk", self.budget, 10**9, self.queued, 16, PAGE, dict(self.faults)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,9 @@ def engine() -> Cache:
 
 
 @pytest.fixture
-def warmer(store: IndexStore, engine: Cache, prompts: PromptBuilder, loop: asyncio.AbstractEventLoop) -> Warmer:
+def warmer(
+    store: IndexStore, engine: Cache, prompts: PromptBuilder, loop: asyncio.AbstractEventLoop
+) -> Warmer:
     return Warmer(store, engine, prompts, loop)
 
 
@@ -106,7 +114,11 @@ def text(name: str, number: int, words: int = 60) -> str:
 
 def document(name: str, n_chunks: int, words: int = 60) -> Any:
     chunks = [NewChunk(text(name, i, words), i, i + 1, words) for i in range(n_chunks)]
-    return NewDocument(name, name.upper(), name, "text/plain", 9, {}), chunks, np.eye(1, 4, dtype=np.float32).repeat(n_chunks, 0)
+    return (
+        NewDocument(name, name.upper(), name, "text/plain", 9, {}),
+        chunks,
+        np.eye(1, 4, dtype=np.float32).repeat(n_chunks, 0),
+    )
 
 
 def ids_of(prompts: PromptBuilder, name: str, n: int = 3) -> list[list[int]]:
@@ -121,14 +133,21 @@ def test_every_chunk_and_the_system_text_once_as_queries_have_them(
     assert sorted(engine.computed) == sorted(wanted)
     built = prompts.build("Why?", [], max_prompt_tokens=500)
     assert built.input_ids != prompts.system_ids(), "the system text is that of prompts with documents"
-    assert (report.state, report.progress.warmed, report.progress.chunks, report.failures) == ("done", 4, 12, ())
+    assert (report.state, report.progress.warmed, report.progress.chunks, report.failures) == (
+        "done",
+        4,
+        12,
+        (),
+    )
     assert report.progress.tokens == sum(map(len, wanted[1:]))
     engine.computed.clear()
     again = warmer.run(submit_warm(store, "n", ["d1", store.documents("n")[0].doc_id]).job_id)
     assert (engine.computed, again.progress.unchanged, again.progress.total) == ([], 2, 2)
 
 
-def test_only_what_is_missing_is_computed(warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder) -> None:
+def test_only_what_is_missing_is_computed(
+    warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder
+) -> None:
     engine.state = {tuple(ids): "disk" for ids in ids_of(prompts, "d0")[:2]}
     engine.state[tuple(ids_of(prompts, "d0")[2])] = "host"  # evicted before it was written: to be had again
     report = warmer.run(submit_warm(store, "n", ["d0"]).job_id)
@@ -137,7 +156,9 @@ def test_only_what_is_missing_is_computed(warmer: Warmer, store: IndexStore, eng
     assert (item.state, item.chunks) == ("warmed", 1)
 
 
-def test_what_cannot_be_warmed_is_an_item_with_its_reason(warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder) -> None:
+def test_what_cannot_be_warmed_is_an_item_with_its_reason(
+    warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder
+) -> None:
     store.replace_documents("n", [document("long", 1, words=2000)])
     job = submit_warm(store, "n")
     gone = store.find_source("n", "d3")
@@ -200,7 +221,9 @@ def test_a_job_is_interrupted_resumed_and_cancelled(
 ) -> None:
     monkeypatch.setattr(warm, "_GROUP_TOKENS", 1)
     job, stop = submit_warm(store, "n"), threading.Event()
-    first = warmer.run(job.job_id, stop=stop, on_progress=lambda progress: stop.set() if progress.warmed else None)
+    first = warmer.run(
+        job.job_id, stop=stop, on_progress=lambda progress: stop.set() if progress.warmed else None
+    )
     assert (first.state, warmer.jobs.get(job.job_id).state) == ("interrupted", "running")
     done = warmer.run(job.job_id)
     assert (done.state, done.progress.done) == ("done", 4)
@@ -223,7 +246,9 @@ def test_a_job_is_interrupted_resumed_and_cancelled(
     assert len(engine.computed) < 26
 
 
-def test_an_engine_that_composes_nothing_is_not_warmed(warmer: Warmer, store: IndexStore, engine: Cache) -> None:
+def test_an_engine_that_composes_nothing_is_not_warmed(
+    warmer: Warmer, store: IndexStore, engine: Cache
+) -> None:
     engine.info = replace(engine.info, strategies=("full", "prefix"))
     job = submit_warm(store, "n")
     with pytest.raises(InvalidRequest, match="cannot compose"):
@@ -239,13 +264,19 @@ def test_unknown_documents_and_namespaces(store: IndexStore) -> None:
     assert JobStore(store).list() == []
 
 
-def test_a_command_leaves_the_job_to_the_server_on_the_folder(settings: Settings, warmer: Warmer, store: IndexStore) -> None:
+def test_a_command_leaves_the_job_to_the_server_on_the_folder(
+    settings: Settings, warmer: Warmer, store: IndexStore
+) -> None:
     runner = JobRunner(warmer, KIND)
     seen: list[int] = []
     with serving.shared(settings.data_dir):
         runner.start()
         report = command.run_warm(
-            settings, store, submit_warm(store, "n").job_id, stop=threading.Event(), on_progress=lambda p: seen.append(p.warmed)
+            settings,
+            store,
+            submit_warm(store, "n").job_id,
+            stop=threading.Event(),
+            on_progress=lambda p: seen.append(p.warmed),
         )
         runner.stop()
     assert (report.state, report.progress.warmed, seen[-1]) == ("done", 4, 4)
@@ -255,17 +286,24 @@ def test_a_command_stops_the_servers_job(settings: Settings, store: IndexStore) 
     stop = threading.Event()
     stop.set()
     with serving.shared(settings.data_dir):
-        report = command.run_warm(settings, store, submit_warm(store, "n").job_id, stop=stop, on_progress=lambda _: None)
+        report = command.run_warm(
+            settings, store, submit_warm(store, "n").job_id, stop=stop, on_progress=lambda _: None
+        )
     assert report.state == "cancelled"
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"), [({"engine_url": "http://127.0.0.1:1"}, "runs elsewhere"), ({"kv_disk_bytes": 0}, "nothing outlives")]
+    ("changed", "says"),
+    [({"engine_url": "http://127.0.0.1:1"}, "runs elsewhere"), ({"kv_disk_bytes": 0}, "nothing outlives")],
 )
-def test_settings_with_which_nothing_would_be_left(settings: Settings, store: IndexStore, changed: dict[str, Any], says: str) -> None:
+def test_settings_with_which_nothing_would_be_left(
+    settings: Settings, store: IndexStore, changed: dict[str, Any], says: str
+) -> None:
     other = settings.model_copy(update=changed)
     with pytest.raises(InvalidRequest, match=says):
-        command.run_warm(other, store, submit_warm(store, "n").job_id, stop=threading.Event(), on_progress=lambda _: None)
+        command.run_warm(
+            other, store, submit_warm(store, "n").job_id, stop=threading.Event(), on_progress=lambda _: None
+        )
     with pytest.raises(InvalidRequest, match=says):
         command.check_warm(other)
     with pytest.raises(InvalidRequest, match="needs a server"):

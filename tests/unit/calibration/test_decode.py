@@ -54,11 +54,15 @@ def test_lengths_double_up_to_the_longest() -> None:
 
 
 class Machine:
-    """An engine whose dense step takes a millisecond per 1,000 tokens of context and whose sparse one takes 3; turns the clock."""
+    """An engine whose dense step takes a millisecond per 1,000 tokens of context and whose sparse one takes
+    3; turns the clock.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.info = EngineInfo("local", "m", "t", "v", "cpu", "a", 20_000, 40_000, ("full",), sparse_decode=True)
+        self.info = EngineInfo(
+            "local", "m", "t", "v", "cpu", "a", 20_000, 40_000, ("full",), sparse_decode=True
+        )
         self.cached: set[tuple[int, ...]] = set()
         self.forgotten = 0
 
@@ -81,7 +85,10 @@ class Machine:
 def test_steps_are_timed_over_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, lines = Machine(), []
     original = decode.step_seconds
-    monkeypatch.setattr("ragserve.calibration.decode.step_seconds", lambda *a, **k: original(*a, **k, clock=lambda: machine.now))
+    monkeypatch.setattr(
+        "ragserve.calibration.decode.step_seconds",
+        lambda *a, **k: original(*a, **k, clock=lambda: machine.now),
+    )
     found = asyncio.run(measure(machine, OPTIONS, batch=2, max_tokens=6000, tokens=12, report=lines.append))  # type: ignore[arg-type]
     assert [point.tokens for point in found] == [1024, 2048, 4096, 6000]
     assert [point.dense_ms for point in found] == pytest.approx([1.024, 2.048, 4.096, 6.0])
@@ -97,7 +104,9 @@ def test_requests_that_decode_one_after_another_are_not_timed() -> None:
         for ids in ([1] * 100, [2] * 100):
             async for _ in machine.generate(GenerateRequest("a", ids, "n")):
                 pass
-        await decode.step_seconds(machine, [[1] * 100, [2] * 100], {"mode": "dense"}, tokens=12, clock=lambda: 0.0)  # type: ignore[arg-type]
+        await decode.step_seconds(
+            machine, [[1] * 100, [2] * 100], {"mode": "dense"}, tokens=12, clock=lambda: 0.0
+        )  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="did not decode at the same time"):
         asyncio.run(run())
@@ -113,7 +122,16 @@ def test_what_decides_the_cost_is_remembered() -> None:
 def test_the_server_is_dense_up_to_the_length_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dense_below(**flags: Any) -> int:
         monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, "")
-        server_args(Settings(data_dir=tmp_path, model=str(MODEL), sparse_attention="on", decode_budget=512, max_total_tokens=4096, **flags))
+        server_args(
+            Settings(
+                data_dir=tmp_path,
+                model=str(MODEL),
+                sparse_attention="on",
+                decode_budget=512,
+                max_total_tokens=4096,
+                **flags,
+            )
+        )
         return int(json.loads(os.environ[ATTENTION_CONFIG_VARIABLE])["options"]["dense_below"])
 
     assert dense_below() == 8192, "nothing is known yet"

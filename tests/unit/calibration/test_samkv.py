@@ -1,4 +1,6 @@
-"""A model's samkv profile: probes whose needed tokens are where they are said to be, what is chosen by them, and which file counts."""
+"""A model's samkv profile: probes whose needed tokens are where they are said to be, what is chosen by them,
+and which file counts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import KINDS, Probe, make
-from ragserve.calibration.samkv import BUDGETS, Candidate, Schedule, best_options, better, find, heads_of, stable_of, table
+from ragserve.calibration.samkv import (
+    BUDGETS,
+    Candidate,
+    ProbeSchedule,
+    best_options,
+    better,
+    find,
+    heads_of,
+    stable_of,
+    table,
+)
 from ragserve.config import DEFAULT_MODEL, Settings
 from ragserve.engine.server_args import server_args
 from ragserve.errors import InvalidRequest
@@ -24,7 +36,17 @@ from sglang_ext.protocol import KV_CONFIG_VARIABLE
 from tests.conftest import MODEL
 
 PROFILE = SamkvProfile(
-    [8, 9], [[7, 0]], "sentences", {"sentences": {"scoring": "keys"}}, "tiny", "a CPU", "float32", "2026-01-01", {}, {"sets": 1}, {}
+    [8, 9],
+    [[7, 0]],
+    "sentences",
+    {"sentences": {"scoring": "keys"}},
+    "tiny",
+    "a CPU",
+    "float32",
+    "2026-01-01",
+    {},
+    {"sets": 1},
+    {},
 )
 
 
@@ -58,7 +80,10 @@ def test_a_probe_knows_where_its_answers_stand(builder: PromptBuilder, probe: Pr
         if question.kind == "linked":
             assert texts[0].startswith("The sister of ")
             assert texts[0].removesuffix(".").split(" was ")[1] in texts[1]
-            first, second = (next(i for i, span in enumerate(probe.spans) if span[0] <= a < span[1]) for a, _ in question.needed)
+            first, second = (
+                next(i for i, span in enumerate(probe.spans) if span[0] <= a < span[1])
+                for a, _ in question.needed
+            )
             assert first != second
     assert make(builder, documents=3, questions=2, seed=7) == probe
     assert make(builder, documents=3, questions=2, seed=8) != probe
@@ -66,8 +91,8 @@ def test_a_probe_knows_where_its_answers_stand(builder: PromptBuilder, probe: Pr
 
 def test_a_prompt_too_short_for_probes(builder: PromptBuilder) -> None:
     with pytest.raises(InvalidRequest, match="1000 tokens are too short"):
-        Schedule().probes(builder, 1000)
-    assert {len(probe.spans) - 1 for probe in Schedule(sets=2, questions=1).probes(builder, 2400)} == {3}
+        ProbeSchedule().probes(builder, 1000)
+    assert {len(probe.spans) - 1 for probe in ProbeSchedule(sets=2, questions=1).probes(builder, 2400)} == {3}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +119,9 @@ def test_other_heads_take_over_where_they_find_more() -> None:
 
 
 def candidate(recall: list[float], kept: float = 0.05, **options: Any) -> Candidate:
-    return Candidate({"selection": "shared", **options}, [[value] * 3 for value in recall], [[kept, 0.15, 0.3]])
+    return Candidate(
+        {"selection": "shared", **options}, [[value] * 3 for value in recall], [[kept, 0.15, 0.3]]
+    )
 
 
 def test_a_default_stays_unless_something_is_better_by_more_than_chance() -> None:
@@ -113,19 +140,28 @@ def test_a_default_stays_unless_something_is_better_by_more_than_chance() -> Non
 
 
 def test_sentences_are_compared_by_attention_alone_too() -> None:
-    """Where words find all that is asked for, and options of attention are all the same, what attention finds by itself decides."""
+    """Where words find all that is asked for, and options of attention are all the same, what attention finds
+    by itself decides.
+    """
     same = [1.0] * 8
     group = []
     for ask, alone in (("last", 0.2), ("mean", 0.6)):
-        group += [candidate(same, selection="sentences", ask=ask), candidate([alone] * 8, selection="sentences", ask=ask, words=0.0)]
+        group += [
+            candidate(same, selection="sentences", ask=ask),
+            candidate([alone] * 8, selection="sentences", ask=ask, words=0.0),
+        ]
     assert best_options([*group, candidate([0.5] * 8)]) == ("sentences", {"sentences": {"ask": "mean"}})
 
 
 class Engine:
-    """Answers as an engine whose last layer is stable, whose head 1.1 finds everything, and whose keys near the question do."""
+    """Answers as an engine whose last layer is stable, whose head 1.1 finds everything, and whose keys near
+    the question do.
+    """
 
     def __init__(self, with_found: float = 0.5) -> None:
-        """``with_found``: recall where P decides over the stable layers that were found; 0.5 over the built-in ones."""
+        """``with_found``: recall where P decides over the stable layers that were found; 0.5 over the
+        built-in ones.
+        """
         self.asked: list[dict[str, Any]] = []
         self._with_found = with_found
 
@@ -135,7 +171,11 @@ class Engine:
         count = len(body["questions"])
         if "budgets" not in body:
             heads = [[[0.1, 0.2], [0.3, 1.0]]] * count
-            return {"heads": heads, "stable": [[0.0, 2.0], [1.0, 3.0]], "built_in": {"stable": [0], "heads": [[0, 0]]}}
+            return {
+                "heads": heads,
+                "stable": [[0.0, 2.0], [1.0, 3.0]],
+                "built_in": {"stable": [0], "heads": [[0, 0]]},
+            }
         rows = [
             {
                 "options": {"selection": "shared", "scoring": "raw", "positions": where},
@@ -154,7 +194,9 @@ def test_an_engine_is_asked_about_every_set_and_the_best_is_chosen(probe: Probe)
     found = asyncio.run(find(engine, [probe, probe], lines.append))  # type: ignore[arg-type]
     assert (found.stable, found.heads, found.selection) == ([1], [[1, 1]], "shared")
     assert found.options == {"shared": {"scoring": "raw", "positions": "near"}}
-    assert [("budgets" in body, body.get("heads")) for body in engine.asked] == [(False, None)] * 2 + [(True, [[1, 1]])] * 2
+    assert [("budgets" in body, body.get("heads")) for body in engine.asked] == [(False, None)] * 2 + [
+        (True, [[1, 1]])
+    ] * 2
     assert engine.asked[2]["budgets"] == list(BUDGETS)
     assert engine.asked[0]["questions"][0]["needed"] == probe.questions[0].needed
     assert len(lines) == 5
@@ -186,11 +228,17 @@ def test_the_data_folders_profile_counts_before_the_models(tmp_path: Path) -> No
     mine = replace(PROFILE, selection="shared")
     SAMKV.save(settings.data_dir / FILE_NAME, "abc", mine)
     assert load(settings, "abc") == mine
-    assert place_of(settings, "abc") == settings.data_dir / FILE_NAME, "one beside the model would be hidden by it"
-    assert place_of(settings_of(tmp_path, "someone/model"), "other") == settings.data_dir / FILE_NAME, "a hub id has no folder"
+    assert place_of(settings, "abc") == settings.data_dir / FILE_NAME, (
+        "one beside the model would be hidden by it"
+    )
+    assert place_of(settings_of(tmp_path, "someone/model"), "other") == settings.data_dir / FILE_NAME, (
+        "a hub id has no folder"
+    )
 
 
-def test_a_profile_of_another_model_is_not_used_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_of_another_model_is_not_used_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     SAMKV.save(tmp_path / FILE_NAME, "abc", PROFILE)
     with caplog.at_level(logging.WARNING):
         assert load(settings_of(tmp_path, tmp_path), "changed weights") is None
@@ -198,7 +246,9 @@ def test_a_profile_of_another_model_is_not_used_and_says_so(tmp_path: Path, capl
     assert "ragserve calibrate --part samkv" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", '{"version": 1, "models": {"abc": {"stable": [1]}}}', '{"version": 2, "models": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", '{"version": 1, "models": {"abc": {"stable": [1]}}}', '{"version": 2, "models": {}}']
+)
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
     with pytest.raises(InvalidRequest, match="not a samkv profile"):

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from ragserve.commands.cache import _app
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, block=16)

@@ -40,14 +40,30 @@ def test_a_good_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     bad = {name: check for name, check in report["checks"].items() if check["status"] == "fail"}
     assert not bad
     assert (code, report["ok"]) == (0, True)
-    for name in ("settings", "python", "versions", "plugins", "platform", "device", "model", "tokenizer", "embedder", "data folder"):
+    for name in (
+        "settings",
+        "python",
+        "versions",
+        "plugins",
+        "platform",
+        "device",
+        "model",
+        "tokenizer",
+        "embedder",
+        "data folder",
+    ):
         assert report["checks"][name]["status"] in {"ok", "warn"}, name
     assert report["checks"]["index"]["status"] == report["checks"]["engine"]["status"] == "skip"
     assert "384 dimensions" in report["checks"]["embedder"]["found"]
     assert not (tmp_path / "data").exists()
     settings = report["settings"]
     sources = {name: settings[name]["from"] for name in ("data_dir", "top_k", "max_new_tokens", "model")}
-    assert sources == {"data_dir": "flag", "top_k": "environment", "max_new_tokens": "ragserve.toml", "model": "default"}
+    assert sources == {
+        "data_dir": "flag",
+        "top_k": "environment",
+        "max_new_tokens": "ragserve.toml",
+        "model": "default",
+    }
     assert settings["top_k"]["value"] == 7
     assert "very-secret" not in json.dumps(report)
 
@@ -70,7 +86,12 @@ def test_every_failure_says_what_to_do(tmp_path: Path, taken_port: int) -> None:
         *("--embedder", str(tmp_path / "no" / "embedder"), "--index-device", "gpu"),
     )
     assert (code, report["ok"]) == (1, False)
-    expected = {"model": "no weights", "data folder": "is a file", "port": "in use", "embedder": "no/embedder"}
+    expected = {
+        "model": "no weights",
+        "data folder": "is a file",
+        "port": "in use",
+        "embedder": "no/embedder",
+    }
     for name, says in expected.items():
         check = report["checks"][name]
         assert check["status"] == "fail", check
@@ -103,7 +124,9 @@ def test_model_that_is_not_here(tmp_path: Path) -> None:
     _, missing = examine("--model", str(tmp_path / "deeper" / "nowhere"), "--port", "0")
     assert missing["checks"]["model"]["status"] == "fail"
     assert "does not exist" in missing["checks"]["model"]["found"]
-    _, remote = examine("--model", "some-org/some-model", "--embedder", "some-org/some-embedder", "--port", "0")
+    _, remote = examine(
+        "--model", "some-org/some-model", "--embedder", "some-org/some-embedder", "--port", "0"
+    )
     for name in ("model", "embedder"):
         assert remote["checks"][name]["status"] == "warn"
         assert "downloaded" in remote["checks"][name]["advice"]
@@ -143,7 +166,9 @@ class Engine(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         right = self.headers.get("Authorization") == "Bearer right"
-        body = json.dumps({"model_path": "org/model", "is_generation": True} if right else {"error": "Unauthorized"}).encode()
+        body = json.dumps(
+            {"model_path": "org/model", "is_generation": True} if right else {"error": "Unauthorized"}
+        ).encode()
         self.send_response(200 if right else 401)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

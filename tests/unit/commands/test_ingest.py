@@ -1,4 +1,6 @@
-"""`ragserve ingest` and `ragserve docs` as processes: their output, exit status, and what a kill or a full disk leaves behind."""
+"""`ragserve ingest` and `ragserve docs` as processes: their output, exit status, and what a kill or a full
+disk leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"
 
 
 def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([*COMMAND, *args], cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        [*COMMAND, *args], cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Done:
 
 
 class Cli:
-    """`ragserve ...` in this process, with the session's embedder: importing torch for every command would take most of the time."""
+    """`ragserve ...` in this process, with the session's embedder: importing torch for every command would
+    take most of the time.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], cwd: Path) -> None:
         self._monkeypatch, self._capfd = monkeypatch, capfd
@@ -56,9 +62,13 @@ class Cli:
 
 
 @pytest.fixture
-def ragserve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, embedder: Embedder) -> Cli:
+def ragserve(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, embedder: Embedder
+) -> Cli:
     monkeypatch.setattr("ragserve.retrieval.embedder.Embedder", lambda *_args, **_options: embedder)
-    monkeypatch.setattr(cli, "app", typer.Typer(no_args_is_help=True))  # commands register themselves on every call of main
+    monkeypatch.setattr(
+        cli, "app", typer.Typer(no_args_is_help=True)
+    )  # commands register themselves on every call of main
     return Cli(monkeypatch, capfd, tmp_path)
 
 
@@ -67,7 +77,10 @@ def contents(data_dir: Path) -> dict[str, list[tuple[str, int, int]]]:
     with IndexStore(data_dir) as store:
         assert all(report.ok for report in store.check(None))
         return {
-            document.source: [(chunk.text, chunk.start, chunk.end) for chunk in store.document_chunks(info.name, document.doc_id)]
+            document.source: [
+                (chunk.text, chunk.start, chunk.end)
+                for chunk in store.document_chunks(info.name, document.doc_id)
+            ]
             for info in store.namespaces()
             for document in every_document(store, info.name)
         }
@@ -87,7 +100,15 @@ def test_report_exit_status_and_docs(folder: Path, tmp_path: Path, ragserve: Cli
     done = ragserve("ingest", "docs", "-n", "sea", "--metadata", "topic=animals", "--json")
     assert done.returncode == 3, done.stderr
     report = json.loads(done.stdout)  # all of stdout is the report
-    assert report["files"] == {"total": 3, "indexed": 2, "unchanged": 0, "failed": 1, "skipped": 0, "removed": 0, "warmed": 0}
+    assert report["files"] == {
+        "total": 3,
+        "indexed": 2,
+        "unchanged": 0,
+        "failed": 1,
+        "skipped": 0,
+        "removed": 0,
+        "warmed": 0,
+    }
     assert [os.path.basename(failure["source"]) for failure in report["failures"]] == ["broken.pdf"]
     (folder / "broken.pdf").unlink()
     done = ragserve("ingest", "docs", "-n", "sea", "--metadata", "topic=animals")
@@ -131,12 +152,18 @@ def test_standard_input(tmp_path: Path, ragserve: Cli) -> None:
 @pytest.mark.usefixtures("folder")
 def test_wrong_use_is_explained(args: tuple[str, ...], status: int, words: str, ragserve: Cli) -> None:
     done = ragserve(*args)
-    assert (done.returncode, words in " ".join(done.stderr.split()), "Traceback" in done.stderr) == (status, True, False), done.stderr
+    assert (done.returncode, words in " ".join(done.stderr.split()), "Traceback" in done.stderr) == (
+        status,
+        True,
+        False,
+    ), done.stderr
 
 
 def many(folder: Path, n: int) -> None:
     for i in range(n):
-        (folder / f"note{i:04d}.txt").write_text(f"Note {i} is about the number {i * 7919 % 10007}.\n" * (1 + i % 3))
+        (folder / f"note{i:04d}.txt").write_text(
+            f"Note {i} is about the number {i * 7919 % 10007}.\n" * (1 + i % 3)
+        )
 
 
 def wait_for_documents(data_dir: Path, n: int, process: subprocess.Popen[bytes]) -> None:
@@ -151,7 +178,9 @@ def wait_for_documents(data_dir: Path, n: int, process: subprocess.Popen[bytes])
             time.sleep(0.01)
 
 
-def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
+def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
+    folder: Path, tmp_path: Path, ragserve: Cli
+) -> None:
     many(folder, 500)
     data_dir = tmp_path / "ragserve-data"
     dice = random.Random(7)
@@ -166,7 +195,9 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(folder: Path, tmp_
         process.communicate()
         if (data_dir / "ragserve.sqlite3").exists():
             for source, chunks in contents(data_dir).items():
-                assert "".join(text for text, _, _ in chunks) == Path(source).read_text()  # a document is there whole or not at all
+                assert (
+                    "".join(text for text, _, _ in chunks) == Path(source).read_text()
+                )  # a document is there whole or not at all
     done = ragserve("ingest", "docs", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -214,13 +245,17 @@ def small_disk(tmp_path: Path) -> Path:
     """A folder on which a command in its own mount namespace can mount a disk of any size."""
     target = tmp_path / "small"
     target.mkdir()
-    probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(target)], capture_output=True, check=False)
+    probe = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(target)], capture_output=True, check=False
+    )
     if shutil.which("unshare") is None or probe.returncode:
         pytest.skip(f"this machine does not let us mount a small disk: {probe.stderr.decode()}")
     return target
 
 
-def test_a_full_disk_stops_the_run_and_leaves_nothing_half(folder: Path, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
+    folder: Path, tmp_path: Path, small_disk: Path
+) -> None:
     for i in range(70):
         (folder / f"book{i:02d}.txt").write_text(f"Line of book {i}, with number {i * 31}. " * 500)
     ingest = f"{' '.join(COMMAND)} ingest {folder} --json --chunk-tokens 8192 --data-dir {small_disk}"
@@ -233,7 +268,9 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half(folder: Path, tmp_pat
         cp -r {small_disk} {tmp_path}/freed
     """
     command = ["unshare", "-rm", "sh", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False, timeout=200
+    )
     errors = done.stderr.decode()
     assert done.stdout.decode().split("\n")[:2] == ["first 1", "second 0"], errors
     assert "disk" in errors

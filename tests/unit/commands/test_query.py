@@ -48,9 +48,25 @@ def test_streamed_json_is_an_event_a_line(live: Live, docs: str) -> None:
 
 def test_options_arrive(live: Live, docs: str) -> None:
     chosen = '{"op":"eq","field":"name","value":"soup"}'
-    run(live, "-n", docs, "--filter", chosen, "--strategy", "full", "--max-new-tokens", "5", "--temperature", "0.5")
+    run(
+        live,
+        "-n",
+        docs,
+        "--filter",
+        chosen,
+        "--strategy",
+        "full",
+        "--max-new-tokens",
+        "5",
+        "--temperature",
+        "0.5",
+    )
     request = live.engine.requests[-1]
-    assert (request.strategy, request.sampling.max_new_tokens, request.sampling.temperature) == ("full", 5, 0.5)
+    assert (request.strategy, request.sampling.max_new_tokens, request.sampling.temperature) == (
+        "full",
+        5,
+        0.5,
+    )
     run(live, "-n", docs, "--strategy", "epic:first=16,force=true")
     assert (live.engine.requests[-1].strategy, live.engine.requests[-1].options) == ("epic", {"first": 16})
 
@@ -67,7 +83,11 @@ def test_an_error_in_the_stream_is_said(live: Live, docs: str) -> None:
     live.engine.error, live.engine.error_after = EngineError("The engine failed.", hint="Look at it."), 1
     with pytest.raises(RagserveError) as caught:
         run(live, "-n", docs, "--stream")
-    assert (caught.value.message, caught.value.hint, caught.value.code) == ("The engine failed.", "Look at it.", "engine_error")
+    assert (caught.value.message, caught.value.hint, caught.value.code) == (
+        "The engine failed.",
+        "Look at it.",
+        "engine_error",
+    )
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["whole", "streamed"])

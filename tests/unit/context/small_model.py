@@ -22,12 +22,22 @@ class Layer:
         self._out = torch.randn(HEADS * DIM, HIDDEN) / 4
         self.self_attn = SimpleNamespace(
             attn=SimpleNamespace(
-                layer_id=number, scaling=DIM**-0.5, logit_cap=0.0, sliding_window_size=-1, use_irope=False,
-                tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, tp_v_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM,
+                layer_id=number,
+                scaling=DIM**-0.5,
+                logit_cap=0.0,
+                sliding_window_size=-1,
+                use_irope=False,
+                tp_q_head_num=HEADS,
+                tp_k_head_num=KV_HEADS,
+                tp_v_head_num=KV_HEADS,
+                qk_head_dim=DIM,
+                v_head_dim=DIM,
             )
-        )  # fmt: skip
+        )
 
-    def __call__(self, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, residual: Any) -> tuple[torch.Tensor, None]:
+    def __call__(
+        self, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, residual: Any
+    ) -> tuple[torch.Tensor, None]:
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         q, k, v = (hidden @ projection for projection in self._projections)
@@ -57,7 +67,9 @@ class Model:
         self.model = Decoder()
         self.lm_head = torch.randn(HIDDEN, VOCABULARY)
 
-    def logits_processor(self, ids: torch.Tensor, hidden: torch.Tensor, lm_head: torch.Tensor, batch: Any) -> torch.Tensor:
+    def logits_processor(
+        self, ids: torch.Tensor, hidden: torch.Tensor, lm_head: torch.Tensor, batch: Any
+    ) -> torch.Tensor:
         assert len(ids) == len(hidden)
         return hidden @ lm_head
 
@@ -70,7 +82,11 @@ def runner_of(slots: int, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     pool = Buffers(*([torch.randn(slots, KV_HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
     holder = SimpleNamespace(
-        k_buffer=pool.k, v_buffer=pool.v, layer_num=LAYERS, get_key_buffer=pool.get_key_buffer, get_value_buffer=pool.get_value_buffer
+        k_buffer=pool.k,
+        v_buffer=pool.v,
+        layer_num=LAYERS,
+        get_key_buffer=pool.get_key_buffer,
+        get_value_buffer=pool.get_value_buffer,
     )
     flags = one_pass.WITHOUT
     return SimpleNamespace(

@@ -20,13 +20,25 @@ def model_with(rope: dict[str, Any] | None, layers: int = 2) -> Any:
 
     set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
     embedding = get_rope(HEAD, HEAD, POSITIONS, 10000, True, rope)
-    return SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(rotary_emb=embedding))] * layers))
+    return SimpleNamespace(
+        model=SimpleNamespace(
+            layers=[SimpleNamespace(self_attn=SimpleNamespace(rotary_emb=embedding))] * layers
+        )
+    )
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
-@pytest.mark.parametrize("rope", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=["plain", "linear", "llama3"])
+@pytest.mark.parametrize(
+    "rope", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=["plain", "linear", "llama3"]
+)
 def test_a_moved_key_is_the_key_at_its_new_place(rope: dict[str, Any] | None) -> None:
     model = model_with(rope)
     embedding = model.model.layers[0].self_attn.rotary_emb
@@ -47,12 +59,17 @@ def test_a_moved_key_is_the_key_at_its_new_place(rope: dict[str, Any] | None) ->
 @pytest.mark.parametrize(
     ("rope", "kind"),
     [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, "YaRNScalingRotaryEmbedding"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            "YaRNScalingRotaryEmbedding",
+        ),
         ({"rope_type": "dynamic", "factor": 4.0}, "DynamicNTKScalingRotaryEmbedding"),
     ],
     ids=["yarn", "dynamic"],
 )
-def test_positions_that_cannot_move_are_refused_by_name_and_with_advice(rope: dict[str, Any], kind: str) -> None:
+def test_positions_that_cannot_move_are_refused_by_name_and_with_advice(
+    rope: dict[str, Any], kind: str
+) -> None:
     with pytest.raises(UnsupportedRope, match=rf"{kind}.*'prefix' or 'full'"):
         rotation_of(model_with(rope))
 

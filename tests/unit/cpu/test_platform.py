@@ -17,12 +17,24 @@ def test_platform_is_active_exactly_without_an_accelerator() -> None:
 
 
 def _make(page_size: int):  # type: ignore[no-untyped-def]
-    return make_allocator(PAGES * page_size, page_size=page_size, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False)
+    return make_allocator(
+        PAGES * page_size,
+        page_size=page_size,
+        dtype=torch.float32,
+        device="cpu",
+        kvcache=None,
+        need_sort=False,
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 4, 16]), st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=4))
-def test_extend_and_decode_fill_pages_in_order_and_all_come_back(page_size: int, requests: list[tuple[int, int]]) -> None:
+@given(
+    st.sampled_from([1, 4, 16]),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=4),
+)
+def test_extend_and_decode_fill_pages_in_order_and_all_come_back(
+    page_size: int, requests: list[tuple[int, int]]
+) -> None:
     allocator = _make(page_size)
     total = allocator.available_size()
     slots: list[torch.Tensor] = []
@@ -45,8 +57,13 @@ def test_extend_and_decode_fill_pages_in_order_and_all_come_back(page_size: int,
                 break
             taken = torch.cat([taken, more])
         within_page = torch.arange(len(taken)) % page_size
-        assert torch.equal(taken % page_size, within_page), "token i of a request lies at offset i of its page"
-        assert all(len(set((taken[i : i + page_size] // page_size).tolist())) == 1 for i in range(0, len(taken), page_size))
+        assert torch.equal(taken % page_size, within_page), (
+            "token i of a request lies at offset i of its page"
+        )
+        assert all(
+            len(set((taken[i : i + page_size] // page_size).tolist())) == 1
+            for i in range(0, len(taken), page_size)
+        )
         slots.append(taken)
     every = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
     assert len(every.unique()) == len(every), "no slot is handed out twice"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
 
 FINGERPRINT = "model-a/tokenizer-a"
@@ -22,7 +22,15 @@ LARGE = 1 << 30
 class Sample:
     """A document whose KV follows from its namespace and number."""
 
-    def __init__(self, number: int, n_tokens: int, *, namespace: str = "default", shape: KvShape = SHAPE, fingerprint: str = FINGERPRINT):
+    def __init__(
+        self,
+        number: int,
+        n_tokens: int,
+        *,
+        namespace: str = "default",
+        shape: KvShape = SHAPE,
+        fingerprint: str = FINGERPRINT,
+    ):
         self.shape = shape
         ids = [number * 1000 + i for i in range(n_tokens)]
         text = f"{namespace}|{fingerprint}|{ids}"
@@ -64,7 +72,9 @@ class Sample:
                 assert not stored[:, n:].any()
 
     def load_and_check(self, store: TierStore, blocks: Sequence[int] | None = None) -> bool:
-        """Load, and compare what came up; False for a load that failed. The store must say a document is there only if its bytes are."""
+        """Load, and compare what came up; False for a load that failed. The store must say a document is
+        there only if its bytes are.
+        """
         store.pin(self.key)
         try:
             ticket = store.load(self.key, blocks)
@@ -89,7 +99,9 @@ def opened(
 ) -> Iterator[TierStore]:
     """A store, closed at the end; without a folder there is no disk tier."""
     config = None if folder is None else DiskConfig(folder, disk_bytes, queue_bytes=queue_bytes, **disk)
-    store = TierStore(shape, fingerprint=fingerprint, host_bytes=host_pages * shape.page_bytes, disk=config, pin=False)
+    store = TierStore(
+        shape, fingerprint=fingerprint, host_bytes=host_pages * shape.page_bytes, disk=config, pin=False
+    )
     try:
         yield store
     finally:
@@ -102,7 +114,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def bytes_under(folder: Path) -> int:
-    """Bytes of all files, finished, being written or being deleted; what disappears while it is counted counts as nothing."""
+    """Bytes of all files, finished, being written or being deleted; what disappears while it is counted
+    counts as nothing.
+    """
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,6 @@
-"""A storage backend of the kind that reads and writes the registered host pool by address, as RDMA backends do; pages in a dict."""
+"""A storage backend of the kind that reads and writes the registered host pool by address, as RDMA backends
+do; pages in a dict.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class PoolStorage(HiCacheStorage):
     def clear(self) -> None:
         PAGES.clear()
 
-    # Abstract in SGLang's interface, and unused with backends of this kind: a call of one of these four is a failure of the test.
+    # Abstract in SGLang's interface, and unused with backends of this kind: a call of one of these four is a
+    # failure of the test.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         raise NotImplementedError("by pool index only")
@@ -51,7 +54,9 @@ class PoolStorage(HiCacheStorage):
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         raise NotImplementedError("by pool index only")
 
-    def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         raise NotImplementedError("by pool index only")
 
 

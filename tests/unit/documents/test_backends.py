@@ -1,4 +1,6 @@
-"""The same documents through SGLang's storage interface: its own file backend, and one that works on the pool by address."""
+"""The same documents through SGLang's storage interface: its own file backend, and one that works on the pool
+by address.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 
 from sglang_ext.documents.disk import FileTier
 from sglang_ext.documents.file_storage import RECORD, storage_key
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
@@ -29,12 +31,20 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str,
 
 
 def _dynamic(name: str, **more: Any) -> dict[str, Any]:
-    return {"backend_name": "pool", "module_path": "tests.unit.documents.storage_by_pool", "class_name": name, "interface_v1": 1, **more}
+    return {
+        "backend_name": "pool",
+        "module_path": "tests.unit.documents.storage_by_pool",
+        "class_name": name,
+        "interface_v1": 1,
+        **more,
+    }
 
 
 def _open(config: dict[str, Any], host_pages: int = 100, fingerprint: str = FINGERPRINT) -> TierStore:
     disk = DiskConfig(queue_bytes=LARGE, **config)
-    return TierStore(SHAPE, fingerprint=fingerprint, host_bytes=host_pages * SHAPE.page_bytes, disk=disk, pin=False)
+    return TierStore(
+        SHAPE, fingerprint=fingerprint, host_bytes=host_pages * SHAPE.page_bytes, disk=disk, pin=False
+    )
 
 
 def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, Any]) -> None:
@@ -143,12 +153,16 @@ def test_our_backend_keeps_the_interfaces_promises(tmp_path: Path) -> None:
         assert not storage.exists(storage_key("default", document.key, 5))
         assert not storage.exists(storage_key("elsewhere", document.key, 0))
         targets = [torch.empty(SHAPE.page_bytes, dtype=torch.uint8) for _ in keys]
-        assert [value.data_ptr() for value in storage.batch_get(keys, targets)] == [target.data_ptr() for target in targets]
+        assert [value.data_ptr() for value in storage.batch_get(keys, targets)] == [
+            target.data_ptr() for target in targets
+        ]
         fresh = storage.batch_get(keys)
         assert all(torch.equal(a, b) for a, b in zip(fresh, targets, strict=True))
         assert storage.get(storage_key("default", "unknown", 0)) is None
         assert storage.set(keys[0], fresh[0])  # there already
-        assert not storage.set(storage_key("default", "unknown", 0), fresh[0])  # a document is written as a whole
+        assert not storage.set(
+            storage_key("default", "unknown", 0), fresh[0]
+        )  # a document is written as a whole
         assert store.stat()["faults"] == {"refused": 1}
         assert storage.delete(keys[0])
         assert [path.stem for path in files_of(tmp_path)] == [other.key]

@@ -1,4 +1,6 @@
-"""The host tier with a GPU above it: pinned pages, copies that are only enqueued, and nothing overtaking them."""
+"""The host tier with a GPU above it: pinned pages, copies that are only enqueued, and nothing overtaking
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed
 
@@ -16,7 +18,9 @@ SHAPE = KvShape(32, 8, 128, torch.bfloat16, 16)  # Llama-3.1-8B
 
 
 def _store(folder: Path, pages: int) -> TierStore:
-    return TierStore(SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=DiskConfig(folder), pin=True)
+    return TierStore(
+        SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=DiskConfig(folder), pin=True
+    )
 
 
 def test_kv_from_the_device_survives_all_tiers(tmp_path: Path) -> None:

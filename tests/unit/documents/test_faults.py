@@ -16,7 +16,7 @@ import torch
 
 from sglang_ext.documents import page_format
 from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from tests.unit.documents.document_samples import SHAPE, Sample, bytes_under, files_of, flushed, opened
 
 PAGE = SHAPE.page_bytes
@@ -69,7 +69,9 @@ def _flip(path: Path, offset: int, bit: int = 3) -> None:
         pytest.param(ALIGN + 5 * PAGE - 1, "crc", id="last-byte"),
     ],
 )
-def test_a_flipped_bit_anywhere_is_a_miss(tmp_path: Path, offset: int, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_anywhere_is_a_miss(
+    tmp_path: Path, offset: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     document, other = Sample(1, 18), Sample(2, 18)
     other_path = _stored(tmp_path, other)
     path = _stored(tmp_path, document)
@@ -84,7 +86,9 @@ def test_a_flipped_bit_anywhere_is_a_miss(tmp_path: Path, offset: int, reason: s
         assert other.load_and_check(store)
 
 
-@pytest.mark.parametrize("length", [0, 7, FIXED_BYTES, ALIGN - 1, ALIGN, ALIGN + PAGE, ALIGN + 5 * PAGE - 1, ALIGN + 5 * PAGE + 1])
+@pytest.mark.parametrize(
+    "length", [0, 7, FIXED_BYTES, ALIGN - 1, ALIGN, ALIGN + PAGE, ALIGN + 5 * PAGE - 1, ALIGN + 5 * PAGE + 1]
+)
 def test_a_file_of_the_wrong_length_is_a_miss(tmp_path: Path, length: int) -> None:
     document = Sample(1, 18)
     path = _stored(tmp_path, document)
@@ -135,7 +139,9 @@ def _foreign(**sample: object) -> Callable[[Path, Path], None]:
         pytest.param(_foreign(namespace="theirs"), "key", id="another-document"),
     ],
 )
-def test_a_foreign_file_in_a_documents_place_is_a_miss(tmp_path: Path, replace: Callable[[Path, Path], None], reason: str) -> None:
+def test_a_foreign_file_in_a_documents_place_is_a_miss(
+    tmp_path: Path, replace: Callable[[Path, Path], None], reason: str
+) -> None:
     document = Sample(1, 18)
     path = _stored(tmp_path / "ours", document)
     replace(path, tmp_path / "elsewhere")
@@ -329,7 +335,9 @@ def test_removed_stays_removed_when_killed_right_after(tmp_path: Path) -> None:
         assert document.found(store) is None
 
 
-def test_faults_are_logged_once_a_minute_and_always_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_faults_are_logged_once_a_minute_and_always_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     documents = [Sample(i, 18) for i in range(5)]
     for document in documents:
         _flip(_stored(tmp_path, document), ALIGN)
@@ -338,4 +346,6 @@ def test_faults_are_logged_once_a_minute_and_always_counted(tmp_path: Path, capl
             assert not document.load_and_check(store)
         assert store.stat()["faults"] == {"crc": 5}
     assert caplog.text.count("document cache, crc") == 1
-    assert page_format.VERSION == 3  # a new format needs its own place or a new version, so that old files stay misses
+    assert (
+        page_format.VERSION == 3
+    )  # a new format needs its own place or a new version, so that old files stay misses

@@ -25,9 +25,16 @@ def test_figures_and_verification_agree_with_the_folder(tmp_path: Path) -> None:
     documents = _fill(tmp_path)
     figures = offline.stat(tmp_path)
     assert (figures["files"], figures["bytes"], figures["in_use"]) == (5, bytes_under(tmp_path), False)
-    assert {name: space["files"] for name, space in figures["namespaces"].items()} == {"space-0": 3, "space-1": 2}
+    assert {name: space["files"] for name, space in figures["namespaces"].items()} == {
+        "space-0": 3,
+        "space-1": 2,
+    }
     report = offline.verify(tmp_path)
-    assert (report.ok, report.documents, report.pages) == (True, 5, sum(document.blocks for document in documents))
+    assert (report.ok, report.documents, report.pages) == (
+        True,
+        5,
+        sum(document.blocks for document in documents),
+    )
     assert report.bytes_ == bytes_under(tmp_path)
     path = files_of(tmp_path)[2]
     data = bytearray(path.read_bytes())
@@ -45,7 +52,13 @@ def test_what_is_removed_offline_is_gone_for_the_next_server(tmp_path: Path) -> 
     assert not offline.remove(tmp_path, documents[1].key, namespace="space-0")
     assert offline.clear(tmp_path, namespace="space-1") == 2
     with opened(tmp_path) as store:
-        assert [document.found(store) is not None for document in documents] == [False, False, True, False, True]
+        assert [document.found(store) is not None for document in documents] == [
+            False,
+            False,
+            True,
+            False,
+            True,
+        ]
     assert offline.clear(tmp_path) == 2
     assert bytes_under(tmp_path) == 0
     assert offline.stat(tmp_path / "nowhere")["files"] == 0

@@ -10,17 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.page_format import Layout, PageError
+from sglang_ext.documents.page_format import PageError, PageLayout
 
-LAYOUT = Layout(
-    fingerprint="model-a", rank=0, world=1, layers=2, kv_heads=2, head_dim=4, block=4, dtype_code=1, page_bytes=512
-)  # fmt: skip
+LAYOUT = PageLayout(
+    fingerprint="model-a",
+    rank=0,
+    world=1,
+    layers=2,
+    kv_heads=2,
+    head_dim=4,
+    block=4,
+    dtype_code=1,
+    page_bytes=512,
+)
 KEY = "ab" * 32
 names = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3000)
 
 
-def _encode(token_ids: list[int], namespace: str = "default", key: str = KEY, layout: Layout = LAYOUT) -> bytes:
+def _encode(
+    token_ids: list[int], namespace: str = "default", key: str = KEY, layout: PageLayout = LAYOUT
+) -> bytes:
     pages = -(-len(token_ids) // layout.block)
     crcs = array("I", [(i * 2654435761) % 2**32 for i in range(pages)])
     return page_format.encode(key, namespace, array("i", token_ids), crcs, layout)
@@ -28,12 +38,18 @@ def _encode(token_ids: list[int], namespace: str = "default", key: str = KEY, la
 
 @settings(max_examples=60, deadline=None)
 @given(token_lists, names, st.from_regex(r"\A[0-9a-f]{16,64}\Z"), st.integers(0, 4096))
-def test_record_comes_back_as_it_was_written(token_ids: list[int], namespace: str, key: str, more: int) -> None:
+def test_record_comes_back_as_it_was_written(
+    token_ids: list[int], namespace: str, key: str, more: int
+) -> None:
     data = _encode(token_ids, namespace, key)
     record = page_format.decode(data + b"\xff" * more, layout=LAYOUT, key=key)
     assert (record.key, record.namespace, list(record.token_ids)) == (key, namespace, token_ids)
     assert record.n_pages == -(-len(token_ids) // LAYOUT.block)
-    assert record.record_bytes == len(data) == page_format.record_bytes(namespace, key, len(token_ids), record.n_pages)
+    assert (
+        record.record_bytes
+        == len(data)
+        == page_format.record_bytes(namespace, key, len(token_ids), record.n_pages)
+    )
     assert len(data) % page_format.ALIGN == 0
 
 

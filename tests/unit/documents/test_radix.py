@@ -19,12 +19,18 @@ def tree(request: pytest.FixtureRequest) -> Any:
 
     return DocumentRadixCache(
         CacheInitParams(
-            disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=request.param, enable_kv_cache_events=False
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=None,
+            page_size=request.param,
+            enable_kv_cache_events=False,
         )
     )
 
 
-def insert(tree: Any, ids: array[int], slots: torch.Tensor, *, limit: int | None = None, key: str = KEY) -> None:
+def insert(
+    tree: Any, ids: array[int], slots: torch.Tensor, *, limit: int | None = None, key: str = KEY
+) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -45,14 +51,18 @@ def test_in_one_piece_and_in_chunks(tree: Any) -> None:
     insert(tree, ids, slots)
     assert found(tree, ids) == slots.tolist()
     node = tree.document(ids, KEY)[1]
-    assert node.last_access_time == max(each.last_access_time for each in (node, node.parent, node.parent.parent))
+    assert node.last_access_time == max(
+        each.last_access_time for each in (node, node.parent, node.parent.parent)
+    )
     assert found(tree, ids, "e" * 32) is None
     assert found(tree, array("q", [*ids, 1, 2, 3, 4])) is None
     assert found(tree, array("q", [*ids[:20], 1, 2, 3, 4])) is None
 
 
 def test_with_what_was_decoded_behind_it(tree: Any) -> None:
-    """With the overlap scheduler a document's request may decode a token before SGLang knows that it has ended, and caches it, too."""
+    """With the overlap scheduler a document's request may decode a token before SGLang knows that it has
+    ended, and caches it, too.
+    """
     ids, slots = array("q", range(100, 112)), torch.randperm(16)
     insert(tree, array("q", [*ids, 7, 8, 9, 10]), slots)
     assert found(tree, ids) == slots[:12].tolist()

@@ -1,4 +1,6 @@
-"""Random histories against a dict: what is found is right, what was removed is not found, nothing is lost or counted twice."""
+"""Random histories against a dict: what is found is right, what was removed is not found, nothing is lost or
+counted twice.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_ext.documents.page_format import ALIGN
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, LoadTicket
 from tests.unit.documents.document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of
 
@@ -23,8 +25,9 @@ FILES = [ALIGN + document.blocks * PAGE for document in DOCUMENTS]
 
 
 class TierMachine(RuleBasedStateMachine):
-    """``live`` is the model: documents put and not removed, which may be found. ``sure`` are those that must be: written whole, and neither
-    evicted (``evicted`` until put again) nor damaged behind the store's back (``damaged`` until removed)."""
+    """``live`` is the model: documents put and not removed, which may be found. ``sure`` are those that must
+    be: written whole, and neither evicted (``evicted`` until put again) nor damaged behind the store's back
+    (``damaged`` until removed)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +64,15 @@ class TierMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """Everything written: from now on the disk has what fits and nobody dropped."""
         assert self.store.flush(60)
-        assert bytes_under(self.folder) <= self.disk_bytes  # removed namespaces have given their space back, too
+        assert (
+            bytes_under(self.folder) <= self.disk_bytes
+        )  # removed namespaces have given their space back, too
         figures = self.store.stat()
-        if figures["dropped_writes"] == 0 and self.disk_bytes >= sum(FILES) and figures["faults"].keys() <= {"tokens"}:
+        if (
+            figures["dropped_writes"] == 0
+            and self.disk_bytes >= sum(FILES)
+            and figures["faults"].keys() <= {"tokens"}
+        ):
             self.sure = self.live - self.evicted - self.damaged
 
     @rule(number=numbers, named=st.booleans())
@@ -189,7 +198,12 @@ class TierMachine(RuleBasedStateMachine):
         self.evicted.clear()
         self.store = self._open()
 
-    @rule(what=st.sampled_from(["cut", "flip", "delete", "folder"]), choice=numbers, at=st.floats(0, 1), flip=st.integers(1, 255))
+    @rule(
+        what=st.sampled_from(["cut", "flip", "delete", "folder"]),
+        choice=numbers,
+        at=st.floats(0, 1),
+        flip=st.integers(1, 255),
+    )
     def damage(self, what: str, choice: int, at: float, flip: int) -> None:
         """A file is cut, flipped or deleted, or the whole folder goes."""
         assert self.store.flush(60)
@@ -250,6 +264,11 @@ def _size(path: Path) -> int:
 
 
 TierMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestTierMachine = TierMachine.TestCase

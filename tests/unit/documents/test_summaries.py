@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.documents.disk import FileTier
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
@@ -49,7 +49,9 @@ def test_a_summary_survives_a_restart_and_reads_no_page(tmp_path: Path, late: bo
         assert store.stat()["disk"]["bytes"] == sum(path.stat().st_size for path in files_of(tmp_path))
 
 
-def test_a_summary_that_comes_while_its_document_is_written_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_that_comes_while_its_document_is_written_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = Sample(1, 30)
     with opened(tmp_path) as store:
         write = FileTier.write
@@ -125,12 +127,19 @@ def test_a_disk_too_small_for_the_summary_keeps_the_document(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", ["sglang-file", "dynamic"])
 def test_other_backends_keep_summaries(tmp_path: Path, backend: str) -> None:
-    pool = {"backend_name": "pool", "module_path": "tests.unit.documents.storage_by_pool", "class_name": "PoolStorage", "interface_v1": 1}
+    pool = {
+        "backend_name": "pool",
+        "module_path": "tests.unit.documents.storage_by_pool",
+        "class_name": "PoolStorage",
+        "interface_v1": 1,
+    }
     config: dict[str, Any] = {"path": tmp_path} if backend == "sglang-file" else {"path": None, "extra": pool}
 
     def store() -> TierStore:
         disk = DiskConfig(backend=backend, queue_bytes=LARGE, **config)
-        return TierStore(SHAPE, fingerprint=FINGERPRINT, host_bytes=100 * SHAPE.page_bytes, disk=disk, pin=False)
+        return TierStore(
+            SHAPE, fingerprint=FINGERPRINT, host_bytes=100 * SHAPE.page_bytes, disk=disk, pin=False
+        )
 
     documents = [Sample(1, 30), Sample(2, 18)]
     first = store()

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape, StoreInUse
-from tests.unit.documents.document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of, flushed, opened
+from tests.unit.documents.document_samples import (
+    FINGERPRINT,
+    SHAPE,
+    Sample,
+    bytes_under,
+    files_of,
+    flushed,
+    opened,
+)
 
 PAGE = SHAPE.page_bytes
 FILE_4 = page_format.ALIGN + 4 * PAGE  # a document of 4 pages
@@ -162,7 +170,14 @@ def test_the_disk_keeps_its_budget_and_the_most_recently_used(tmp_path: Path) ->
             flushed(store)
             assert bytes_under(tmp_path) <= 4 * FILE_4 + 100
         store.drop_host()
-        assert [document.found(store) is not None for document in documents] == [True, False, False, True, True, True]
+        assert [document.found(store) is not None for document in documents] == [
+            True,
+            False,
+            False,
+            True,
+            True,
+            True,
+        ]
         assert store.stat()["evictions"]["disk"] == 2
         store.set_budget(disk_bytes=FILE_4)
         assert len(files_of(tmp_path)) == 1
@@ -301,7 +316,9 @@ def test_a_key_with_other_token_ids_is_a_miss(tmp_path: Path) -> None:
         assert store.lookup(document.key, document.ids, "../default") is None
 
 
-def test_documents_are_found_after_a_restart_without_the_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_found_after_a_restart_without_the_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang_ext.documents.tiers import Tiers
 
     document = Sample(1, 16)
@@ -328,7 +345,7 @@ def test_clear_empties_both_tiers(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.documents import files
+    from sglang_ext.documents import page_files as files
 
     with opened(tmp_path):
         original = files.DocumentFiles.acquire
@@ -395,7 +412,9 @@ def test_metadata_stays_within_three_percent_of_the_kv(tmp_path: Path, shape: Kv
         assert 0 < figures["host"]["metadata_bytes"] <= 0.03 * kv
         assert figures["disk"]["bytes"] == bytes_under(tmp_path) == kv + figures["disk"]["metadata_bytes"]
         assert 0 < figures["disk"]["metadata_bytes"] <= 0.03 * kv
-        assert figures["disk"]["metadata_share"] == pytest.approx(figures["disk"]["metadata_bytes"] / kv, abs=1e-5)
+        assert figures["disk"]["metadata_share"] == pytest.approx(
+            figures["disk"]["metadata_bytes"] / kv, abs=1e-5
+        )
 
 
 def test_figures_and_metrics_count_what_happened(tmp_path: Path) -> None:
@@ -428,7 +447,15 @@ def test_figures_and_metrics_count_what_happened(tmp_path: Path) -> None:
 def test_each_rank_has_its_own_files(tmp_path: Path) -> None:
     document = Sample(1, 16)
     stores = [
-        TierStore(SHAPE, fingerprint=FINGERPRINT, host_bytes=100 * PAGE, disk=DiskConfig(tmp_path), pin=False, rank=rank, world=2)
+        TierStore(
+            SHAPE,
+            fingerprint=FINGERPRINT,
+            host_bytes=100 * PAGE,
+            disk=DiskConfig(tmp_path),
+            pin=False,
+            rank=rank,
+            world=2,
+        )
         for rank in range(2)
     ]
     document.put(stores[0])

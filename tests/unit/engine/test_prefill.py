@@ -1,4 +1,6 @@
-"""Documents of a composed request that are not cached: prefilled together, once for everyone who waits, and then the request is served."""
+"""Documents of a composed request that are not cached: prefilled together, once for everyone who waits, and
+then the request is served.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from sglang_ext.protocol import PLAN_FIELD, Span
 
 
 class Engine:
-    """Keeps documents by their ids. ``hold`` makes prefills wait; ``loses`` keeps none; ``fails`` is raised by the next prefill."""
+    """Keeps documents by their ids. ``hold`` makes prefills wait; ``loses`` keeps none; ``fails`` is raised
+    by the next prefill.
+    """
 
     def __init__(self) -> None:
         self.cached: set[tuple[int, ...]] = set()
@@ -32,10 +36,14 @@ class Engine:
         plan = fields["sampling_params"].get("custom_params")
         if plan is not None:
             spans = json.loads(plan[PLAN_FIELD])["spans"]
-            missing = [i for i, (a, b) in enumerate(spans) if tuple(fields["input_ids"][a:b]) not in self.cached]
+            missing = [
+                i for i, (a, b) in enumerate(spans) if tuple(fields["input_ids"][a:b]) not in self.cached
+            ]
             if missing:
                 raise DocumentsMissing(missing)
-        yield GenerateChunk("composed" if plan else "exact", EngineUsage(prompt_tokens), EngineTimings(), "stop")
+        yield GenerateChunk(
+            "composed" if plan else "exact", EngineUsage(prompt_tokens), EngineTimings(), "stop"
+        )
 
     async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
         self.messages.append(list(requests))
@@ -52,7 +60,11 @@ class Engine:
 
     @property
     def analysed(self) -> list[bool]:
-        plans = (request["sampling_params"]["custom_params"][PLAN_FIELD] for message in self.messages for request in message)
+        plans = (
+            request["sampling_params"]["custom_params"][PLAN_FIELD]
+            for message in self.messages
+            for request in message
+        )
         return [json.loads(plan)["options"]["analyse"] for plan in plans]
 
 
@@ -76,7 +88,9 @@ def test_all_that_a_query_lacks_is_prefilled_in_one_message_and_not_analysed() -
         engine.cached.add((1, 1))
         chunk = await answer(engine, request([1, 1], [2], [3, 3], [2]))
         assert (chunk.text, chunk.fallback) == ("composed", None)
-        assert engine.prefilled == [[[2], [3, 3]]], "what is cached is left alone, and a document that comes twice is prefilled once"
+        assert engine.prefilled == [[[2], [3, 3]]], (
+            "what is cached is left alone, and a document that comes twice is prefilled once"
+        )
         assert engine.analysed == [False, False]
         assert [r["rid"] for r in engine.messages[0]] == ["q-document-0"] * 2
         await answer(engine, request([3, 3], [2]))
@@ -89,7 +103,9 @@ def test_queries_share_prefills_but_wait_for_no_analysis() -> None:
     async def work() -> None:
         engine = Engine()
         engine.hold.clear()
-        warming = asyncio.create_task(engine.documents.prefill(request([1], [2]), request([1], [2]).spans, analyse=True))
+        warming = asyncio.create_task(
+            engine.documents.prefill(request([1], [2]), request([1], [2]).spans, analyse=True)
+        )
         queries = [asyncio.create_task(answer(engine, request(*each))) for each in ([[1], [2]], [[2], [3]])]
         elsewhere = asyncio.create_task(answer(engine, request([2], namespace="other")))
         await asyncio.sleep(0.01)

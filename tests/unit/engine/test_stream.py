@@ -12,7 +12,16 @@ from ragserve.errors import EngineError, InvalidRequest, TooManyRequests, Unavai
 
 
 def out(text: str, reason: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
-    return {"text": text, "meta_info": {"prompt_tokens": 7, "cached_tokens": 3, "completion_tokens": 1, "finish_reason": reason, **meta}}
+    return {
+        "text": text,
+        "meta_info": {
+            "prompt_tokens": 7,
+            "cached_tokens": 3,
+            "completion_tokens": 1,
+            "finish_reason": reason,
+            **meta,
+        },
+    }
 
 
 def test_cumulative_text_becomes_deltas() -> None:
@@ -59,7 +68,9 @@ def test_namespaces_and_full_requests_never_share_cached_tokens() -> None:
 
 
 def test_sampling_fields_reach_sglang_by_its_names() -> None:
-    sampling = payload(GenerateRequest("r", [1], "n", sampling=Sampling(9, 0.5, 0.8, 4, ("x",), 3)), "rid")["sampling_params"]
+    sampling = payload(GenerateRequest("r", [1], "n", sampling=Sampling(9, 0.5, 0.8, 4, ("x",), 3)), "rid")[
+        "sampling_params"
+    ]
     assert sampling["max_new_tokens"] == 9
     assert sampling["stop"] == ["x"]
     assert sampling["sampling_seed"] == 3
@@ -67,7 +78,9 @@ def test_sampling_fields_reach_sglang_by_its_names() -> None:
 
 
 def test_decode_options_travel_and_their_report_comes_with_the_last_chunk() -> None:
-    request = GenerateRequest("r", [1], "n", decode={"mode": "progressive"}, sampling=Sampling(ignore_eos=True))
+    request = GenerateRequest(
+        "r", [1], "n", decode={"mode": "progressive"}, sampling=Sampling(ignore_eos=True)
+    )
     sampling = payload(request, "r")["sampling_params"]
     assert sampling["custom_params"] == {"ragserve_decode": '{"mode": "progressive"}'}
     assert sampling["ignore_eos"] is True

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import Passage, distinct_passages, load
+from ragserve.eval.data import GivenPassage, distinct_passages, load
 
 DATA = Path(__file__).parents[2] / "data" / "questions"
 
@@ -18,7 +18,11 @@ def test_rows_with_docs_and_inferred_gold() -> None:
     questions = load(DATA / "onehop_8.jsonl")
     assert len(questions) == 8
     first = questions[0]
-    assert (first.id, first.question, first.answers) == ("onehop-0", "Where can Hash Bridge be seen?", ("Beshgate",))
+    assert (first.id, first.question, first.answers) == (
+        "onehop-0",
+        "Where can Hash Bridge be seen?",
+        ("Beshgate",),
+    )
     # "Hash Bridge" and "Beshgate" both say the answer; the question names the first
     assert [p.title for p in first.gold] == ["Hash Bridge"]
     assert len(distinct_passages(questions)) == 64
@@ -35,13 +39,18 @@ def test_rows_with_marked_contexts(tmp_path: Path) -> None:
     with gzip.open(path, "wt") as file:
         file.write(json.dumps(row) + "\n\n" + json.dumps({**row, "id": 8}) + "\n")
     one, two = load(path)
-    assert one.gold == (Passage("B", "y"),)
-    assert distinct_passages([one, two]) == [Passage("A", "x"), Passage("B", "y")]
+    assert one.gold == (GivenPassage("B", "y"),)
+    assert distinct_passages([one, two]) == [GivenPassage("A", "x"), GivenPassage("B", "y")]
 
 
 def test_limit_spreads_and_repeats(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "question": "q", "answers": ["a"], "docs": [["t", "a"]]}) + "\n" for i in range(10)))
+    path.write_text(
+        "".join(
+            json.dumps({"id": i, "question": "q", "answers": ["a"], "docs": [["t", "a"]]}) + "\n"
+            for i in range(10)
+        )
+    )
     assert [q.id for q in load(path, 4)] == ["0", "2", "5", "7"]
     assert load(path, 4) == load(path, 4)
     assert len(load(path, 99)) == 10

@@ -1,4 +1,6 @@
-"""Asking an engine under several strategies, with one that answers from a table; keeping rows; averages worked out by hand."""
+"""Asking an engine under several strategies, with one that answers from a table; keeping rows; averages
+worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval import rows
-from ragserve.eval.data import Passage, Question, find, interleaved
+from ragserve.eval.data import GivenPassage, Question, find, interleaved
 from ragserve.eval.distribution import decode, kl
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
@@ -48,20 +50,40 @@ class Table:
             raise EngineError("it broke")
         documents = request.spans[-1].end - request.spans[0].end
         composed = request.strategy == "epic"
-        report = ContextReport("epic", documents, documents // 2, 3, {"device": documents // 2}, 1.0, 0.0, 1.0) if composed else None
+        report = (
+            ContextReport("epic", documents, documents // 2, 3, {"device": documents // 2}, 1.0, 0.0, 1.0)
+            if composed
+            else None
+        )
         distribution = sent(self.distributions[request.strategy]) if request.distribution else None
         for text, reason in ((self.answers[request.strategy], None), ("", "stop")):
             usage = EngineUsage(len(request.input_ids), 0, 2)
             fallback = "no room" if request.strategy == "random" else None
-            yield GenerateChunk(text, usage, EngineTimings(), reason, report, fallback=fallback, distribution=distribution)
+            yield GenerateChunk(
+                text, usage, EngineTimings(), reason, report, fallback=fallback, distribution=distribution
+            )
 
 
-QUESTION = Question("q1", "What colour is a?", ("red",), (Passage("a", "a is red."), Passage("b", "b is blue.")), (), "k")
+QUESTION = Question(
+    "q1",
+    "What colour is a?",
+    ("red",),
+    (GivenPassage("a", "a is red."), GivenPassage("b", "b is blue.")),
+    (),
+    "k",
+)
 ANSWERS = {"full": " red", "epic": " dark red", "random": " blue", "broken": ""}
-DISTRIBUTIONS = {"full": (0.5, 0.25, 0.25), "epic": (0.25, 0.5, 0.25), "random": (0.5, 0.25, 0.25), "prefix": (0.5, 0.25, 0.25)}
+DISTRIBUTIONS = {
+    "full": (0.5, 0.25, 0.25),
+    "epic": (0.25, 0.5, 0.25),
+    "random": (0.5, 0.25, 0.25),
+    "prefix": (0.5, 0.25, 0.25),
+}
 
 
-def asked(table: Table, strategies: str, *, finished: frozenset[rows.Key] = frozenset(), ask: Ask | None = None) -> list[rows.Row]:
+def asked(
+    table: Table, strategies: str, *, finished: frozenset[rows.Key] = frozenset(), ask: Ask | None = None
+) -> list[rows.Row]:
     written: list[rows.Row] = []
     builder = PromptBuilder.load(str(MODEL))
     work = evaluate(
@@ -122,7 +144,9 @@ def test_an_engine_that_sends_no_distribution_is_named() -> None:
         decode(None)
     p = decode(sent((0.5, 0.5)))
     assert kl(p, p) == 0.0
-    assert kl(p, decode(sent((0.9, 0.1)))) == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5)
+    assert kl(p, decode(sent((0.9, 0.1)))) == pytest.approx(
+        0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5
+    )
 
 
 def row(name: str, strategy: str, f1: float, **more: Any) -> rows.Row:
@@ -160,7 +184,12 @@ def test_rows_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     assert found["s", "1", "epic"]["f1"] == 0.5
     assert found["s", "1", "full"]["f1"] == 1.0, "an answer is worth more than a later failure"
     assert rows.count(tmp_path) == 4
-    assert [json.loads(line)["strategy"] for line in path.read_text().splitlines()] == ["full", "epic", "epic", "full"]
+    assert [json.loads(line)["strategy"] for line in path.read_text().splitlines()] == [
+        "full",
+        "epic",
+        "epic",
+        "full",
+    ]
 
 
 def test_a_folder_holds_one_kind_of_rows(tmp_path: Path) -> None:
@@ -174,7 +203,12 @@ def test_a_folder_holds_one_kind_of_rows(tmp_path: Path) -> None:
 
 
 def test_sets_by_name(tmp_path: Path) -> None:
-    for place in ("synthetic/one.jsonl.gz", "two/two_200.jsonl", "two/two_200.uniform.jsonl.gz", "three.jsonl"):
+    for place in (
+        "synthetic/one.jsonl.gz",
+        "two/two_200.jsonl",
+        "two/two_200.uniform.jsonl.gz",
+        "three.jsonl",
+    ):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / place).write_text("")
     assert find("one", tmp_path) == tmp_path / "synthetic" / "one.jsonl.gz"
@@ -188,7 +222,10 @@ def test_sets_by_name(tmp_path: Path) -> None:
 
 
 def test_any_part_of_a_run_covers_every_set_alike() -> None:
-    sets = {name: [Question(str(i), "?", ("a",), (), (), "") for i in range(n)] for name, n in (("long", 8), ("short", 2))}
+    sets = {
+        name: [Question(str(i), "?", ("a",), (), (), "") for i in range(n)]
+        for name, n in (("long", 8), ("short", 2))
+    }
     order = [(name, question.id) for name, question in interleaved(sets)]
     assert len(order) == 10
     assert sum(name == "short" for name, _ in order[:5]) == 1

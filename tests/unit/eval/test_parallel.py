@@ -34,7 +34,12 @@ for number, line in enumerate(rows[done:], done):
 
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_after: str) -> Plan:
     data = tmp_path / "s.jsonl"
-    data.write_text("".join(json.dumps({"id": str(i), "question": "q", "answers": ["a"], "docs": [["t", "a"]]}) + "\n" for i in range(6)))
+    data.write_text(
+        "".join(
+            json.dumps({"id": str(i), "question": "q", "answers": ["a"], "docs": [["t", "a"]]}) + "\n"
+            for i in range(6)
+        )
+    )
     script = tmp_path / "worker.py"
     script.write_text(WORKER.replace("DIES_AFTER", dies_after))
     original = parallel.subprocess.Popen
@@ -46,7 +51,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_after: str) -> Pl
     return Plan([data], parse("full"), Settings(), workers=2)
 
 
-def test_an_engine_that_ends_is_started_once_more_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ends_is_started_once_more_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, int]] = []
     rows, _ = run(plan(tmp_path, monkeypatch, "1"), tmp_path / "work", lambda *place: seen.append(place))
     assert [row["id"] for row in rows] == list("012345")
@@ -54,7 +61,9 @@ def test_an_engine_that_ends_is_started_once_more_and_goes_on(tmp_path: Path, mo
     assert (tmp_path / "work" / "worker-1.log").read_text().count("asks 1") == 1, "nothing is asked twice"
 
 
-def test_one_that_ends_again_is_named_and_what_is_known_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_ends_again_is_named_and_what_is_known_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dying = plan(tmp_path, monkeypatch, "number")  # after each question
     with pytest.raises(EngineError, match="fell off the bus"):
         run(dying, tmp_path / "work")

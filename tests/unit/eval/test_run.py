@@ -9,19 +9,32 @@ import pytest
 
 from ragserve.answering.results import Answer, RetrievedPassage
 from ragserve.errors import NotFound, RagserveError
-from ragserve.eval.data import Passage, Question
+from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
 
 
 def question(name: str, answer: str = "red") -> Question:
-    gold = Passage(name, f"{name} is {answer}.")
-    return Question(name, f"What colour is {name}?", (answer,), (Passage("other", f"{name} is loud."), gold), (gold,), "")
+    gold = GivenPassage(name, f"{name} is {answer}.")
+    return Question(
+        name,
+        f"What colour is {name}?",
+        (answer,),
+        (GivenPassage("other", f"{name} is loud."), gold),
+        (gold,),
+        "",
+    )
 
 
 class Table:
-    """``retrieved``: question -> passages found; ``answers``: (question, number of documents given or None) -> answer."""
+    """``retrieved``: question -> passages found; ``answers``: (question, number of documents given or None)
+    -> answer.
+    """
 
-    def __init__(self, answers: dict[tuple[str, int | None], str], retrieved: dict[str, Sequence[Passage]] | None = None) -> None:
+    def __init__(
+        self,
+        answers: dict[tuple[str, int | None], str],
+        retrieved: dict[str, Sequence[GivenPassage]] | None = None,
+    ) -> None:
         self.answers, self.retrieved = answers, retrieved or {}
         self.asked: list[dict[str, Any]] = []
 
@@ -31,7 +44,10 @@ class Table:
         said = self.answers.get((text, None if documents is None else len(documents)))
         if said is None:
             raise NotFound("no such thing")
-        context = dict.fromkeys(("documents_retrieved", "documents_kept", "tokens_retrieved", "tokens_kept", "tokens_recomputed"), 2)
+        context = dict.fromkeys(
+            ("documents_retrieved", "documents_kept", "tokens_retrieved", "tokens_kept", "tokens_recomputed"),
+            2,
+        )
         return Answer.model_validate(
             {
                 "answer": said,
@@ -49,7 +65,8 @@ class Table:
     def retrieve(self, text: str, **_: Any) -> list[RetrievedPassage]:
         found = self.retrieved[text]
         return [
-            RetrievedPassage.model_validate({"index": i, "source": p.key, "title": p.title, "text": p.text}) for i, p in enumerate(found, 1)
+            RetrievedPassage.model_validate({"index": i, "source": p.key, "title": p.title, "text": p.text})
+            for i, p in enumerate(found, 1)
         ]
 
 
@@ -59,7 +76,12 @@ def test_given_sends_the_documents_in_order_and_scores_the_answer() -> None:
     outcomes = ask_given(table, [a, b], Options("full", max_new_tokens=7), progress=lambda: None)  # type: ignore[arg-type]
     sent = next(asked for asked in table.asked if asked["query"] == a.question)
     assert [d["title"] for d in sent["documents"]] == ["other", "a"]
-    assert (sent["strategy"], sent["max_new_tokens"], sent["temperature"], sent["seed"]) == ("full", 7, 0.0, 0)
+    assert (sent["strategy"], sent["max_new_tokens"], sent["temperature"], sent["seed"]) == (
+        "full",
+        7,
+        0.0,
+        0,
+    )
     total = summary(outcomes)
     assert (total["n"], total["em"], total["failed"]) == (2, 50.0, 0)
     assert total["f1"] == pytest.approx(100 * (1 + 2 / 3) / 2, abs=0.01)
@@ -76,10 +98,15 @@ def test_failures_count_as_wrong_and_say_why() -> None:
 def test_each_lost_answer_has_one_cause() -> None:
     names = ("right", "chance", "unfound", "distracted", "unreadable")
     questions = {name: question(name) for name in names}
-    other = Passage("x", "nothing to see")
-    found = {q.question: [other, q.gold[0]] if name in ("right", "distracted", "unreadable") else [other] for name, q in questions.items()}
+    other = GivenPassage("x", "nothing to see")
+    found = {
+        q.question: [other, q.gold[0]] if name in ("right", "distracted", "unreadable") else [other]
+        for name, q in questions.items()
+    }
     said = {"right": "red", "chance": "red", "unfound": "blue", "distracted": "blue", "unreadable": "blue"}
-    answers: dict[tuple[str, int | None], str] = {(q.question, None): said[name] for name, q in questions.items()}
+    answers: dict[tuple[str, int | None], str] = {
+        (q.question, None): said[name] for name, q in questions.items()
+    }
     answers |= {(q.question, 1): "blue" if name == "unreadable" else "red" for name, q in questions.items()}
     table = Table(answers, found)
     rows = list(questions.values())
@@ -95,7 +122,7 @@ def test_each_lost_answer_has_one_cause() -> None:
 
 def test_a_chunk_of_the_gold_document_without_the_answer_is_not_found() -> None:
     q = question("a")
-    cut = Passage("a", "a is")
+    cut = GivenPassage("a", "a is")
     table = Table({(q.question, None): "red"}, {q.question: [cut]})
     table.retrieve = lambda *_, **__: [  # type: ignore[method-assign]
         RetrievedPassage.model_validate({"index": 1, "source": q.gold[0].key, "title": "a", "text": cut.text})
@@ -135,6 +162,9 @@ def test_ingested_takes_every_document_once_and_cleans_up() -> None:
 
 def test_a_set_that_is_not_wholly_indexed_is_not_measured() -> None:
     shelf = Shelf(failed=1)
-    with pytest.raises(RagserveError, match="not indexed"), ingested(shelf, [question("a")], on_progress=lambda *_: None):  # type: ignore[arg-type]
+    with (
+        pytest.raises(RagserveError, match="not indexed"),
+        ingested(shelf, [question("a")], on_progress=lambda *_: None),
+    ):  # type: ignore[arg-type]
         pytest.fail("must not get here")
     assert shelf.dropped  # nothing is left behind

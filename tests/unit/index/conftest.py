@@ -29,7 +29,14 @@ def store(tmp_path: Path) -> Iterator[IndexStore]:
 
 @pytest.fixture(autouse=True)
 def _nothing_had_to_be_put_right(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """An index that turns out wrong is built anew, which would hide the mistake: it logs an error, and that fails the test."""
+    """An index that turns out wrong is built anew, which would hide the mistake: it logs an error, and that
+    fails the test.
+    """
     yield
-    errors = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when) if record.levelno >= logging.ERROR]
+    errors = [
+        record.getMessage()
+        for when in ("setup", "call")
+        for record in caplog.get_records(when)
+        if record.levelno >= logging.ERROR
+    ]
     assert not errors

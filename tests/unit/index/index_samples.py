@@ -1,4 +1,6 @@
-"""What the index tests put in: documents whose vectors follow from their names, so that any process can make them again."""
+"""What the index tests put in: documents whose vectors follow from their names, so that any process can make
+them again.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,22 @@ def vectors_of(*name: object, n: int = 1, dim: int = DIM) -> np.ndarray:
     return unit(np.random.default_rng(seed).standard_normal((n, dim)))
 
 
-def item(source: str, n_chunks: int = 3, *, edition: int = 0, metadata: Mapping[str, MetadataValue] | None = None, dim: int = DIM) -> Item:
+def item(
+    source: str,
+    n_chunks: int = 3,
+    *,
+    edition: int = 0,
+    metadata: Mapping[str, MetadataValue] | None = None,
+    dim: int = DIM,
+) -> Item:
     """A document of ``n_chunks`` chunks whose texts name source, edition and ordinal."""
-    chunks = [NewChunk(f"{source}#{edition}.{i}", 10 * i, 10 * i + 9, n_tokens=2, page=i + 1) for i in range(n_chunks)]
-    document = NewDocument(source, f"title of {source}", f"hash{edition}", "text/plain", 10 * n_chunks, dict(metadata or {}))
+    chunks = [
+        NewChunk(f"{source}#{edition}.{i}", 10 * i, 10 * i + 9, n_tokens=2, page=i + 1)
+        for i in range(n_chunks)
+    ]
+    document = NewDocument(
+        source, f"title of {source}", f"hash{edition}", "text/plain", 10 * n_chunks, dict(metadata or {})
+    )
     return document, chunks, vectors_of(source, edition, n=n_chunks, dim=dim)
 
 
@@ -41,8 +55,18 @@ def make(data_dir: Path, index_type: str = "flat", *, namespace: str = "n", dim:
     return store
 
 
-def fill(store: IndexStore, n_documents: int, n_chunks: int = 10, *, namespace: str = "n", prefix: str = "d", dim: int = DIM) -> None:
-    store.replace_documents(namespace, [item(f"{prefix}{i}", n_chunks, dim=dim, metadata={"i": i}) for i in range(n_documents)])
+def fill(
+    store: IndexStore,
+    n_documents: int,
+    n_chunks: int = 10,
+    *,
+    namespace: str = "n",
+    prefix: str = "d",
+    dim: int = DIM,
+) -> None:
+    store.replace_documents(
+        namespace, [item(f"{prefix}{i}", n_chunks, dim=dim, metadata={"i": i}) for i in range(n_documents)]
+    )
 
 
 def texts(store: IndexStore, query: np.ndarray, k: int, *, namespace: str = "n", **options: Any) -> list[str]:
@@ -67,10 +91,14 @@ def assert_clean(store: IndexStore) -> None:
 
 def overlap(found: np.ndarray, truth: np.ndarray) -> float:
     """Share of the true ids [n, k] that were found."""
-    return float(np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found.tolist(), truth.tolist(), strict=True)]))
+    return float(
+        np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found.tolist(), truth.tolist(), strict=True)])
+    )
 
 
-def exact(vectors: np.ndarray, ids: Sequence[int] | np.ndarray, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def exact(
+    vectors: np.ndarray, ids: Sequence[int] | np.ndarray, queries: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray]:
     scores = queries @ vectors.T
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.asarray(ids)[order]

@@ -1,8 +1,8 @@
-"""Run by the kill tests in a process of its own: writes until it is killed, and says what was committed before it goes on.
+"""Run by the kill tests in a process of its own: writes until it is killed, and says what was committed
+before it goes on.
 
-Usage: killed_writer.py DATA_DIR INDEX_TYPE MODE START. Modes: ``replace`` writes rounds of the same documents; ``save`` also saves after
-each; ``remove`` removes and writes anew.
-"""
+Usage: killed_writer.py DATA_DIR INDEX_TYPE MODE START. Modes: ``replace`` writes rounds of the same
+documents; ``save`` also saves after each; ``remove`` removes and writes anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Threads and processes at once on one data directory: every search is of one committed version, and of the newest."""
+"""Threads and processes at once on one data directory: every search is of one committed version, and of the
+newest.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,20 @@ import pytest
 from ragserve.errors import NotFound, Unavailable
 from ragserve_index import Eq, IndexStore, database, search
 from ragserve_index.locks import ReadWriteLock
-from ragserve_index.structures import Selection
+from ragserve_index.structures import IdSelection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
-from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, fill, item, make, texts, vectors_of
+from tests.unit.index.index_samples import (
+    TYPES,
+    all_chunks,
+    assert_clean,
+    fill,
+    item,
+    make,
+    texts,
+    vectors_of,
+)
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
@@ -35,7 +46,9 @@ def write_edition(store: IndexStore, edition: int) -> int:
 
 
 @pytest.mark.parametrize("index_type", TYPES)
-def test_searches_see_one_version_while_another_thread_writes(tmp_path: Path, index_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_see_one_version_while_another_thread_writes(
+    tmp_path: Path, index_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Sq8, "TRAIN_FROM", 30)
     monkeypatch.setattr(Ivf, "TRAIN_FROM", 30)
     done = Event()
@@ -58,7 +71,9 @@ def test_searches_see_one_version_while_another_thread_writes(tmp_path: Path, in
                     elif int(next(iter(editions))) != result.version - 1:
                         failures.append(f"edition {editions} at version {result.version}")
                 if result.version < max(last, committed):
-                    failures.append(f"version {result.version} after {committed} was committed and {last} seen")
+                    failures.append(
+                        f"version {result.version} after {committed} was committed and {last} seen"
+                    )
                 last = result.version
                 n += 1
             return n
@@ -142,7 +157,9 @@ def test_another_process_writes(tmp_path: Path) -> None:
                 version = int(process.stdout.readline())
                 result = store.search("n", vectors_of("q"), 1000)
                 assert result.version == version
-                assert {hit.chunk.text.split("#")[1].split(".")[0] for hit in result.hits[0]} == {str(edition)}
+                assert {hit.chunk.text.split("#")[1].split(".")[0] for hit in result.hits[0]} == {
+                    str(edition)
+                }
             process.stdin.close()
         assert process.returncode == 0
         assert_clean(store)
@@ -159,19 +176,23 @@ def test_many_threads_write(tmp_path: Path) -> None:
             list(threads.map(write, range(6)))
         info = store.namespace("n")
         assert (info.version, info.n_documents, info.n_chunks) == (48, 6, 18)
-        assert sorted(texts(other, vectors_of("q"), 100)) == sorted(f"t{n}#7.{i}" for n in range(6) for i in range(3))
+        assert sorted(texts(other, vectors_of("q"), 100)) == sorted(
+            f"t{n}#7.{i}" for n in range(6) for i in range(3)
+        )
         assert len(all_chunks(store)) == 18
         assert_clean(store)
         assert_clean(other)
 
 
 def test_a_graph_search_needs_no_lock_against_other_searches() -> None:
-    """FAISS searches of one index may run at once; each has its own parameters, whose selector IndexIDMap rewrites."""
+    """FAISS searches of one index may run at once; each has its own parameters, whose selector IndexIDMap
+    rewrites.
+    """
     vectors = vectors_of("x", n=3_000)
     graph = Hnsw.empty(16)
     ids = np.arange(1, 3_001)
     graph.add(ids, vectors)
-    selections = [Selection(ids[i::3]) for i in range(3)]
+    selections = [IdSelection(ids[i::3]) for i in range(3)]
 
     def search(number: int) -> bool:
         selection = selections[number % 3]
@@ -226,7 +247,9 @@ store.replace_documents("n", [item(f"d{i}", 10, edition=1) for i in range(6)])
 
 
 def test_a_writer_killed_before_it_could_say_so(tmp_path: Path) -> None:
-    """Killed between its commit and setting the commit mark: who is searching sees the commit all the same, and the next ones."""
+    """Killed between its commit and setting the commit mark: who is searching sees the commit all the same,
+    and the next ones.
+    """
     with make(tmp_path) as reader:
         write_edition(reader, 0)
         reader.search("n", vectors_of("q"), 10)
@@ -251,7 +274,9 @@ def test_a_commit_mark_that_was_deleted(tmp_path: Path, monkeypatch: pytest.Monk
         assert reader.search("n", vectors_of("q"), 10).version == version
 
 
-def test_a_process_that_hangs_in_a_write_is_not_waited_for_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_in_a_write_is_not_waited_for_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
     with make(tmp_path) as store, IndexStore(tmp_path) as other:
         with store.database.write(), pytest.raises(Unavailable, match="locked for") as caught:

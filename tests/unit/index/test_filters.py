@@ -70,7 +70,11 @@ def _compare(value: Any, sign: str, bound: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
-    return (one is None) == (other is None) and isinstance(one, str) == isinstance(other, str) and bool(one == other)
+    return (
+        (one is None) == (other is None)
+        and isinstance(one, str) == isinstance(other, str)
+        and bool(one == other)
+    )
 
 
 fields = st.sampled_from(FIELDS)
@@ -79,8 +83,14 @@ fields = st.sampled_from(FIELDS)
 @st.composite
 def ranges(draw: st.DrawFn) -> Range:
     numbers = draw(st.booleans())
-    pool = st.sampled_from([0, 1, 0.5, 1.0, -3, 2**60]) if numbers else st.sampled_from(["", "a", "b", "ä", "d1"])
-    given_bounds = draw(st.dictionaries(st.sampled_from(["gt", "gte", "lt", "lte"]), pool, min_size=1, max_size=2))
+    pool = (
+        st.sampled_from([0, 1, 0.5, 1.0, -3, 2**60])
+        if numbers
+        else st.sampled_from(["", "a", "b", "ä", "d1"])
+    )
+    given_bounds = draw(
+        st.dictionaries(st.sampled_from(["gt", "gte", "lt", "lte"]), pool, min_size=1, max_size=2)
+    )
     return Range(field=draw(fields), **given_bounds)
 
 
@@ -101,14 +111,18 @@ filters = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def varied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[IndexStore, dict[str, dict[str, Any]]]]:
+def varied(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[IndexStore, dict[str, dict[str, Any]]]]:
     """A store of documents that together have every value in every field, and what each has."""
     rng = np.random.default_rng(7)
     everything: list[Any] = [*VALUES, *LISTS]
     known: dict[str, dict[str, Any]] = {}
     batch = []
     for i in range(150):
-        metadata = {name: everything[rng.integers(len(everything))] for name in FIELDS[:4] if rng.random() < 0.7}
+        metadata = {
+            name: everything[rng.integers(len(everything))] for name in FIELDS[:4] if rng.random() < 0.7
+        }
         batch.append(item(f"d{i}", 1, metadata=metadata))
         known[f"d{i}"] = {**metadata, "source": f"d{i}", "title": f"title of d{i}"}
     with make(tmp_path_factory.mktemp("varied")) as store:
@@ -116,9 +130,15 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[IndexStor
         yield store, known
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(node=filters)
-def test_sql_selects_what_python_selects(varied: tuple[IndexStore, dict[str, dict[str, Any]]], node: Any) -> None:
+def test_sql_selects_what_python_selects(
+    varied: tuple[IndexStore, dict[str, dict[str, Any]]], node: Any
+) -> None:
     store, known = varied
     wanted = {source for source, fields in known.items() if matches(node, fields)}
     assert {document.source for document in store.documents("n", filter=node, limit=1000)} == wanted
@@ -234,7 +254,9 @@ DOCUMENTS = {
 
 
 @pytest.fixture(scope="module", params=TYPES)
-def big(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, IndexStore, np.ndarray]]:
+def big(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, IndexStore, np.ndarray]]:
     index_type = request.param
     batch = [item(f"d{i}", 10, metadata={"i": i}) for i in range(DOCUMENTS[index_type])]
     with make(Path(tmp_path_factory.mktemp(index_type)), index_type) as store:
@@ -258,7 +280,9 @@ def test_filters_keep_recall_in_every_type(big: tuple[str, IndexStore, np.ndarra
 
 def test_a_filter_is_evaluated_anew_after_a_change(store: IndexStore) -> None:
     node = Eq(field="lang", value="en")
-    store.replace_documents("n", [item("a", 1, metadata={"lang": "en"}), item("b", 1, metadata={"lang": "de"})])
+    store.replace_documents(
+        "n", [item("a", 1, metadata={"lang": "en"}), item("b", 1, metadata={"lang": "de"})]
+    )
     assert texts(store, vectors_of("q"), 5, filter=node) == ["a#0.0"]
     store.replace_documents("n", [item("b", 1, edition=1, metadata={"lang": "en"})])
     assert sorted(texts(store, vectors_of("q"), 5, filter=node)) == ["a#0.0", "b#1.0"]

@@ -1,8 +1,8 @@
-"""The GPU copy of an index: refused plainly without faiss-gpu; with it, renewed after changes and by-passed where it has no answer.
+"""The GPU copy of an index: refused plainly without faiss-gpu; with it, renewed after changes and by-passed
+where it has no answer.
 
-No machine of CI has a GPU, so FAISS's three GPU calls are stood in for by their CPU counterparts: this tests when a copy is made and asked,
-not CUDA. On a machine with faiss-gpu the same tests run on the real thing.
-"""
+No machine of CI has a GPU, so FAISS's three GPU calls are stood in for by their CPU counterparts: this tests
+when a copy is made and asked, not CUDA. On a machine with faiss-gpu the same tests run on the real thing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_refused_plainly_without_gpu_support(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(Unavailable, match="no GPU support") as caught:
         IndexStore(tmp_path, device="gpu")
     assert caught.value.code == "gpu_index_unavailable"
-    monkeypatch.setattr(gpu, "load_faiss", lambda: SimpleNamespace(StandardGpuResources=object, get_num_gpus=lambda: 0))
+    monkeypatch.setattr(
+        gpu, "load_faiss", lambda: SimpleNamespace(StandardGpuResources=object, get_num_gpus=lambda: 0)
+    )
     with pytest.raises(Unavailable, match="FAISS sees none"):
         IndexStore(tmp_path, device="gpu")
 
@@ -74,7 +76,9 @@ def test_the_copy_is_renewed_after_a_change_only(tmp_path: Path, copies: list[An
         assert_clean(store)
 
 
-def test_filters_large_k_and_other_types_run_on_the_cpu(tmp_path: Path, copies: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_filters_large_k_and_other_types_run_on_the_cpu(
+    tmp_path: Path, copies: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with IndexStore(tmp_path) as store:
         store.ensure_namespace("graph", embedder="e", dim=DIM, index_type="hnsw")
         fill(store, 20, namespace="graph")

@@ -26,7 +26,12 @@ def job_store(store: IndexStore) -> JobStore:
 
 def test_a_job_from_start_to_end(job_store: JobStore) -> None:
     job = job_store.create("n", {"kind": "texts", "ü": [1, {"a": None}]}, ["a", "b", "c", "a"])
-    assert (job.state, job.n_items, job.counts["pending"], job.spec) == ("queued", 3, 3, {"kind": "texts", "ü": [1, {"a": None}]})
+    assert (job.state, job.n_items, job.counts["pending"], job.spec) == (
+        "queued",
+        3,
+        3,
+        {"kind": "texts", "ü": [1, {"a": None}]},
+    )
     claimed = job_store.claim("w1", 60)
     assert claimed is not None
     assert (claimed.job_id, claimed.state, claimed.worker) == (job.job_id, "running", "w1")
@@ -38,8 +43,23 @@ def test_a_job_from_start_to_end(job_store: JobStore) -> None:
     (failed,) = job_store.items(job.job_id, "failed")
     assert (failed.reason, failed.chunks) == ("encrypted", 0)
     done = job_store.finish(job.job_id, "done", worker="w1")
-    assert (done.state, done.finished, done.worker, done.chunks, done.tokens, done.size_bytes) == ("done", True, None, 3, 30, 300)
-    assert done.counts == {"pending": 2, "indexed": 1, "warmed": 0, "unchanged": 0, "removed": 0, "failed": 1, "skipped": 0}
+    assert (done.state, done.finished, done.worker, done.chunks, done.tokens, done.size_bytes) == (
+        "done",
+        True,
+        None,
+        3,
+        30,
+        300,
+    )
+    assert done.counts == {
+        "pending": 2,
+        "indexed": 1,
+        "warmed": 0,
+        "unchanged": 0,
+        "removed": 0,
+        "failed": 1,
+        "skipped": 0,
+    }
     assert job_store.get(job.job_id) == done
     assert job_store.claim("w2", 60) is None
 

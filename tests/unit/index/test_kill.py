@@ -1,4 +1,6 @@
-"""SIGKILL at any moment: what was committed is there, nothing is half there or twice there, and the index agrees."""
+"""SIGKILL at any moment: what was committed is there, nothing is half there or twice there, and the index
+agrees.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ HERE = Path(__file__).parent
 
 
 def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s: float) -> int:
-    """Start the writer, kill it ``after_s`` seconds after it is ready; the last edition it said was committed, or -1."""
+    """Start the writer, kill it ``after_s`` seconds after it is ready; the last edition it said was
+    committed, or -1.
+    """
     process = subprocess.Popen(
         [sys.executable, str(HERE / "killed_writer.py"), str(data_dir), index_type, mode, str(start)],
         stdout=subprocess.PIPE,
@@ -39,18 +43,23 @@ def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s
     return committed[-1] if committed else -1
 
 
-@pytest.mark.parametrize(("index_type", "mode"), [*[(t, "save") for t in TYPES], ("flat", "replace"), ("hnsw", "remove")])
+@pytest.mark.parametrize(
+    ("index_type", "mode"), [*[(t, "save") for t in TYPES], ("flat", "replace"), ("hnsw", "remove")]
+)
 def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
     moments = random.Random(f"{index_type}{mode}")
     committed, edition = -1, 0
     for _ in range(3):
-        committed = max(committed, run_and_kill(tmp_path, index_type, mode, edition, moments.uniform(0.005, 0.15)))
+        committed = max(
+            committed, run_and_kill(tmp_path, index_type, mode, edition, moments.uniform(0.005, 0.15))
+        )
         with IndexStore(tmp_path) as store:
             assert_clean(store)
             documents = store.documents("n")
             editions = {int(document.content_hash.removeprefix("hash")) for document in documents}
             if documents:
-                # a batch is there as a whole, and it is the last one committed, or one more whose word did not get out
+                # a batch is there as a whole, and it is the last one committed, or one more whose word did
+                # not get out
                 (edition,) = editions
                 assert committed <= edition <= committed + 1
                 committed = edition
@@ -64,7 +73,9 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
             assert len({hit.chunk.text for hit in found}) == len(known)
             if known and index_type != "sq8":
                 vector = known[min(known)]
-                assert texts(store, vector, 1) == [next(h.chunk.text for h in found if h.chunk.chunk_id == min(known))]
+                assert texts(store, vector, 1) == [
+                    next(h.chunk.text for h in found if h.chunk.chunk_id == min(known))
+                ]
         edition += 1
 
 
@@ -73,7 +84,9 @@ NEW = {"a": 2, "b": 2, "c": 4, "d": 3}
 
 
 def child_killed_at(step: int, data_dir: Path) -> bool:
-    """Fork, replace two documents, add one, save and close, killed by itself at the step-th line of ours. Whether it got that far."""
+    """Fork, replace two documents, add one, save and close, killed by itself at the step-th line of ours.
+    Whether it got that far.
+    """
     child = os.fork()
     if child == 0:
         lines = 0
@@ -90,7 +103,9 @@ def child_killed_at(step: int, data_dir: Path) -> bool:
         store = IndexStore(data_dir)
         texts(store, vectors_of("q"), 1)
         sys.settrace(count)
-        store.replace_documents("n", [item(name, n, edition=int(name in "ad")) for name, n in NEW.items() if name != "c"])
+        store.replace_documents(
+            "n", [item(name, n, edition=int(name in "ad")) for name, n in NEW.items() if name != "c"]
+        )
         store.save()
         sys.settrace(None)
         os._exit(0)

@@ -1,4 +1,6 @@
-"""The registry file itself: damaged, foreign, from the future, read-only. It is the only copy, so nothing is repaired in silence."""
+"""The registry file itself: damaged, foreign, from the future, read-only. It is the only copy, so nothing is
+repaired in silence.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,9 @@ def test_full_disk(tmp_path: Path) -> None:
     mounted.mkdir()
     if (
         os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mounted)], capture_output=True).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mounted)], capture_output=True
+        ).returncode
     ):
         pytest.skip("needs the right to mount a small disk")
     try:
@@ -171,7 +175,9 @@ def test_a_directory_that_starts_on_a_full_disk(tmp_path: Path) -> None:
     mounted.mkdir()
     if (
         os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], capture_output=True).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], capture_output=True
+        ).returncode
     ):
         pytest.skip("needs the right to mount a small disk")
     try:

@@ -1,4 +1,6 @@
-"""Random sequences of what users and processes do, against a dict: two stores on one directory, all four types."""
+"""Random sequences of what users and processes do, against a dict: two stores on one directory, all four
+types.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class Machine(RuleBasedStateMachine):
     @rule(
         who=st.integers(0, 1),
         batch=st.dictionaries(
-            st.sampled_from(SOURCES), st.tuples(st.integers(0, 40), st.sampled_from(["en", "de"])), min_size=1, max_size=4
+            st.sampled_from(SOURCES),
+            st.tuples(st.integers(0, 40), st.sampled_from(["en", "de"])),
+            min_size=1,
+            max_size=4,
         ),
     )
     def replace(self, who: int, batch: dict[str, tuple[int, str]]) -> None:
@@ -68,12 +73,19 @@ class Machine(RuleBasedStateMachine):
             del self.model[source]
             self.version += 1
 
-    @rule(who=st.integers(0, 1), seed=st.integers(0, 9), k=st.sampled_from([1, 3, 10, 500]), lang=st.sampled_from([None, "en", "de"]))
+    @rule(
+        who=st.integers(0, 1),
+        seed=st.integers(0, 9),
+        k=st.sampled_from([1, 3, 10, 500]),
+        lang=st.sampled_from([None, "en", "de"]),
+    )
     def search(self, who: int, seed: int, k: int, lang: str | None) -> None:
         expected: dict[str, np.ndarray] = {}
         for source, (edition, n, language) in self.model.items():
             if lang in (None, language):
-                expected |= {f"{source}#{edition}.{i}": v for i, v in enumerate(vectors_of(source, edition, n=n))}
+                expected |= {
+                    f"{source}#{edition}.{i}": v for i, v in enumerate(vectors_of(source, edition, n=n))
+                }
         query = vectors_of("query", seed)
         node = None if lang is None else Eq(field="lang", value=lang)
         result = self.stores[who].search("n", query, k, filter=node)
@@ -160,5 +172,8 @@ def test_stores_follow_the_model(index_type: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Ivf, "TRAIN_FROM", 60)
     machine: Any = type(f"Machine_{index_type}", (Machine,), {"index_type": index_type})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+        machine,
+        settings=settings(
+            max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
     )

@@ -11,19 +11,46 @@ import pytest
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError
 from ragserve_index import IndexStore, NewChunk, NewDocument
-from tests.unit.index.index_samples import DIM, all_chunks, assert_clean, exact, fill, item, make, texts, vectors_of
+from tests.unit.index.index_samples import (
+    DIM,
+    all_chunks,
+    assert_clean,
+    exact,
+    fill,
+    item,
+    make,
+    texts,
+    vectors_of,
+)
 
 
 def test_a_document_comes_back_as_it_went_in(store: IndexStore) -> None:
-    metadata: dict[str, Any] = {"lang": "en", "year": 2024, "score": 0.5, "draft": False, "note": None, "tags": ["a", "ü"]}
+    metadata: dict[str, Any] = {
+        "lang": "en",
+        "year": 2024,
+        "score": 0.5,
+        "draft": False,
+        "note": None,
+        "tags": ["a", "ü"],
+    }
     document, chunks, vectors = item("a.md", 2, metadata=metadata)
     (written,) = store.replace_documents("n", [(document, chunks, vectors)])
     assert store.document("n", written.doc_id) == written == store.find_source("n", "a.md")
-    assert (written.namespace, written.source, written.title, written.mime) == ("n", "a.md", document.title, "text/plain")
+    assert (written.namespace, written.source, written.title, written.mime) == (
+        "n",
+        "a.md",
+        document.title,
+        "text/plain",
+    )
     assert (written.n_chunks, written.n_tokens, written.size_bytes, written.metadata) == (2, 4, 20, metadata)
     first, second = store.document_chunks("n", written.doc_id)
     assert (first.text, first.start, first.end, first.page, first.ordinal) == (chunks[0].text, 0, 9, 1, 0)
-    assert (second.source, second.title, second.metadata, second.ordinal) == ("a.md", document.title, metadata, 1)
+    assert (second.source, second.title, second.metadata, second.ordinal) == (
+        "a.md",
+        document.title,
+        metadata,
+        1,
+    )
     assert store.chunks("n", [second.chunk_id, first.chunk_id]) == [second, first]
     hit = store.search("n", vectors[1:], 1).hits[0][0]
     assert hit.chunk == second
@@ -81,7 +108,10 @@ def test_documents_are_listed_in_pages(store: IndexStore) -> None:
         after = page[-1].doc_id
     assert [d.doc_id for d in listed] == sorted(d.doc_id for d in listed)
     assert len({d.source for d in listed}) == 25
-    assert {d.source for d in store.documents("n", source_prefix="d1")} == {"d1", *(f"d1{i}" for i in range(10))}
+    assert {d.source for d in store.documents("n", source_prefix="d1")} == {
+        "d1",
+        *(f"d1{i}" for i in range(10)),
+    }
     assert store.documents("n", source_prefix="d%") == []
 
 
@@ -119,7 +149,13 @@ def test_k_out_of_range(store: IndexStore, k: Any) -> None:
 
 @pytest.mark.parametrize(
     "queries",
-    [np.zeros(DIM), np.zeros((1, DIM + 1)), np.zeros((1, 1, DIM)), np.full((1, DIM), np.nan), np.full((1, DIM), np.inf)],
+    [
+        np.zeros(DIM),
+        np.zeros((1, DIM + 1)),
+        np.zeros((1, 1, DIM)),
+        np.full((1, DIM), np.nan),
+        np.full((1, DIM), np.inf),
+    ],
     ids=["1d", "dim", "3d", "nan", "inf"],
 )
 def test_queries_that_are_none(store: IndexStore, queries: np.ndarray) -> None:

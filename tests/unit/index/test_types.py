@@ -13,10 +13,31 @@ from ragserve_index import IndexStore, Range, structures
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
-from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, exact, fill, item, make, overlap, texts, vectors_of
+from tests.unit.index.index_samples import (
+    TYPES,
+    all_chunks,
+    assert_clean,
+    exact,
+    fill,
+    item,
+    make,
+    overlap,
+    texts,
+    vectors_of,
+)
 
-SIZE = {"flat": 600, "sq8": 600, "ivf": 2600, "hnsw": 600}  # documents of ten chunks: what each type needs to take its own form
-RECALL = {"flat": 1.0, "sq8": 0.9, "ivf": 0.7, "hnsw": 0.95}  # on uniform random vectors, the worst case for lists
+SIZE = {
+    "flat": 600,
+    "sq8": 600,
+    "ivf": 2600,
+    "hnsw": 600,
+}  # documents of ten chunks: what each type needs to take its own form
+RECALL = {
+    "flat": 1.0,
+    "sq8": 0.9,
+    "ivf": 0.7,
+    "hnsw": 0.95,
+}  # on uniform random vectors, the worst case for lists
 
 
 def recall(store: IndexStore, n_queries: int = 30) -> float:
@@ -27,7 +48,9 @@ def recall(store: IndexStore, n_queries: int = 30) -> float:
 
 
 @pytest.mark.parametrize("index_type", TYPES)
-def test_recall_before_and_after_removals_and_reopening(tmp_path: Path, index_type: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_recall_before_and_after_removals_and_reopening(
+    tmp_path: Path, index_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
     n = SIZE[index_type]
     with make(tmp_path, index_type) as store:
         fill(store, n)

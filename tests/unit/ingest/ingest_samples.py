@@ -9,7 +9,7 @@ from typing import Any
 import docx
 from fpdf import FPDF
 
-from ragserve.ingest.parsing.process import Failed, ParsedFile, Unchanged
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, Unchanged
 
 ParseFile = Callable[..., ParsedFile | Unchanged | Failed]
 

@@ -16,10 +16,36 @@ PIECES = st.one_of(
     st.text(max_size=40),
     st.text(alphabet=st.characters(min_codepoint=0x1F300, max_codepoint=0x1FAFF), max_size=30),
     st.text(alphabet="日本語中文한국어", max_size=60),
-    st.sampled_from(["\r\n", "\n\n", "\n", "\r", "\t", " ", ". ", "! ", "e\u0301", "\u200d", "<|bos|>", "✄", "\ufeff", "\x85", "\u2028"]),
-    st.builds(lambda char, n: char * n, st.sampled_from(["a", "é", "🙂", " ", "\n", "0", "-", "\r\n"]), st.integers(1, 300)),
     st.sampled_from(
-        ["The quick brown fox jumps over the lazy dog. ", "def f(x):\n    return x\n", "pneumonoultramicroscopicsilicovolcanoconiosis"]
+        [
+            "\r\n",
+            "\n\n",
+            "\n",
+            "\r",
+            "\t",
+            " ",
+            ". ",
+            "! ",
+            "e\u0301",
+            "\u200d",
+            "<|bos|>",
+            "✄",
+            "\ufeff",
+            "\x85",
+            "\u2028",
+        ]
+    ),
+    st.builds(
+        lambda char, n: char * n,
+        st.sampled_from(["a", "é", "🙂", " ", "\n", "0", "-", "\r\n"]),
+        st.integers(1, 300),
+    ),
+    st.sampled_from(
+        [
+            "The quick brown fox jumps over the lazy dog. ",
+            "def f(x):\n    return x\n",
+            "pneumonoultramicroscopicsilicovolcanoconiosis",
+        ]
     ),
 )
 TEXTS = st.lists(PIECES, max_size=25).map("".join)
@@ -37,9 +63,16 @@ def check(text: str, chunks: list[NewChunk], limit: int, count: Counter) -> None
     assert all(chunks)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(text=TEXTS, limit=st.sampled_from([16, 64, 256]))
-def test_chunks_are_exact_and_lossless(text: str, limit: int, chunkers: dict[int, Chunker], count: Counter) -> None:
+def test_chunks_are_exact_and_lossless(
+    text: str, limit: int, chunkers: dict[int, Chunker], count: Counter
+) -> None:
     chunks = chunkers[limit].split(text)
     if not text.strip():
         assert chunks == []
@@ -47,9 +80,16 @@ def test_chunks_are_exact_and_lossless(text: str, limit: int, chunkers: dict[int
     check(text, chunks, limit, count)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(pages=st.lists(TEXTS.filter(str.strip), min_size=1, max_size=5))
-def test_chunks_stay_within_their_page(pages: list[str], chunkers: dict[int, Chunker], count: Counter) -> None:
+def test_chunks_stay_within_their_page(
+    pages: list[str], chunkers: dict[int, Chunker], count: Counter
+) -> None:
     text = "".join(pages)
     starts = [(sum(len(page) for page in pages[:i]), 10 + i) for i in range(len(pages))]
     chunks = chunkers[64].split(text, starts)
@@ -60,7 +100,15 @@ def test_chunks_stay_within_their_page(pages: list[str], chunkers: dict[int, Chu
 
 @pytest.mark.parametrize(
     "text",
-    ["a" * 20_000, "é🙂" * 4000, "日本語テキスト" * 2000, "x\r\n" * 3000, " " * 900 + "b" + "\n" * 900, "word " * 8000, "A" * 250_000],
+    [
+        "a" * 20_000,
+        "é🙂" * 4000,
+        "日本語テキスト" * 2000,
+        "x\r\n" * 3000,
+        " " * 900 + "b" + "\n" * 900,
+        "word " * 8000,
+        "A" * 250_000,
+    ],
     ids=["one-word", "emoji", "no-spaces", "crlf", "blank", "words", "longer-than-a-section"],
 )
 def test_texts_without_natural_breaks(text: str, chunkers: dict[int, Chunker], count: Counter) -> None:
@@ -68,7 +116,9 @@ def test_texts_without_natural_breaks(text: str, chunkers: dict[int, Chunker], c
 
 
 def test_paragraphs_are_kept_whole_where_they_fit(chunkers: dict[int, Chunker]) -> None:
-    paragraphs = [f"Paragraph {i} speaks about subject number {i} and says that it is well.\n\n" for i in range(30)]
+    paragraphs = [
+        f"Paragraph {i} speaks about subject number {i} and says that it is well.\n\n" for i in range(30)
+    ]
     chunks = chunkers[64].split("".join(paragraphs))
     assert all(chunk.text.startswith("Paragraph") and chunk.text.endswith("well.\n\n") for chunk in chunks)
 

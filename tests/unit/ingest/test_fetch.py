@@ -69,7 +69,9 @@ def test_limits(path: str, error: type[RagserveError], words: str, site: str, tm
         fetch(site + path, tmp_path, max_bytes=1_000_000)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9/", "http://", "http://[bad/"], ids=["refused", "no-host", "malformed"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9/", "http://", "http://[bad/"], ids=["refused", "no-host", "malformed"]
+)
 def test_unreachable(url: str, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="not reachable"):
         fetch(url, tmp_path, max_bytes=1000)

@@ -13,8 +13,8 @@ import pytest
 from ragserve.config import Settings, load
 from ragserve.errors import Conflict, InvalidRequest
 from ragserve.ingest.ingestor import Ingestor, PathOptions
+from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.lease import LEASE_S
-from ragserve.ingest.jobs.report import JobReport
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.unit.ingest.ingest_samples import make_docx, make_pdf
@@ -36,14 +36,21 @@ def ingest(ingestor: Ingestor, *inputs: Path | str, namespace: str = "sea", **op
 
 def contents(store: IndexStore, namespace: str = "sea") -> dict[str, str]:
     documents = store.documents(namespace, limit=10_000)
-    return {os.path.basename(d.source): "".join(chunk.text for chunk in store.document_chunks(namespace, d.doc_id)) for d in documents}
+    return {
+        os.path.basename(d.source): "".join(
+            chunk.text for chunk in store.document_chunks(namespace, d.doc_id)
+        )
+        for d in documents
+    }
 
 
 def outcomes(report: JobReport) -> tuple[int, int, int, int]:
     return report.progress.indexed, report.progress.unchanged, report.progress.failed, report.progress.removed
 
 
-def test_documents_are_indexed_with_their_metadata(ingestor: Ingestor, store: IndexStore, folder: Path, embedder: Embedder) -> None:
+def test_documents_are_indexed_with_their_metadata(
+    ingestor: Ingestor, store: IndexStore, folder: Path, embedder: Embedder
+) -> None:
     report = ingest(ingestor, folder, metadata={"topic": "animals", "year": 2021})
     assert (report.state, outcomes(report)) == ("done", (3, 0, 0, 0))
     document = store.find_source("sea", str(folder / "whales.md"))
@@ -75,7 +82,9 @@ def test_chunks_are_exact_runs_of_the_text(ingestor: Ingestor, store: IndexStore
     assert all(0 < chunk.n_tokens <= 256 for chunk in chunks)
 
 
-def test_unchanged_files_are_left_and_changed_ones_replaced(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:
+def test_unchanged_files_are_left_and_changed_ones_replaced(
+    ingestor: Ingestor, store: IndexStore, folder: Path
+) -> None:
     ingest(ingestor, folder)
     version = store.namespace("sea").version
     assert outcomes(ingest(ingestor, folder)) == (0, 3, 0, 0)
@@ -86,7 +95,9 @@ def test_unchanged_files_are_left_and_changed_ones_replaced(ingestor: Ingestor, 
     assert store.namespace("sea").n_documents == 3
 
 
-def test_other_settings_or_metadata_count_as_a_change(settings: Settings, store: IndexStore, embedder: Embedder, folder: Path) -> None:
+def test_other_settings_or_metadata_count_as_a_change(
+    settings: Settings, store: IndexStore, embedder: Embedder, folder: Path
+) -> None:
     ingest(Ingestor(settings, store, embedder), folder)
     smaller = Ingestor(load(data_dir=settings.data_dir, chunk_tokens=64), store, embedder)
     assert outcomes(ingest(smaller, folder)) == (3, 0, 0, 0)
@@ -94,7 +105,9 @@ def test_other_settings_or_metadata_count_as_a_change(settings: Settings, store:
     assert outcomes(ingest(smaller, folder, metadata={"topic": "sea"})) == (0, 3, 0, 0)
 
 
-def test_bad_files_fail_alone_and_with_their_reasons(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:
+def test_bad_files_fail_alone_and_with_their_reasons(
+    ingestor: Ingestor, store: IndexStore, folder: Path
+) -> None:
     (folder / "corrupt.pdf").write_bytes(b"%PDF-1.7 nothing more")
     (folder / "encrypted.pdf").write_bytes(make_pdf(["x"], password="pw"))
     (folder / "empty.txt").touch()
@@ -102,7 +115,9 @@ def test_bad_files_fail_alone_and_with_their_reasons(ingestor: Ingestor, store: 
     (folder / "binary.txt").write_bytes(bytes(range(256)) * 10)
     with open(folder / "huge.log", "wb") as file:
         file.truncate(200 * 2**20)
-    (folder / "really.docx.txt").write_bytes(make_docx(lambda document: document.add_paragraph("A docx by another name.")))
+    (folder / "really.docx.txt").write_bytes(
+        make_docx(lambda document: document.add_paragraph("A docx by another name."))
+    )
     (folder / "loop").symlink_to(folder)
     report = ingest(ingestor, folder, folder / "missing.md", recursive=True)
     assert outcomes(report) == (4, 0, 7, 0)
@@ -120,7 +135,9 @@ def test_bad_files_fail_alone_and_with_their_reasons(ingestor: Ingestor, store: 
     assert store.namespace("sea").n_documents == 4
 
 
-def test_a_document_that_became_bad_keeps_its_last_good_version(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:
+def test_a_document_that_became_bad_keeps_its_last_good_version(
+    ingestor: Ingestor, store: IndexStore, folder: Path
+) -> None:
     ingest(ingestor, folder)
     before = contents(store)
     (folder / "otters.md").write_bytes(b"\x00\x01\x02")
@@ -128,7 +145,9 @@ def test_a_document_that_became_bad_keeps_its_last_good_version(ingestor: Ingest
     assert contents(store) == before
 
 
-def test_vanished_files_are_reported_and_removed_only_with_prune(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:
+def test_vanished_files_are_reported_and_removed_only_with_prune(
+    ingestor: Ingestor, store: IndexStore, folder: Path
+) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "seals.md").write_text("Seals.")
     ingest(ingestor, folder, recursive=True)
@@ -154,7 +173,9 @@ def test_an_absent_directory_prunes_nothing(ingestor: Ingestor, store: IndexStor
 def test_urls_are_documents_too(ingestor: Ingestor, store: IndexStore, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    (site / "page.html").write_text("<html><head><title>Tides</title></head><body><p>The tide turns at six.</p></body></html>")
+    (site / "page.html").write_text(
+        "<html><head><title>Tides</title></head><body><p>The tide turns at six.</p></body></html>"
+    )
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -183,12 +204,18 @@ def test_another_embedder_is_refused_before_anything_is_read(
     settings: Settings, store: IndexStore, ingestor: Ingestor, folder: Path
 ) -> None:
     ingest(ingestor, folder)
-    other = Ingestor(load(data_dir=settings.data_dir, embedder="other/model"), store, lambda: pytest.fail("the embedder was loaded"))
+    other = Ingestor(
+        load(data_dir=settings.data_dir, embedder="other/model"),
+        store,
+        lambda: pytest.fail("the embedder was loaded"),
+    )
     with pytest.raises(Conflict, match="all-MiniLM-L6-v2"):
         other.submit_paths("sea", [str(folder)])
 
 
-def test_unchanged_files_do_not_load_the_embedder(settings: Settings, store: IndexStore, ingestor: Ingestor, folder: Path) -> None:
+def test_unchanged_files_do_not_load_the_embedder(
+    settings: Settings, store: IndexStore, ingestor: Ingestor, folder: Path
+) -> None:
     ingest(ingestor, folder)
     lazy = Ingestor(settings, store, lambda: pytest.fail("the embedder was loaded"))
     assert outcomes(ingest(lazy, folder)) == (0, 3, 0, 0)
@@ -200,12 +227,16 @@ def test_malformed_namespaces_are_refused(namespace: str, ingestor: Ingestor, fo
         ingestor.submit_paths(namespace, [str(folder)])
 
 
-def test_a_stopped_run_is_resumed_without_loss_or_doubling(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:
+def test_a_stopped_run_is_resumed_without_loss_or_doubling(
+    ingestor: Ingestor, store: IndexStore, folder: Path
+) -> None:
     for i in range(200):
         (folder / f"n{i:03d}.txt").write_text(f"Note {i}.")
     job = ingestor.submit_paths("sea", [str(folder)])
     stop = threading.Event()
-    report = ingestor.run(job.job_id, stop=stop, on_progress=lambda progress: stop.set() if progress.indexed else None)
+    report = ingestor.run(
+        job.job_id, stop=stop, on_progress=lambda progress: stop.set() if progress.indexed else None
+    )
     assert report.state == "interrupted"
     done = store.namespace("sea").n_documents
     assert 0 < done < 203

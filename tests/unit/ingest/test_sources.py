@@ -65,7 +65,9 @@ def test_globs_choose_by_name_or_by_path(tmp_path: Path) -> None:
         "docs/old/c.md",
         "src/d.md",
     ]
-    assert relative(scan([str(tmp_path)], recursive=True, globs=["docs/*.md", "*.txt"]).sources, tmp_path) == [
+    assert relative(
+        scan([str(tmp_path)], recursive=True, globs=["docs/*.md", "*.txt"]).sources, tmp_path
+    ) == [
         "a.txt",
         "docs/b.md",
         "docs/old/c.md",
@@ -116,7 +118,11 @@ def test_client_names_become_labels(given: str, cleaned: str) -> None:
     assert clean_name(given) == cleaned
 
 
-@pytest.mark.parametrize("given", ["", "..", "/", "\x00", "a" * 256, "\ud800.txt"], ids=["empty", "up", "root", "nul", "long", "surrogate"])
+@pytest.mark.parametrize(
+    "given",
+    ["", "..", "/", "\x00", "a" * 256, "\ud800.txt"],
+    ids=["empty", "up", "root", "nul", "long", "surrogate"],
+)
 def test_unusable_names_are_refused(given: str) -> None:
     with pytest.raises(InvalidRequest):
         clean_name(given)

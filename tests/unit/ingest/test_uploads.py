@@ -12,7 +12,7 @@ import pytest
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest, NotFound, TooLarge
-from ragserve.ingest.ingestor import Ingestor, InlineText, Upload
+from ragserve.ingest.ingestor import Ingestor, SubmittedText, Upload
 from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool
 from ragserve.retrieval.embedder import Embedder
@@ -43,9 +43,14 @@ def test_files_and_texts_are_indexed_in_the_background(
     ingestor: Ingestor, runner: JobRunner, store: IndexStore, settings: Settings
 ) -> None:
     runner.start()
-    files = [Upload("../reports/a.pdf", io.BytesIO(make_pdf(["Whales sing."]))), Upload("broken.pdf", io.BytesIO(b"%PDF-1.4 no"))]
+    files = [
+        Upload("../reports/a.pdf", io.BytesIO(make_pdf(["Whales sing."]))),
+        Upload("broken.pdf", io.BytesIO(b"%PDF-1.4 no")),
+    ]
     first = ingestor.submit_files("sea", files, {"topic": "whales"})
-    second = ingestor.submit_texts("sea", [InlineText("note", "Otters hold hands.", title="On otters", metadata={"year": 2020})])
+    second = ingestor.submit_texts(
+        "sea", [SubmittedText("note", "Otters hold hands.", title="On otters", metadata={"year": 2020})]
+    )
     runner.wake()
     done = wait_for_end(ingestor, first)
     assert (done.state, done.counts["indexed"], done.counts["failed"]) == ("done", 1, 1)
@@ -53,7 +58,11 @@ def test_files_and_texts_are_indexed_in_the_background(
     pdf, note = store.find_source("sea", "reports/a.pdf"), store.find_source("sea", "note")
     assert pdf is not None
     assert note is not None
-    assert (pdf.metadata["topic"], pdf.metadata["filename"], pdf.mime) == ("whales", "a.pdf", "application/pdf")
+    assert (pdf.metadata["topic"], pdf.metadata["filename"], pdf.mime) == (
+        "whales",
+        "a.pdf",
+        "application/pdf",
+    )
     assert (note.title, note.metadata["year"], note.mime) == ("On otters", 2020, "text/plain")
     [item] = ingestor.jobs.items(first.job_id, "failed")
     assert item.source == "broken.pdf"
@@ -64,55 +73,71 @@ def test_files_and_texts_are_indexed_in_the_background(
 
 def test_a_name_given_again_replaces_its_document(ingestor: Ingestor, store: IndexStore) -> None:
     for text in ("First version.", "Second version.", "Second version."):
-        ingestor.run(ingestor.submit_texts("sea", [InlineText("note", text)]).job_id)
+        ingestor.run(ingestor.submit_texts("sea", [SubmittedText("note", text)]).job_id)
     [document] = store.documents("sea")
     assert [chunk.text for chunk in store.document_chunks("sea", document.doc_id)] == ["Second version."]
     assert store.namespace("sea").version == 2  # the third was unchanged
 
 
 def test_inline_text_is_text_whatever_it_looks_like(ingestor: Ingestor, store: IndexStore) -> None:
-    ingestor.run(ingestor.submit_texts("sea", [InlineText("a.html", "<html><body>kept as it is</body></html>")]).job_id)
+    ingestor.run(
+        ingestor.submit_texts(
+            "sea", [SubmittedText("a.html", "<html><body>kept as it is</body></html>")]
+        ).job_id
+    )
     [document] = store.documents("sea")
     assert store.document_chunks("sea", document.doc_id)[0].text == "<html><body>kept as it is</body></html>"
 
 
 def test_blank_texts_fail_as_empty(ingestor: Ingestor) -> None:
-    report = ingestor.run(ingestor.submit_texts("sea", [InlineText("blank", " \n\t"), InlineText("none", "")]).job_id)
+    report = ingestor.run(
+        ingestor.submit_texts("sea", [SubmittedText("blank", " \n\t"), SubmittedText("none", "")]).job_id
+    )
     assert [reason.split(":")[0] for _, reason in report.failures] == ["empty", "empty"]
 
 
-def test_what_cannot_be_taken_is_refused_and_leaves_nothing(settings: Settings, store: IndexStore, embedder: Embedder) -> None:
+def test_what_cannot_be_taken_is_refused_and_leaves_nothing(
+    settings: Settings, store: IndexStore, embedder: Embedder
+) -> None:
     ingestor = Ingestor(load(data_dir=settings.data_dir, max_upload_bytes=1024), store, embedder)
     with pytest.raises(TooLarge, match=r"b\.txt"):
-        ingestor.submit_files("sea", [Upload("a.txt", io.BytesIO(b"x")), Upload("b.txt", io.BytesIO(bytes(1025)))])
+        ingestor.submit_files(
+            "sea", [Upload("a.txt", io.BytesIO(b"x")), Upload("b.txt", io.BytesIO(bytes(1025)))]
+        )
     with pytest.raises(InvalidRequest, match="twice"):
-        ingestor.submit_texts("sea", [InlineText("a", "x"), InlineText("/a", "y")])
+        ingestor.submit_texts("sea", [SubmittedText("a", "x"), SubmittedText("/a", "y")])
     with pytest.raises(InvalidRequest, match="Unicode"):
-        ingestor.submit_texts("sea", [InlineText("a", "lone \ud800 surrogate")])
+        ingestor.submit_texts("sea", [SubmittedText("a", "lone \ud800 surrogate")])
     with pytest.raises(InvalidRequest, match="Nothing"):
         ingestor.submit_files("sea", [])
     assert spools(settings) == []
     assert ingestor.jobs.list() == []
 
 
-def test_a_job_left_by_a_crashed_server_is_finished_by_the_next(ingestor: Ingestor, runner: JobRunner, store: IndexStore) -> None:
-    job = ingestor.submit_texts("sea", [InlineText(f"n{i}", f"Note {i}.") for i in range(20)])
+def test_a_job_left_by_a_crashed_server_is_finished_by_the_next(
+    ingestor: Ingestor, runner: JobRunner, store: IndexStore
+) -> None:
+    job = ingestor.submit_texts("sea", [SubmittedText(f"n{i}", f"Note {i}.") for i in range(20)])
     assert ingestor.jobs.claim("crashed", -1.0, job.job_id) is not None
     runner.start()
     assert wait_for_end(ingestor, job).state == "done"
     assert store.namespace("sea").n_documents == 20
 
 
-def test_jobs_of_the_command_line_are_not_the_servers(ingestor: Ingestor, runner: JobRunner, tmp_path: Path) -> None:
+def test_jobs_of_the_command_line_are_not_the_servers(
+    ingestor: Ingestor, runner: JobRunner, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("x")
     paths = ingestor.submit_paths("sea", [str(tmp_path / "a.txt")])
     runner.start()
-    wait_for_end(ingestor, ingestor.submit_texts("sea", [InlineText("a", "b")]))
+    wait_for_end(ingestor, ingestor.submit_texts("sea", [SubmittedText("a", "b")]))
     assert ingestor.jobs.get(paths.job_id).state == "queued"
 
 
-def test_a_stopped_runner_leaves_its_job_for_the_next(ingestor: Ingestor, store: IndexStore, settings: Settings) -> None:
-    job = ingestor.submit_texts("sea", [InlineText(f"n{i}", f"Note {i}.") for i in range(300)])
+def test_a_stopped_runner_leaves_its_job_for_the_next(
+    ingestor: Ingestor, store: IndexStore, settings: Settings
+) -> None:
+    job = ingestor.submit_texts("sea", [SubmittedText(f"n{i}", f"Note {i}.") for i in range(300)])
     first = JobRunner(ingestor)
     first.start()
     deadline = time.monotonic() + 60
@@ -128,8 +153,10 @@ def test_a_stopped_runner_leaves_its_job_for_the_next(ingestor: Ingestor, store:
     assert spools(settings) == []
 
 
-def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(ingestor: Ingestor, runner: JobRunner, settings: Settings) -> None:
-    needed = ingestor.submit_texts("sea", [InlineText("a", "b")])
+def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(
+    ingestor: Ingestor, runner: JobRunner, settings: Settings
+) -> None:
+    needed = ingestor.submit_texts("sea", [SubmittedText("a", "b")])
     spool = Spool(settings.data_dir)
     written = threading.Event()
     leave = threading.Event()
@@ -157,7 +184,7 @@ def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(ingestor: In
 
 
 def test_a_spool_removed_from_outside_fails_the_job_plainly(ingestor: Ingestor, settings: Settings) -> None:
-    job = ingestor.submit_texts("sea", [InlineText("a", "b")])
+    job = ingestor.submit_texts("sea", [SubmittedText("a", "b")])
     for folder in spools(settings):
         Spool(settings.data_dir).remove(folder.name)
     with pytest.raises(NotFound, match="gone"):

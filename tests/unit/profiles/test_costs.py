@@ -16,22 +16,26 @@ from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.costs import COSTS, Costs, Sample, fit
+from ragserve.profiles.costs import COSTS, Costs, CostSample, fit
 from ragserve.profiles.gate import Entry, Figures, Gate, record
 
 LENGTHS = (512, 1024, 2048, 4096)
 
 
-def machine(slow_disk: float = 1.0) -> list[Sample]:
-    """10 ms and 0.1 ms a token and 1e-5 ms a pair of tokens; composing 5 ms and 0.01 ms a token, twice that from host."""
-    samples = [Sample(n, 10 + 0.1 * n + 1e-5 * n * n) for n in LENGTHS]
-    samples += [Sample(n, 10 + 0.1 * n / 2 + 1e-5 * (n * n - n * n / 4), cached=n // 2) for n in LENGTHS]
+def machine(slow_disk: float = 1.0) -> list[CostSample]:
+    """10 ms and 0.1 ms a token and 1e-5 ms a pair of tokens; composing 5 ms and 0.01 ms a token, twice that
+    from host.
+    """
+    samples = [CostSample(n, 10 + 0.1 * n + 1e-5 * n * n) for n in LENGTHS]
+    samples += [CostSample(n, 10 + 0.1 * n / 2 + 1e-5 * (n * n - n * n / 4), cached=n // 2) for n in LENGTHS]
     for tier, factor in (("device", 1.0), ("host", 2.0), ("disk", 3.0 * slow_disk)):
-        samples += [Sample(n, 5 + 0.01 * n * factor, strategy="epic:first=16", tier=tier) for n in LENGTHS]
+        samples += [
+            CostSample(n, 5 + 0.01 * n * factor, strategy="epic:first=16", tier=tier) for n in LENGTHS
+        ]
     return samples
 
 
-def costs(samples: Sequence[Sample] | None = None) -> Costs:
+def costs(samples: Sequence[CostSample] | None = None) -> Costs:
     return fit(machine() if samples is None else samples, model="tiny", hardware="a CPU", date="2026-01-01")
 
 
@@ -51,7 +55,7 @@ def test_a_fit_recovers_the_machine() -> None:
 
 
 def test_noise_never_makes_a_prompt_cheaper_by_being_longer() -> None:
-    noisy = [Sample(n, (10 + 0.1 * n) * (1.1 if i % 2 else 0.9)) for i, n in enumerate((256, *LENGTHS))]
+    noisy = [CostSample(n, (10 + 0.1 * n) * (1.1 if i % 2 else 0.9)) for i, n in enumerate((256, *LENGTHS))]
     found = costs(noisy)
     assert all(coefficient >= 0 for coefficient in found.exact)
     assert 0 < found.error < 0.15
@@ -67,7 +71,9 @@ def test_a_profile_is_kept_by_model(tmp_path: Path) -> None:
     assert COSTS.load(place, "unknown") is None
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"version": 7, "models": {}}', '{"version": 1, "models": {"abc": {"exact": [1]}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"version": 7, "models": {}}', '{"version": 1, "models": {"abc": {"exact": [1]}}}']
+)
 def test_a_foreign_file_is_named(tmp_path: Path, text: str) -> None:
     place = tmp_path / "costs.json"
     place.write_text(text)
@@ -77,7 +83,7 @@ def test_a_foreign_file_is_named(tmp_path: Path, text: str) -> None:
 
 def test_too_few_measurements() -> None:
     with pytest.raises(InvalidRequest, match="too few"):
-        costs([Sample(100, 1.0), Sample(200, 2.0)])
+        costs([CostSample(100, 1.0), CostSample(200, 2.0)])
 
 
 class Cache:
@@ -85,7 +91,19 @@ class Cache:
 
     def __init__(self, prefix: int, *tiers: str) -> None:
         self._prefix, self._tiers = prefix, tiers
-        self.info = EngineInfo("local", "tiny", "tiny", "0", "cpu", "", 8192, 8192, ("full", "prefix", "epic"), "abc", dtype="float32")
+        self.info = EngineInfo(
+            "local",
+            "tiny",
+            "tiny",
+            "0",
+            "cpu",
+            "",
+            8192,
+            8192,
+            ("full", "prefix", "epic"),
+            "abc",
+            dtype="float32",
+        )
 
     async def warm(self, request: GenerateRequest) -> None: ...
 
@@ -108,7 +126,12 @@ DEVICE = ("device",) * 3
 
 PROMPT = Prompt(
     [0] * 2048,
-    (Segment("system", 0, 16), Segment("document", 16, 1000), Segment("document", 1000, 2000), Segment("question", 2000, 2048)),
+    (
+        Segment("system", 0, 16),
+        Segment("document", 16, 1000),
+        Segment("document", 1000, 2000),
+        Segment("question", 2000, 2048),
+    ),
     2,
     1984,
     1984,
@@ -119,7 +142,11 @@ GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=1
 def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> tuple[str, str]:
     record(tmp_path / "gate.json", "abc", {verified: Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
     made = asyncio.run(
-        Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json").choose(PROMPT, "n")
+        Chooser(
+            engine,
+            Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"),
+            tmp_path / "costs.json",
+        ).choose(PROMPT, "n")
     )
     return made.spec.label, made.reason
 
@@ -129,7 +156,9 @@ def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
     label, reason = choice(tmp_path, Cache(16, *DEVICE))
     assert label == "epic:first=16"
     assert "epic:first=16 25 ms, prefix 255 ms" in reason
-    assert choice(tmp_path, Cache(2000, *DEVICE))[0] == "prefix", "the prompt is nearly all in the prefix cache"
+    assert choice(tmp_path, Cache(2000, *DEVICE))[0] == "prefix", (
+        "the prompt is nearly all in the prefix cache"
+    )
     label, reason = choice(tmp_path, Cache(0, "device", "absent", "absent"))
     assert label == "prefix"
     assert "2 of 3 documents cached nowhere" in reason
@@ -144,7 +173,9 @@ def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
     ],
     ids=["not-calibrated", "unknown", "no-cache"],
 )
-def test_auto_is_exact_where_it_cannot_know_better(tmp_path: Path, engine: Any, verified: str, says: str) -> None:
+def test_auto_is_exact_where_it_cannot_know_better(
+    tmp_path: Path, engine: Any, verified: str, says: str
+) -> None:
     COSTS.save(tmp_path / "costs.json", "abc", costs())
     label, reason = choice(tmp_path, engine, verified=verified)
     assert label == "prefix"
@@ -154,7 +185,9 @@ def test_auto_is_exact_where_it_cannot_know_better(tmp_path: Path, engine: Any, 
 def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
     record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
     engine: Any = Cache(0, *DEVICE)
-    chooser = Chooser(engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json")
+    chooser = Chooser(
+        engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json"
+    )
     first = asyncio.run(chooser.choose(PROMPT, "n"))
     assert (first.spec.label, "ragserve calibrate" in first.reason) == ("prefix", True)
     COSTS.save(tmp_path / "costs.json", "abc", costs())

@@ -20,7 +20,13 @@ GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=1
 
 
 def entry(*figures: Figures) -> Entry:
-    return Entry({f"set{number}": each for number, each in enumerate(figures)}, "tiny", "2026-01-01", "a CPU", "float32")
+    return Entry(
+        {f"set{number}": each for number, each in enumerate(figures)},
+        "tiny",
+        "2026-01-01",
+        "a CPU",
+        "float32",
+    )
 
 
 def figures(**changed: Any) -> Figures:
@@ -28,7 +34,9 @@ def figures(**changed: Any) -> Figures:
 
 
 def gate_of(settings: Settings, info: EngineInfo) -> Gate:
-    return Gate.of(settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv)
+    return Gate.of(
+        settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,10 +96,17 @@ def test_records_add_up_and_the_latest_counts(tmp_path: Path) -> None:
     record(place, "abc", {"concat": entry(figures(f1_vs_full=-9.0)), "epic": entry(GOOD)})
     record(brought, "abc", {"concat": entry(GOOD), "random": entry(GOOD)})
     known = Gate([place, brought, tmp_path / "missing.json"], "abc", model="tiny", dtype="float32").entries()
-    assert {label: each.verified for label, each in known.items()} == {"concat": False, "epic": True, "random": True}
+    assert {label: each.verified for label, each in known.items()} == {
+        "concat": False,
+        "epic": True,
+        "random": True,
+    }
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9, "models": {}}', '{"version": 1, "models": {"abc": {"concat": 3}}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 9, "models": {}}', '{"version": 1, "models": {"abc": {"concat": 3}}}'],
+)
 def test_a_file_that_is_no_record_verifies_nothing(tmp_path: Path, text: str) -> None:
     place = tmp_path / "gate.json"
     place.write_text(text)
@@ -105,13 +120,22 @@ def test_a_file_that_is_no_record_verifies_nothing(tmp_path: Path, text: str) ->
 
 def test_a_report_becomes_a_record(tmp_path: Path) -> None:
     row = {"set": "s", "strategy": "concat", "em": 1.0, "ttft_ms": 3.0, **dataclasses.asdict(GOOD)}
-    rows = [row, {**row, "set": "t"}, {**row, "strategy": "prefix"}, {**row, "strategy": "epic:first=2", "f1_vs_full": None}]
+    rows = [
+        row,
+        {**row, "set": "t"},
+        {**row, "strategy": "prefix"},
+        {**row, "strategy": "epic:first=2", "f1_vs_full": None},
+    ]
     environment = {"gpu": None, "cpu": "a CPU", "date": "2026-01-01", "versions": {"sglang": "0"}}
-    found = measured({"rows": rows, "environment": environment, "workload": {"model": "tiny", "dtype": "float32"}})
+    found = measured(
+        {"rows": rows, "environment": environment, "workload": {"model": "tiny", "dtype": "float32"}}
+    )
     assert list(found) == ["concat"]
     record(tmp_path / "gate.json", "abc", found)
     assert Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32").entries() == found
-    assert json.loads((tmp_path / "gate.json").read_text())["models"]["abc"]["concat"]["versions"] == {"sglang": "0"}
+    assert json.loads((tmp_path / "gate.json").read_text())["models"]["abc"]["concat"]["versions"] == {
+        "sglang": "0"
+    }
 
 
 @pytest.mark.parametrize(
@@ -127,28 +151,50 @@ def test_a_report_becomes_a_record(tmp_path: Path) -> None:
         ("float32", "", False),
     ],
 )
-def test_a_record_counts_for_the_same_precision_and_finer_ones(tmp_path: Path, measured_in: str, serving: str, counts: bool) -> None:
+def test_a_record_counts_for_the_same_precision_and_finer_ones(
+    tmp_path: Path, measured_in: str, serving: str, counts: bool
+) -> None:
     record(tmp_path / "gate.json", "abc", {"epic": dataclasses.replace(entry(GOOD), dtype=measured_in)})
     gate = Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype=serving)
     assert gate.verified() == (["epic"] if counts else [])
     if counts:
         gate.check("epic")
     else:
-        with pytest.raises(InvalidRequest, match=f"verified for tiny in {measured_in}, and this engine computes in {serving}"):
+        with pytest.raises(
+            InvalidRequest, match=f"verified for tiny in {measured_in}, and this engine computes in {serving}"
+        ):
             gate.check("epic")
 
 
 def test_a_model_brings_the_record_of_another_machine(tmp_path: Path) -> None:
-    """As `examples/gpu_eval.py` leaves it: the weights are known by what they are, not by where they lie or what computes with them."""
+    """As `examples/gpu_eval.py` leaves it: the weights are known by what they are, not by where they lie or
+    what computes with them.
+    """
     model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
     for folder in (model, elsewhere):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights")
     fingerprint = model_fingerprint(str(elsewhere), "")
-    record(elsewhere / FILE_NAME, fingerprint, {"epic": dataclasses.replace(entry(GOOD), hardware="a GPU", dtype="bfloat16")})
+    record(
+        elsewhere / FILE_NAME,
+        fingerprint,
+        {"epic": dataclasses.replace(entry(GOOD), hardware="a GPU", dtype="bfloat16")},
+    )
     shutil.copy(elsewhere / FILE_NAME, model)
-    info = EngineInfo("local", str(model), str(model), "0", "cpu", "", 1, 1, ("epic",), model_fingerprint(str(model), ""), dtype="float32")
+    info = EngineInfo(
+        "local",
+        str(model),
+        str(model),
+        "0",
+        "cpu",
+        "",
+        1,
+        1,
+        ("epic",),
+        model_fingerprint(str(model), ""),
+        dtype="float32",
+    )
     settings = load(data_dir=tmp_path / "data")
     gate_of(settings, info).check("epic")
     record(settings.data_dir / FILE_NAME, info.fingerprint, {"epic": entry(figures(f1_vs_full=-9.0))})
@@ -158,5 +204,9 @@ def test_a_model_brings_the_record_of_another_machine(tmp_path: Path) -> None:
     other = dataclasses.replace(info, fingerprint=model_fingerprint(str(model), ""))
     with pytest.raises(InvalidRequest, match="has not been verified"):
         Gate.of(
-            load(data_dir=tmp_path / "empty"), model=other.model, fingerprint=other.fingerprint, dtype=other.dtype, samkv=other.samkv
+            load(data_dir=tmp_path / "empty"),
+            model=other.model,
+            fingerprint=other.fingerprint,
+            dtype=other.dtype,
+            samkv=other.samkv,
         ).check("epic")

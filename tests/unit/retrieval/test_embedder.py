@@ -1,4 +1,6 @@
-"""The embedder: normalised, deterministic whatever the batch, safe in threads, and plain about what it cannot load."""
+"""The embedder: normalised, deterministic whatever the batch, safe in threads, and plain about what it cannot
+load.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 from ragserve.errors import InvalidRequest
 from ragserve.retrieval.embedder import Embedder, canonical_name
 
-TEXTS = ["The harbour froze in January.", "short", "A long sentence about many things. " * 20, "Reykjavik is the capital of Iceland.", ""]
+TEXTS = [
+    "The harbour froze in January.",
+    "short",
+    "A long sentence about many things. " * 20,
+    "Reykjavik is the capital of Iceland.",
+    "",
+]
 
 
 def test_vectors_are_normalised_float32_in_the_order_given(embedder: Embedder) -> None:
@@ -35,7 +43,9 @@ def test_a_question_is_nearest_to_its_answer(embedder: Embedder) -> None:
 def test_threads_get_the_vectors_of_their_own_texts(embedder: Embedder) -> None:
     expected = embedder.encode(TEXTS)
     with ThreadPoolExecutor(len(TEXTS)) as pool:
-        for i, vectors in enumerate(pool.map(lambda i: [embedder.encode([TEXTS[i]])[0] for _ in range(5)], range(len(TEXTS)))):
+        for i, vectors in enumerate(
+            pool.map(lambda i: [embedder.encode([TEXTS[i]])[0] for _ in range(5)], range(len(TEXTS)))
+        ):
             for vector in vectors:
                 np.testing.assert_allclose(vector, expected[i], atol=1e-5)
 
@@ -50,7 +60,11 @@ def test_a_model_that_is_not_there_is_said_plainly(tmp_path: Path) -> None:
 
 
 def test_spellings_of_one_model_are_one_embedder(tmp_path: Path) -> None:
-    assert canonical_name("sentence-transformers/all-MiniLM-L6-v2") == canonical_name("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
+    assert (
+        canonical_name("sentence-transformers/all-MiniLM-L6-v2")
+        == canonical_name("all-MiniLM-L6-v2")
+        == "all-MiniLM-L6-v2"
+    )
     assert canonical_name("BAAI/bge-small-en-v1.5") == "BAAI/bge-small-en-v1.5"
     (tmp_path / "a").mkdir()
     assert canonical_name(f"{tmp_path}/a/../a") == str(tmp_path / "a")

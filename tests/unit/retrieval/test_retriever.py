@@ -1,4 +1,6 @@
-"""Concurrent questions share a forward pass; one alone never waits; who leaves costs nothing; failures reach only those who asked."""
+"""Concurrent questions share a forward pass; one alone never waits; who leaves costs nothing; failures reach
+only those who asked.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def test_who_left_is_not_embedded(store: IndexStore) -> None:
     async def test(retriever: Retriever) -> None:
         first = asyncio.create_task(retriever.embed("first"))
         await entered(embedder)
-        leaver, stayer = asyncio.create_task(retriever.embed("leaves")), asyncio.create_task(retriever.embed("stays"))
+        leaver, stayer = (
+            asyncio.create_task(retriever.embed("leaves")),
+            asyncio.create_task(retriever.embed("stays")),
+        )
         await asyncio.sleep(0)
         leaver.cancel()
         await asyncio.sleep(0)

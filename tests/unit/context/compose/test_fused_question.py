@@ -1,4 +1,6 @@
-"""The question in the recompute pass: what two passes one after the other compute, and when it is left to SGLang."""
+"""The question in the recompute pass: what two passes one after the other compute, and when it is left to
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ import torch
 from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose import fused_question as one_pass
 from sglang_ext.context.compose.composer import Composer
-from sglang_ext.context.compose.request import ComposedContext, DeviceSource
-from sglang_ext.context.recompute.attention import Rows
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.recompute.job import RecomputeJob, question_job
 from sglang_ext.context.recompute.layers import run_layers
-from sglang_ext.context.recompute.run import recompute
+from sglang_ext.context.recompute.recompute_pass import recompute
+from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.selection.strategies import Shape, draft
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.protocol import ContextPlan, Span
 from tests.unit.context.small_model import DIM, HIDDEN, KV_HEADS, LAYERS, VOCABULARY, runner_of
 
@@ -47,8 +49,10 @@ class Graphs:
 
 
 def composer_of(runner: Any, graphs: Any = None) -> Composer:
-    composer = Composer(runner, ROTATION, SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM)), 16)
-    composer.graphs, composer.one_pass = graphs, one_pass.OnePass(runner, graphs)
+    composer = Composer(
+        runner, ROTATION, SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM)), 16
+    )
+    composer.graphs, composer.one_pass = graphs, one_pass.FusedQuestion(runner, graphs)
     return composer
 
 
@@ -64,10 +68,21 @@ class Case:
             spans = tuple(Span(a, b) for a, b in zip([0, *ends], ends, strict=False))
             question = draw.choice((1, 5, 17))
             ids = [draw.randrange(VOCABULARY) for _ in range(ends[-1] + question)]
-            plan = ContextPlan("compose", "n", strategy, spans, {k: v(ends[-1], draw) if callable(v) else v for k, v in each.items()})
-            context = ComposedContext(plan, array("q", ids), tuple(map(str, spans)), draft(plan, Shape(LAYERS)))
+            plan = ContextPlan(
+                "compose",
+                "n",
+                strategy,
+                spans,
+                {k: v(ends[-1], draw) if callable(v) else v for k, v in each.items()},
+            )
+            context = ComposedContext(
+                plan, array("q", ids), tuple(map(str, spans)), partial_selection(plan, ModelShape(LAYERS))
+            )
             context.decided = context.draft.settle()
-            context.sources = [DeviceSource(torch.tensor([free.pop() for _ in range(s.end - s.start)]), None) for s in spans]
+            context.sources = [
+                DocumentOnDevice(torch.tensor([free.pop() for _ in range(s.end - s.start)]), None)
+                for s in spans
+            ]
             self.contexts.append(context)
             self.rows.append(torch.tensor([free.pop() for _ in range(context.slots + question)]))
 
@@ -81,7 +96,9 @@ def holes(end: int, draw: random.Random) -> list[int]:
 
 
 def batch_of(case: Case) -> Any:
-    return SimpleNamespace(input_ids=torch.cat([torch.tensor(c.ids[c.plan.question_start :]) for c in case.contexts]))
+    return SimpleNamespace(
+        input_ids=torch.cat([torch.tensor(c.ids[c.plan.question_start :]) for c in case.contexts])
+    )
 
 
 def in_two(options: Sequence[dict[str, Any]], seed: int) -> tuple[torch.Tensor, Any]:
@@ -91,7 +108,9 @@ def in_two(options: Sequence[dict[str, Any]], seed: int) -> tuple[torch.Tensor, 
     composer.fill(case.contexts, case.rows)
     assert composer.one_pass.output(batch_of(case)) is None
     jobs = [
-        question_job(torch.tensor(c.ids[c.plan.question_start :]), c.question_at, row[: c.slots], row[c.slots :])
+        question_job(
+            torch.tensor(c.ids[c.plan.question_start :]), c.question_at, row[: c.slots], row[c.slots :]
+        )
         for c, row in zip(case.contexts, case.rows, strict=True)
     ]
     hidden = recompute(runner, jobs).hidden
@@ -108,7 +127,13 @@ MIXES: dict[str, list[dict[str, Any]]] = {
     "all": [{"recompute": "all"}],
     "some": [{"recompute": some}],
     "closed": [{"kept": holes, "places": "closed", "recompute": "all"}],
-    "several": [{"recompute": some}, {}, {"recompute": "all"}, {"recompute": some}, {"recompute": "first", "first": 2}],
+    "several": [
+        {"recompute": some},
+        {},
+        {"recompute": "all"},
+        {"recompute": some},
+        {"recompute": "first", "first": 2},
+    ],
     "none": [{}, {"kept": holes}],
 }
 
@@ -147,11 +172,15 @@ def test_with_everything_recomputed_the_question_has_its_states_of_a_whole_promp
     (context,) = case.contexts
     n = len(context.ids)
     slots = torch.arange(100, 100 + n)
-    prompt = RecomputeJob(torch.tensor(context.ids), torch.arange(n), slots, torch.arange(1, n + 1)[None], slots[None], None, 0)
+    prompt = RecomputeJob(
+        torch.tensor(context.ids), torch.arange(n), slots, torch.arange(1, n + 1)[None], slots[None], None, 0
+    )
     whole = recompute(runner_of(SLOTS, seed), [prompt]).hidden
     assert whole is not None
     output = composer.one_pass.output(batch_of(case))
-    torch.testing.assert_close(output.logits_output, whole[context.plan.question_start :] @ runner.model.lm_head)
+    torch.testing.assert_close(
+        output.logits_output, whole[context.plan.question_start :] @ runner.model.lm_head
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,11 +189,19 @@ def test_with_everything_recomputed_the_question_has_its_states_of_a_whole_promp
         ("cacheblend", {"share": 0.5}),
         ("concat", {"recompute": some, "update": "fusion"}),
         ("concat", {"kept": holes, "recompute": lambda end, _: list(range(end))}),  # rows that no layer keeps
-        ("concat", {"kept": lambda end, draw: [sorted(draw.sample(range(end), end // 2)) for _ in range(LAYERS)], "recompute": "all"}),
+        (
+            "concat",
+            {
+                "kept": lambda end, draw: [sorted(draw.sample(range(end), end // 2)) for _ in range(LAYERS)],
+                "recompute": "all",
+            },
+        ),
     ],
     ids=["chosen", "blended", "not kept", "by layer"],
 )
-def test_a_pass_that_is_not_the_same_in_every_layer_leaves_the_question_to_sglang(strategy: str, options: dict[str, Any]) -> None:
+def test_a_pass_that_is_not_the_same_in_every_layer_leaves_the_question_to_sglang(
+    strategy: str, options: dict[str, Any]
+) -> None:
     case, composer = Case([options], 1, strategy), composer_of(runner_of(SLOTS))
     composer.fill(case.contexts, case.rows, whole=True)
     assert case.contexts[0].recomputed
@@ -189,7 +226,7 @@ def test_questions_alone_go_by_graph_only_where_that_pays(why: str, monkeypatch:
     if why == "slots":
         monkeypatch.setattr(one_pass, "SLOTS", max(c.slots for c in case.contexts) - 1)
     rows = sum(c.question_tokens for c in case.contexts)
-    passes = one_pass.OnePass(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
+    passes = one_pass.FusedQuestion(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
     joined = passes.joined(case.contexts, case.rows, [None, None], loading=why == "loading")
     assert (joined is not None) == (not why)
 

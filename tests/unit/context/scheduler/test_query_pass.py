@@ -1,4 +1,6 @@
-"""SamKV's query pass: the same queries whether the pool has room for what the question looks at or not, and no slot lost."""
+"""SamKV's query pass: the same queries whether the pool has room for what the question looks at or not, and
+no slot lost.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.gather import Gather
-from sglang_ext.context.compose.request import ComposedContext, DeviceSource
-from sglang_ext.context.recompute.run import warm
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
+from sglang_ext.context.recompute.recompute_pass import warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.query_pass import QueryPass
-from sglang_ext.context.selection.strategies import Shape, draft
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.protocol import ContextPlan, Span
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 
@@ -47,11 +49,15 @@ def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
     composer: Any = SimpleNamespace(gather=gather, graphs=None)
     contexts = []
     for length in (20, 33):
-        plan = ContextPlan("compose", "n", "samkv", (Span(0, 5), Span(5, 5 + length)), {"block_size": 4, "ask": ask})
+        plan = ContextPlan(
+            "compose", "n", "samkv", (Span(0, 5), Span(5, 5 + length)), {"block_size": 4, "ask": ask}
+        )
         ids = torch.randint(0, 50, (5 + length + QUESTION,)).tolist()
-        context = ComposedContext(plan, array("q", ids), ("a", "b"), draft(plan, Shape(LAYERS)))
+        context = ComposedContext(
+            plan, array("q", ids), ("a", "b"), partial_selection(plan, ModelShape(LAYERS))
+        )
         where = torch.randperm(60)
-        context.sources = [DeviceSource(where[:5], None), DeviceSource(where[5 : 5 + length], None)]
+        context.sources = [DocumentOnDevice(where[:5], None), DocumentOnDevice(where[5 : 5 + length], None)]
         contexts.append(context)
     full, roomy = Allocator(list(range(100, 110))), Allocator(list(range(100, 196)))
     beside, inside = (QueryPass(runner, composer, allocator)(contexts) for allocator in (full, roomy))

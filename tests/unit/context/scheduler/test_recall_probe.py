@@ -1,4 +1,6 @@
-"""What `ragserve calibrate` measures of a probe, on a model of attention alone: recall as it is defined, by the engine's own selection."""
+"""What `ragserve calibrate` measures of a probe, on a model of attention alone: recall as it is defined, by
+the engine's own selection.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ import pytest
 import torch
 
 from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.stability import outlying
-from sglang_ext.analysis.summary import Cut
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.recall_probe import answer, candidates
-from sglang_ext.context.scheduler.selection_stage import Stager
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.strategies import Shape
+from sglang_ext.context.selection.strategies import ModelShape
 from sglang_ext.protocol import PlanError
 from tests.unit.context.selection.test_samkv import analysis_of
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, runner_of
@@ -28,7 +30,7 @@ NEEDED = (185, 195)
 
 
 @pytest.fixture(scope="module")
-def stage() -> tuple[Any, Rotation, Stager]:
+def stage() -> tuple[Any, Rotation, SelectionStage]:
     runner = runner_of(200, seed=1)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
     rotation = Rotation(torch.rand(DIM // 2), DIM, neox=True)
@@ -37,7 +39,7 @@ def stage() -> tuple[Any, Rotation, Stager]:
     foreign = [torch.randint(0, 40, (100,)).tolist() for _ in range(2)]
     analyser = Analyser(runner, lambda: Texts(foreign, ends), Cut())
     locator: Any = SimpleNamespace(all_agree=bool, agree=list)
-    return runner, rotation, Stager(runner, rotation, locator, None, analyser, None, 2**20)  # type: ignore[arg-type]
+    return runner, rotation, SelectionStage(runner, rotation, locator, None, analyser, None, 2**20)  # type: ignore[arg-type]
 
 
 def body_of(**more: Any) -> dict[str, Any]:
@@ -46,18 +48,29 @@ def body_of(**more: Any) -> dict[str, Any]:
     ids[SPANS[0][1] + 9 :: 10] = END
     ids[NEEDED[0] + 3] = RARE
     question = {"ids": [QUESTION, RARE, QUESTION], "needed": [list(NEEDED)]}
-    return {"ids": ids.tolist(), "spans": [list(span) for span in SPANS], "questions": [question, question], **more}
+    return {
+        "ids": ids.tolist(),
+        "spans": [list(span) for span in SPANS],
+        "questions": [question, question],
+        **more,
+    }
 
 
-def try_out(stage: tuple[Any, Rotation, Stager], **more: Any) -> dict[str, Any]:
+def try_out(stage: tuple[Any, Rotation, SelectionStage], **more: Any) -> dict[str, Any]:
     runner, rotation, stager = stage
-    return answer(runner, rotation, stager, Shape(LAYERS, 4, profile=Profile(selection="none")), body_of(**more))
+    return answer(
+        runner, rotation, stager, ModelShape(LAYERS, 4, profile=Profile(selection="none")), body_of(**more)
+    )
 
 
-def test_recall_is_the_share_of_needed_tokens_that_is_kept(stage: tuple[Any, Rotation, Stager]) -> None:
+def test_recall_is_the_share_of_needed_tokens_that_is_kept(
+    stage: tuple[Any, Rotation, SelectionStage],
+) -> None:
     found = try_out(stage, heads=[[1, 0]], stable=[0], budgets=[10 / 360, 0.5, 1.0])
     rows = found["rows"]
-    assert [row["options"] for row in rows] == candidates(), "all of them, whatever the running engine's profile says"
+    assert [row["options"] for row in rows] == candidates(), (
+        "all of them, whatever the running engine's profile says"
+    )
     for row in rows:
         options, recall, kept = row["options"], row["recall"], row["kept"]
         assert recall[0] == recall[1], "the same question twice"
@@ -69,27 +82,42 @@ def test_recall_is_the_share_of_needed_tokens_that_is_kept(stage: tuple[Any, Rot
         if options["selection"] == "sentences":
             assert kept[0] == pytest.approx(10 / 360)
             if "words" not in options:
-                assert recall[0][1] > 0.8, "the rare word finds the sentence, for all that random weights look at"
+                assert recall[0][1] > 0.8, (
+                    "the rare word finds the sentence, for all that random weights look at"
+                )
     assert set(found["proportion"]) == {"built_in", "found"}
     assert len(found["proportion"]["found"]["recall"]) == 2
 
 
-def test_the_heads_given_are_those_that_choose(stage: tuple[Any, Rotation, Stager]) -> None:
-    """By attention alone, one head's sentences are another's no more; by itself a head finds what the survey says of it."""
+def test_the_heads_given_are_those_that_choose(stage: tuple[Any, Rotation, SelectionStage]) -> None:
+    """By attention alone, one head's sentences are another's no more; by itself a head finds what the survey
+    says of it.
+    """
     budget = [0.05]
     survey = try_out(stage)
     assert torch.tensor(survey["heads"]).shape == (2, LAYERS, KV_HEADS)
     assert len(survey["built_in"]["heads"]) == 1
     assert survey["built_in"]["stable"] == [LAYERS - 1]
-    alone = {"selection": "sentences", "scoring": "keys", "ask": "last", "positions": "full", "words": 0.0, "openings": 0.0}
+    alone = {
+        "selection": "sentences",
+        "scoring": "keys",
+        "ask": "last",
+        "positions": "full",
+        "words": 0.0,
+        "openings": 0.0,
+    }
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
             rows = try_out(stage, heads=[[layer, head]], budgets=budget)["rows"]
             recall = next(row["recall"] for row in rows if row["options"] == alone)
-            assert recall[0][0] == pytest.approx(survey["heads"][0][layer][head], abs=0.11), "but for keys of eight bits"
+            assert recall[0][0] == pytest.approx(survey["heads"][0][layer][head], abs=0.11), (
+                "but for keys of eight bits"
+            )
 
 
-def test_a_probe_without_documents_or_questions_is_refused(stage: tuple[Any, Rotation, Stager]) -> None:
+def test_a_probe_without_documents_or_questions_is_refused(
+    stage: tuple[Any, Rotation, SelectionStage],
+) -> None:
     for missing in ({"spans": [[0, SPANS[-1][1]]]}, {"questions": []}, {"spans": [[0, 6], [6, 20]]}):
         with pytest.raises(PlanError, match="a probe needs"):
             try_out(stage, **missing)
@@ -98,7 +126,9 @@ def test_a_probe_without_documents_or_questions_is_refused(stage: tuple[Any, Rot
 def test_layers_that_agree_with_the_model_on_a_block_stand_out() -> None:
     analysis = analysis_of(160, 8, torch.Generator().manual_seed(0))
     exponent = 1 + 0.1 * torch.rand(LAYERS, 20, generator=torch.Generator().manual_seed(1))
-    exponent[:, 7] = torch.tensor([1.02, 0.5, 0.5])  # the first layer ranks it high, too, but it is one of many there
+    exponent[:, 7] = torch.tensor(
+        [1.02, 0.5, 0.5]
+    )  # the first layer ranks it high, too, but it is one of many there
     exponent[:, [0, 19]] = 0.1  # initial and local blocks
     analysis = replace(analysis, exponent=exponent.half())
     sigmas = outlying(analysis)

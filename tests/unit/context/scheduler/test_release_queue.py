@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from sglang_ext.context.compose.locate import Locator
-from sglang_ext.context.compose.request import DeviceSource, HostSource
-from sglang_ext.context.scheduler.release_queue import Held
+from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
+from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.runtime import ContextRuntime
 from sglang_ext.control import answer
 from sglang_ext.documents.device import DeviceDocuments
-from sglang_ext.documents.store import TierStore
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DocumentMeta, KvShape
 
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
@@ -38,7 +38,7 @@ class Event:
 
 
 def test_polling_releases_in_order_what_the_device_has_passed_and_waiting_everything() -> None:
-    held, released = Held(), []
+    held, released = ReleaseQueue(), []
     events = [Event() for _ in range(3)]
     for number, event in enumerate(events):
         held.add(event, lambda number=number: released.append(number))
@@ -55,25 +55,33 @@ def test_polling_releases_in_order_what_the_device_has_passed_and_waiting_everyt
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A runtime on a device that runs behind, with real tiers below and one document in them that a composition is reading."""
+    """A runtime on a device that runs behind, with real tiers below and one document in them that a
+    composition is reading.
+    """
     monkeypatch.setattr(torch.cuda, "Event", Event)
     tiers = TierStore(SHAPE, fingerprint="f", host_bytes=64 * SHAPE.page_bytes, disk=None, pin=False)
     k, v = (torch.randn(1, 10, 1, 8) for _ in "kv")
     tiers.put(DocumentMeta("d" * 32, "n", list(range(10)), 10, "f"), k, v)
     unlocked: list[Any] = []
     tree = SimpleNamespace(
-        tokens_by_key=dict, document_tokens=0, documents_evicted=0, protected_size=lambda: 0, dec_lock_ref=unlocked.append
+        tokens_by_key=dict,
+        document_tokens=0,
+        documents_evicted=0,
+        protected_size=lambda: 0,
+        dec_lock_ref=unlocked.append,
     )
     runtime: Any = ContextRuntime.__new__(ContextRuntime)
     runtime.tree, runtime.tiers, runtime.unlocked = tree, tiers, unlocked
-    runtime._device, runtime._held, runtime._tp_group = torch.device("cuda"), Held(), None
+    runtime._device, runtime._held, runtime._tp_group = torch.device("cuda"), ReleaseQueue(), None
     pool = SimpleNamespace(get_kv_size_bytes=lambda: (8, 8))
     tree.token_to_kv_pool_allocator = SimpleNamespace(size=4)
     runtime.documents = DeviceDocuments(SimpleNamespace(token_to_kv_pool=pool), tree, tiers)
     runtime._stager = None
     runtime._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block, None)
     tiers.pin("d" * 32)
-    context = SimpleNamespace(sources=[DeviceSource(torch.arange(2), "node"), HostSource("d" * 32, torch.arange(3).numpy())])
+    context = SimpleNamespace(
+        sources=[DocumentOnDevice(torch.arange(2), "node"), DocumentOnHost("d" * 32, torch.arange(3).numpy())]
+    )
     runtime._hold([context])
     yield runtime
     tiers.close()
@@ -89,12 +97,16 @@ def test_the_device_is_unlocked_at_once_and_host_pages_when_the_copies_have_run(
 
 
 @pytest.mark.parametrize("body", [{"op": "evict", "tiers": ["host"]}, {"op": "clear"}])
-def test_evicting_and_clearing_wait_for_what_still_reads_host_pages(runtime: Any, body: dict[str, Any]) -> None:
+def test_evicting_and_clearing_wait_for_what_still_reads_host_pages(
+    runtime: Any, body: dict[str, Any]
+) -> None:
     assert answer(runtime, body)["success"]
     assert runtime.tiers.lookup("d" * 32, list(range(10)), "n") is None
 
 
 @pytest.mark.parametrize("operation", ["stat", "flush", "check"])
-def test_what_asks_for_the_state_lets_go_of_what_the_device_has_finished(runtime: Any, operation: str) -> None:
+def test_what_asks_for_the_state_lets_go_of_what_the_device_has_finished(
+    runtime: Any, operation: str
+) -> None:
     assert answer(runtime, {"op": operation})["success"]
     assert runtime.tiers.drop_host() == 1

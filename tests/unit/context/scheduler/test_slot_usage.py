@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sglang_ext.context.scheduler.slot_usage import SlotCount
+from sglang_ext.context.scheduler.slot_usage import SlotUsage
 from sglang_ext.control import answer
 
 
@@ -21,7 +21,7 @@ class Tree:
 
 def test_the_most_since_somebody_asked() -> None:
     tree = Tree()
-    slots = SlotCount(tree)
+    slots = SlotUsage(tree)
     runtime = SimpleNamespace(slots=slots, gather=lambda value: [value])
 
     def asked() -> tuple[int, int, int]:
@@ -29,7 +29,11 @@ def test_the_most_since_somebody_asked() -> None:
         return found["now"], found["most"], found["total"]
 
     assert asked() == (0, 0, 100)
-    for tree.free, tree.cached in ((60, 0), (20, 30), (70, 30)):  # 40, then 50 held; then all that is taken is cached
+    for tree.free, tree.cached in (
+        (60, 0),
+        (20, 30),
+        (70, 30),
+    ):  # 40, then 50 held; then all that is taken is cached
         slots.count()
     assert asked() == (0, 50, 100)
     assert asked() == (0, 0, 100)

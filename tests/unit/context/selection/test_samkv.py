@@ -1,4 +1,6 @@
-"""SamKV's selection against the paper's equations written out token by token, and the rules for what is recomputed."""
+"""SamKV's selection against the paper's equations written out token by token, and the rules for what is
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.analysis.summary import Analysis, Cut, SummaryError, quantize
-from sglang_ext.context.recompute.attention import fused
+from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError, quantize
+from sglang_ext.context.recompute.row_attention import fused
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.blocks import Blocks
@@ -30,15 +32,22 @@ def analysis_of(n: int, block: int, generator: torch.Generator) -> Analysis:
     local_q, local_q_scale = quantize(torch.randn(LAYERS, HEADS, DIM, generator=generator))
     token_k, token_k_scale = quantize(torch.randn(n, 2, DIM, generator=generator))
     return Analysis(
-        n, block, 2, mean_k, mean_k_scale, local_q, local_q_scale,
+        n,
+        block,
+        2,
+        mean_k,
+        mean_k_scale,
+        local_q,
+        local_q_scale,
         token=torch.zeros(LAYERS, blocks, dtype=torch.uint8),
         attention=torch.rand(LAYERS, blocks, generator=generator),
         exponent=torch.rand(LAYERS, blocks, generator=generator).half(),
         sensitivity=torch.rand(n, generator=generator),
         begins=(torch.arange(n) % 7 == 0).to(torch.uint8),
         heads=torch.tensor([[0, 1], [2, 0]], dtype=torch.uint8),
-        token_k=token_k, token_k_scale=token_k_scale,
-    )  # fmt: skip
+        token_k=token_k,
+        token_k_scale=token_k_scale,
+    )
 
 
 def plan_of(sizes: list[int]) -> ContextPlan:
@@ -56,13 +65,19 @@ def turned(vector: torch.Tensor, shift: int) -> torch.Tensor:
     return torch.cat((out.real, out.imag), -1)
 
 
-def reference(plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, options: SamKv, stable: list[int]) -> list[list[int]]:
+def reference(
+    plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, options: SamKv, stable: list[int]
+) -> list[list[int]]:
     """Kept document tokens per layer, the paper's way: one layer, one document, one block at a time."""
     spans = plan.spans[1:]
     count = len(spans)
     keys = [a.keys(torch.device("cpu")).double() for a in analyses]
     local = [
-        [turned(a.local_queries(torch.device("cpu"))[n], s.start) for a, s in zip(analyses, spans, strict=True)] for n in range(LAYERS)
+        [
+            turned(a.local_queries(torch.device("cpu"))[n], s.start)
+            for a, s in zip(analyses, spans, strict=True)
+        ]
+        for n in range(LAYERS)
     ]
     middle = [range(options.initial_blocks, a.blocks - a.local_blocks) for a in analyses]
 
@@ -81,7 +96,9 @@ def reference(plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, 
         q, k = query_for(n, i), turned(keys[i][n, b], spans[i].start)
         return float(sum((q[h] * k[h * KV_HEADS // HEADS]).sum() for h in range(HEADS))) / math.sqrt(DIM)
 
-    scores = [[[score(n, i, b) for b in range(analyses[i].blocks)] for i in range(count)] for n in range(LAYERS)]
+    scores = [
+        [[score(n, i, b) for b in range(analyses[i].blocks)] for i in range(count)] for n in range(LAYERS)
+    ]
 
     def length(i: int, b: int) -> int:
         return min(analyses[i].block, analyses[i].n_tokens - b * analyses[i].block)
@@ -100,7 +117,12 @@ def reference(plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, 
             parts.append((largest - anchor) / (largest - least) if least < anchor <= largest else 0.0)
         proportion.append(sum(parts) / len(parts))
     total = sum(a.n_tokens for a in analyses)
-    fixed = [spans[i].start + t for i in range(count) for t in range(analyses[i].n_tokens) if t // analyses[i].block not in middle[i]]
+    fixed = [
+        spans[i].start + t
+        for i in range(count)
+        for t in range(analyses[i].n_tokens)
+        if t // analyses[i].block not in middle[i]
+    ]
     kept = []
     for n in range(LAYERS):
         pool = []
@@ -130,7 +152,12 @@ def reference(plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, 
     st.sampled_from(["raw", "zscore"]),
 )
 def test_selection_equals_the_equations(
-    sizes: list[int], seed: int, bias: bool, keep: float | None, initial: int, scoring: Literal["raw", "zscore"]
+    sizes: list[int],
+    seed: int,
+    bias: bool,
+    keep: float | None,
+    initial: int,
+    scoring: Literal["raw", "zscore"],
 ) -> None:
     if scoring == "zscore":  # one or two blocks have the same scores in every document
         sizes = [size + 60 for size in sizes]
@@ -150,11 +177,18 @@ def test_selection_equals_the_equations(
 def test_one_document_has_no_bias() -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
-    found = personalised(query, [analysis_of(20, 4, generator)], torch.tensor([5]), ROTATION, lambda part: part)
+    found = personalised(
+        query, [analysis_of(20, 4, generator)], torch.tensor([5]), ROTATION, lambda part: part
+    )
     assert torch.equal(found[:, 0], query)
 
 
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(0, 2), st.integers(1, 3), st.sampled_from([4, 8, 16]))
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.sampled_from([4, 8, 16]),
+)
 def test_blocks_cover_documents_once(sizes: list[int], initial: int, local: int, block: int) -> None:
     plan = plan_of(sizes)
     tables = Blocks.build(plan.spans[1:], [block] * len(sizes), initial=initial, local=local)
@@ -167,16 +201,28 @@ def test_blocks_cover_documents_once(sizes: list[int], initial: int, local: int,
     assert tables.middle_tokens + len(fixed) == tables.tokens == sum(sizes)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(0, 10_000), st.floats(0.01, 1.0), st.booleans())
-def test_sensitivity_takes_the_highest_of_what_is_kept(sizes: list[int], seed: int, share: float, by_layer: bool) -> None:
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(0, 10_000),
+    st.floats(0.01, 1.0),
+    st.booleans(),
+)
+def test_sensitivity_takes_the_highest_of_what_is_kept(
+    sizes: list[int], seed: int, share: float, by_layer: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan = plan_of(sizes)
     analyses = [analysis_of(n, 8, generator) for n in sizes]
     n = sum(sizes)
     count = max(1, n // 2)
-    rows = [SYSTEM + torch.randperm(n, generator=generator)[:count].sort().values for _ in range(LAYERS if by_layer else 1)]
+    rows = [
+        SYSTEM + torch.randperm(n, generator=generator)[:count].sort().values
+        for _ in range(LAYERS if by_layer else 1)
+    ]
     kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
-    found = rules.choose(Kept(plan, kept if by_layer else kept[0], analyses), Rule("sensitivity", share)).tolist()
+    found = rules.choose(
+        Kept(plan, kept if by_layer else kept[0], analyses), Rule("sensitivity", share)
+    ).tolist()
     score = torch.cat([a.sensitivity for a in analyses])
     layers = [sum(SYSTEM + t in row for row in (r.tolist() for r in rows)) / len(rows) for t in range(n)]
     ranked = sorted((t for t in range(n) if layers[t]), key=lambda t: -float(score[t]) * layers[t])
@@ -194,8 +240,12 @@ def test_outliers_are_initial_local_and_flagged_tokens_that_are_kept() -> None:
     plan = plan_of([160])
     whole = torch.arange(SYSTEM + 160)
     ends = [SYSTEM + t for t in (*range(8), *range(144, 160))]
-    assert rules.choose(Kept(plan, whole, [analysis]), Rule("outliers")).tolist() == sorted([*ends, SYSTEM + 61])
-    without = torch.stack([whole, whole, torch.cat((whole[:66], whole[67:], whole[:1]))]).sort(1).values  # layer 2 keeps it not
+    assert rules.choose(Kept(plan, whole, [analysis]), Rule("outliers")).tolist() == sorted(
+        [*ends, SYSTEM + 61]
+    )
+    without = (
+        torch.stack([whole, whole, torch.cat((whole[:66], whole[67:], whole[:1]))]).sort(1).values
+    )  # layer 2 keeps it not
     assert SYSTEM + 61 not in rules.choose(Kept(plan, without, [analysis]), Rule("outliers")).tolist()
 
 
@@ -203,7 +253,10 @@ def test_an_analysis_survives_its_bytes_and_no_others_do() -> None:
     analysis = analysis_of(45, 8, torch.Generator().manual_seed(1))
     data = analysis.encode()
     again = Analysis.decode(data, 45)
-    assert all(torch.equal(a, b) for a, b in zip(analysis._tensors().values(), again._tensors().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(analysis._tensors().values(), again._tensors().values(), strict=True)
+    )
     for bad in (data[:-1], data + b"\0", b"", b"{}\n", data[10:]):
         with pytest.raises(SummaryError):
             Analysis.decode(bad, 45)
@@ -211,9 +264,14 @@ def test_an_analysis_survives_its_bytes_and_no_others_do() -> None:
         Analysis.decode(data, 44)
 
 
-@pytest.mark.parametrize(("layers", "heads", "kv_heads", "dim", "itemsize"), [(32, 32, 8, 128, 2), (10, 6, 2, 64, 4), (28, 28, 4, 128, 2)])
+@pytest.mark.parametrize(
+    ("layers", "heads", "kv_heads", "dim", "itemsize"),
+    [(32, 32, 8, 128, 2), (10, 6, 2, 64, 4), (28, 28, 4, 128, 2)],
+)
 @pytest.mark.parametrize("n", [256, 512, 4096])
-def test_summaries_take_at_most_three_percent(layers: int, heads: int, kv_heads: int, dim: int, itemsize: int, n: int) -> None:
+def test_summaries_take_at_most_three_percent(
+    layers: int, heads: int, kv_heads: int, dim: int, itemsize: int, n: int
+) -> None:
     block = Cut().size(n, itemsize)
     blocks = -(-n // block)
     per_head = layers * (dim + 2)
@@ -248,16 +306,20 @@ def test_fusion_blends_by_likeness() -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
-    from sglang_ext.context.selection.strategies import Shape, draft
+    from sglang_ext.context.selection.strategies import ModelShape, partial_selection
     from sglang_ext.protocol import PlanError
 
     plan = plan_of([40, 60])
     with pytest.raises(PlanError, match=says):
-        draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
+        partial_selection(
+            ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), ModelShape(LAYERS)
+        )
 
 
 @given(st.lists(st.integers(3, 70), min_size=1, max_size=4), st.integers(0, 10_000))
-def test_attention_scoring_is_the_largest_head_of_a_softmax_over_mean_keys(sizes: list[int], seed: int) -> None:
+def test_attention_scoring_is_the_largest_head_of_a_softmax_over_mean_keys(
+    sizes: list[int], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan = plan_of(sizes)
     analyses = [analysis_of(n, 8, generator) for n in sizes]

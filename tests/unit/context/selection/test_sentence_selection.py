@@ -12,13 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.samkv import LEAST, SamKv, choose_sentences
-from sglang_ext.context.selection.strategies import Shape, draft
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.protocol import ContextPlan
-from tests.unit.context.selection.test_samkv import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, SYSTEM, analysis_of, plan_of, turned
+from tests.unit.context.selection.test_samkv import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    ROTATION,
+    SYSTEM,
+    analysis_of,
+    plan_of,
+    turned,
+)
 
 
 def words_of(texts: Sequence[Sequence[int]], question: Sequence[int]) -> list[float]:
@@ -27,7 +37,11 @@ def words_of(texts: Sequence[Sequence[int]], question: Sequence[int]) -> list[fl
     found = [set(text) | set(pairwise(text)) for text in texts]
     held = [sum(term <= terms_of for terms_of in found) for term in terms]
     return [
-        sum(math.log(len(texts) / count) for term, count in zip(terms, held, strict=True) if count and term <= terms_of)
+        sum(
+            math.log(len(texts) / count)
+            for term, count in zip(terms, held, strict=True)
+            if count and term <= terms_of
+        )
         for terms_of in found
     ]
 
@@ -38,7 +52,9 @@ texts_of_few_tokens = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=
 @given(texts_of_few_tokens, st.lists(st.integers(0, 12), max_size=8))
 def test_words_count_by_how_rare_they_are(texts: list[list[int]], question: list[int]) -> None:
     sentence = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(text) for text in texts]))
-    found = sentences.words(torch.tensor([t for text in texts for t in text]), sentence, torch.tensor(question, dtype=torch.int64))
+    found = sentences.words(
+        torch.tensor([t for text in texts for t in text]), sentence, torch.tensor(question, dtype=torch.int64)
+    )
     assert found.tolist() == pytest.approx(words_of(texts, question), abs=1e-4)
 
 
@@ -52,7 +68,13 @@ def test_words_count_by_how_rare_they_are(texts: list[list[int]], question: list
     st.sampled_from([(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]),
 )
 def test_the_best_sentences_are_kept(
-    sizes: list[int], seed: int, weight: float, keep: float, bias: bool, scoring: Literal["keys", "attention"], powers: tuple[float, float]
+    sizes: list[int],
+    seed: int,
+    weight: float,
+    keep: float,
+    bias: bool,
+    scoring: Literal["keys", "attention"],
+    powers: tuple[float, float],
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan = plan_of(sizes)
@@ -60,8 +82,19 @@ def test_the_best_sentences_are_kept(
     analyses = [analysis_of(n, block, generator) for n, block in zip(sizes, blocks, strict=True)]
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
     total = sum(sizes)
-    ids, question = torch.randint(0, 40, (total,), generator=generator), torch.randint(0, 40, (6,), generator=generator)
-    options = SamKv(personalised=bias, words=weight, keep=keep, openings=0.0, scoring=scoring, sharpness=powers[0], length=powers[1])
+    ids, question = (
+        torch.randint(0, 40, (total,), generator=generator),
+        torch.randint(0, 40, (6,), generator=generator),
+    )
+    options = SamKv(
+        personalised=bias,
+        words=weight,
+        keep=keep,
+        openings=0.0,
+        scoring=scoring,
+        sharpness=powers[0],
+        length=powers[1],
+    )
     tables = Blocks.build(plan.spans[1:], blocks, initial=0, local=0)
     found = choose_sentences(options, tables, analyses, query, plan.question_start, ROTATION, ids, question)
     budget = max(1, round(keep * total))
@@ -86,26 +119,38 @@ def test_the_best_sentences_are_kept(
             for b in range(analysis.blocks):
                 key = turned(keys[n, b], span.start)
                 length = min(block, analysis.n_tokens - b * block)
-                own = [float(asked[h] @ key[h * KV_HEADS // HEADS]) / math.sqrt(DIM) + math.log(length) for h in range(HEADS)]
+                own = [
+                    float(asked[h] @ key[h * KV_HEADS // HEADS]) / math.sqrt(DIM) + math.log(length)
+                    for h in range(HEADS)
+                ]
                 logits[n].append(own)
             for i, (layer, head) in enumerate(analysis.heads.tolist()):
                 if layer == n:
                     for t in range(analysis.n_tokens):
-                        key = turned((analysis.token_k[t, i].double() * analysis.token_k_scale[t, i].double())[None], span.start)[0]
+                        key = turned(
+                            (analysis.token_k[t, i].double() * analysis.token_k_scale[t, i].double())[None],
+                            span.start,
+                        )[0]
                         group = [h for h in range(HEADS) if h * KV_HEADS // HEADS == head]
-                        by_key[i].append([float(asked[h] @ key) / math.sqrt(DIM) if t >= 3 else -1e9 for h in group])
+                        by_key[i].append(
+                            [float(asked[h] @ key) / math.sqrt(DIM) if t >= 3 else -1e9 for h in group]
+                        )
         place += analysis.n_tokens
     if scoring == "keys":
         shares = [torch.tensor(rows, dtype=torch.float64).softmax(0).amax(1) for rows in by_key]
         inside = torch.cat([torch.arange(a.n_tokens) >= 3 for a in analyses])
         share = (torch.stack(shares).sum(0) * inside).tolist()
     else:
-        late = [torch.tensor(logits[n], dtype=torch.float64).softmax(0).amax(1) for n in range(LAYERS // 2, LAYERS)]
+        late = [
+            torch.tensor(logits[n], dtype=torch.float64).softmax(0).amax(1)
+            for n in range(LAYERS // 2, LAYERS)
+        ]
         share = torch.stack(late).sum(0)[block_of].tolist()
     attention = [max(share[t] for t in text) for text in texts]
     held = words_of([[int(ids[t]) for t in text] for text in texts], question.tolist())
     score = [
-        (weight * w / max(max(held), 1e-9) + (1 - weight) * (a / max(*attention, 1e-9)) ** powers[0]) / max(8, len(text)) ** powers[1]
+        (weight * w / max(max(held), 1e-9) + (1 - weight) * (a / max(*attention, 1e-9)) ** powers[0])
+        / max(8, len(text)) ** powers[1]
         for w, a, text in zip(held, attention, texts, strict=True)
     ]
     kept = set((found - SYSTEM).tolist())
@@ -116,7 +161,9 @@ def test_the_best_sentences_are_kept(
     assert all(score[i] <= least + 1e-5 for i in range(len(texts)) if taken[i] < len(texts[i]))
 
 
-def personal(queries: list[torch.Tensor], analyses: Sequence[Analysis], plan: ContextPlan, n: int, start: int) -> torch.Tensor:
+def personal(
+    queries: list[torch.Tensor], analyses: Sequence[Analysis], plan: ContextPlan, n: int, start: int
+) -> torch.Tensor:
     """Equation 1 for the document that begins at ``start``."""
     q, total, others = queries[n], torch.zeros_like(queries[n]), 0
     for analysis, span in zip(analyses, plan.spans[1:], strict=True):
@@ -135,7 +182,10 @@ def test_the_last_sentence_is_cut_and_equal_ones_stand_in_order() -> None:
 
 
 def test_a_document_s_opening_counts_with_the_best_sentence_of_it_and_of_the_next() -> None:
-    sentence, first = torch.tensor([0, 1, 1, 2, 3, 3, 4]), torch.tensor([0, 3, 4])  # documents of sentences 0 and 1, 2, 3 and 4
+    sentence, first = (
+        torch.tensor([0, 1, 1, 2, 3, 3, 4]),
+        torch.tensor([0, 3, 4]),
+    )  # documents of sentences 0 and 1, 2, 3 and 4
     score = torch.tensor([0.1, 0.8, 0.3, 0.9, 0.2])
     assert sentences.opened(score, sentence, first, 0.5).tolist() == pytest.approx([0.4, 0.8, 0.45, 0.9, 0.2])
     assert torch.equal(sentences.opened(score, sentence, first, 0.0), score)
@@ -143,14 +193,20 @@ def test_a_document_s_opening_counts_with_the_best_sentence_of_it_and_of_the_nex
 
 def test_a_sentence_pays_for_its_length_and_one_of_few_tokens_counts_as_one_of_eight() -> None:
     sentence = torch.repeat_interleave(torch.arange(3), torch.tensor([2, 8, 32]))
-    assert sentences.by_length(torch.tensor([1.0, 1.0, 2.0]), sentence, 0.5).tolist() == pytest.approx([8**-0.5, 8**-0.5, 8**-0.5])
+    assert sentences.by_length(torch.tensor([1.0, 1.0, 2.0]), sentence, 0.5).tolist() == pytest.approx(
+        [8**-0.5, 8**-0.5, 8**-0.5]
+    )
     assert sentences.by_length(torch.tensor([1.0, 2.0, 3.0]), sentence, 0.0).tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(("options", "closed"), [({}, True), ({"places": "full"}, False), ({"selection": "shared"}, False)])
+@pytest.mark.parametrize(
+    ("options", "closed"), [({}, True), ({"places": "full"}, False), ({"selection": "shared"}, False)]
+)
 def test_chosen_sentences_move_together_unless_told_otherwise(options: dict[str, str], closed: bool) -> None:
     plan = plan_of([30, 40])
-    made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
+    made = partial_selection(
+        ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), ModelShape(LAYERS)
+    )
     assert made.closed == closed
 
 
@@ -165,17 +221,26 @@ def test_chosen_sentences_move_together_unless_told_otherwise(options: dict[str,
         (LEAST + 1, {}, LEAST),
     ],
 )
-def test_of_short_contexts_so_many_tokens_are_kept_at_least(tokens: int, options: dict[str, Any], kept: int) -> None:
+def test_of_short_contexts_so_many_tokens_are_kept_at_least(
+    tokens: int, options: dict[str, Any], kept: int
+) -> None:
     plan = plan_of([tokens - 99, 99])
-    made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), Shape(LAYERS))
+    made = partial_selection(
+        ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), ModelShape(LAYERS)
+    )
     assert made.needs_query
     assert made.slots == SYSTEM + kept
 
 
-@pytest.mark.parametrize(("tokens", "options"), [(LEAST, {}), (300, {"least": 300, "keep": 0.1}), (200, {"keep": 1.0})])
+@pytest.mark.parametrize(
+    ("tokens", "options"), [(LEAST, {}), (300, {"least": 300, "keep": 0.1}), (200, {"keep": 1.0})]
+)
 def test_where_all_is_kept_nothing_is_asked(tokens: int, options: dict[str, Any]) -> None:
     plan = plan_of([tokens - 99, 99])
-    made = draft(ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options | {"recompute": "all"}), Shape(LAYERS))
+    made = partial_selection(
+        ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options | {"recompute": "all"}),
+        ModelShape(LAYERS),
+    )
     assert not made.selects
     assert not made.needs_analysis
     assert made.settle().kept.tolist() == list(range(SYSTEM + tokens))
@@ -185,7 +250,7 @@ def test_words_alone_need_no_query() -> None:
     plan = plan_of([30, 40])
     options = {"words": 1, "keep": 0.2}
     plan = ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options)
-    made = draft(plan, Shape(LAYERS))
+    made = partial_selection(plan, ModelShape(LAYERS))
     assert not made.needs_query
     assert made.selects
     assert made.needs_analysis

@@ -1,4 +1,6 @@
-"""The rule `sentences` against its definition written out token by token, and where there is little to choose from."""
+"""The rule `sentences` against its definition written out token by token, and where there is little to choose
+from.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
-from sglang_ext.context.selection.strategies import Shape, draft
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.protocol import ContextPlan
 from tests.sentences import chosen, sentences_of
 from tests.unit.context.selection.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of
@@ -42,9 +44,18 @@ def analyses_of(words: list[list[int]], seed: int) -> list[Analysis]:
 
 
 def wanted(
-    plan: ContextPlan, words: list[list[int]], kept: torch.Tensor, analyses: list[Analysis], a: torch.Tensor, share: float, first: int
+    plan: ContextPlan,
+    words: list[list[int]],
+    kept: torch.Tensor,
+    analyses: list[Analysis],
+    a: torch.Tensor,
+    share: float,
+    first: int,
 ) -> list[int]:
-    documents = [(s.start, sentences_of([WRITTEN[i] for i in ids])) for s, ids in zip(plan.spans[1:], words, strict=True)]
+    documents = [
+        (s.start, sentences_of([WRITTEN[i] for i in ids]))
+        for s, ids in zip(plan.spans[1:], words, strict=True)
+    ]
     sensitivity = torch.cat([analysis.sensitivity for analysis in analyses]).double().tolist()
     return chosen(
         documents,
@@ -57,13 +68,19 @@ def wanted(
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([0, 0, 0, 1, *range(len(WRITTEN))]), min_size=1, max_size=150), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.sampled_from([0, 0, 0, 1, *range(len(WRITTEN))]), min_size=1, max_size=150),
+        min_size=1,
+        max_size=5,
+    ),
     st.integers(0, 10_000),
     st.sampled_from([0.02, 0.1, 0.37, 1.0]),
     st.sampled_from(["all", "shared", "layers"]),
     st.sampled_from([0, 1, 4, 16]),
 )
-def test_the_rule_is_its_definition(words: list[list[int]], seed: int, share: float, which: str, first: int) -> None:
+def test_the_rule_is_its_definition(
+    words: list[list[int]], seed: int, share: float, which: str, first: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan, n = plan_of([len(ids) for ids in words]), sum(map(len, words))
     analyses = analyses_of(words, seed)
@@ -71,7 +88,8 @@ def test_the_rule_is_its_definition(words: list[list[int]], seed: int, share: fl
     kept = torch.arange(SYSTEM + n)
     if which != "all":
         rows = [
-            SYSTEM + torch.randperm(n, generator=generator)[: -(-n // 2)].sort().values for _ in range(LAYERS if which == "layers" else 1)
+            SYSTEM + torch.randperm(n, generator=generator)[: -(-n // 2)].sort().values
+            for _ in range(LAYERS if which == "layers" else 1)
         ]
         kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
         kept = kept if which == "layers" else kept[0]
@@ -89,16 +107,24 @@ def test_a_document_counts_with_its_opening_a_quarter_as_much() -> None:
     attention[14] = 0.2  # the second sentence of the second document: 0.2, its title: 0.05
     attention[10] = 9.0  # parked on a document's first token
     kept = Kept(plan, torch.arange(25), analyses, attention=attention)
-    for count, positions in ((3, [12, 13, 14]), (6, [5, 6, 7, 12, 13, 14]), (10, [5, 6, 7, 12, 13, 14, 18, 19, 20, 21])):
+    for count, positions in (
+        (3, [12, 13, 14]),
+        (6, [5, 6, 7, 12, 13, 14]),
+        (10, [5, 6, 7, 12, 13, 14, 18, 19, 20, 21]),
+    ):
         assert rules.choose(kept, Rule("sentences", count / 20, first=0)).tolist() == positions
-    assert rules.choose(kept, Rule("sentences", 8 / 20, first=0)).tolist() == [5, 6, 7, 12, 13, 14, 18, 19], "the last sentence is cut"
+    assert rules.choose(kept, Rule("sentences", 8 / 20, first=0)).tolist() == [5, 6, 7, 12, 13, 14, 18, 19], (
+        "the last sentence is cut"
+    )
 
 
 def test_what_the_question_does_not_look_at_is_told_apart_by_sensitivity() -> None:
     words = [[0, 0, 0, 2, 0, 0, 0, 2]]
     plan, analyses = plan_of([8]), analyses_of(words, 2)
     analyses[0].sensitivity[:] = torch.tensor([1.0] * 4 + [2.0] * 4)
-    assert rules.choose(Kept(plan, torch.arange(13), analyses, attention=torch.zeros(8)), Rule("sentences", 0.5, first=0)).tolist() == [
+    assert rules.choose(
+        Kept(plan, torch.arange(13), analyses, attention=torch.zeros(8)), Rule("sentences", 0.5, first=0)
+    ).tolist() == [
         9,
         10,
         11,
@@ -113,7 +139,9 @@ def test_text_without_punctuation_is_cut_every_64_tokens() -> None:
     attention = torch.zeros(130)
     attention[100] = 1.0
     kept = Kept(plan, torch.arange(135), analyses, attention=attention)
-    assert rules.choose(kept, Rule("sentences", 64 / 130, first=0)).tolist() == list(range(SYSTEM + 64, SYSTEM + 128))
+    assert rules.choose(kept, Rule("sentences", 64 / 130, first=0)).tolist() == list(
+        range(SYSTEM + 64, SYSTEM + 128)
+    )
     assert TEXTS.begins([2] + [0] * 70).nonzero()[:, 0].tolist() == [0, 1, 65]
 
 
@@ -134,19 +162,30 @@ def test_a_document_of_which_nothing_is_kept_takes_part_in_nothing() -> None:
         ({"kept": [0, 2]}, []),
     ],
 )
-def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(options: dict[str, object], positions: list[int]) -> None:
+def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(
+    options: dict[str, object], positions: list[int]
+) -> None:
     plan = plan_of([5, 7])
-    made = draft(ContextPlan("compose", "n", "concat", plan.spans, {"recompute": "sentences", **options}), Shape(LAYERS))
+    made = partial_selection(
+        ContextPlan("compose", "n", "concat", plan.spans, {"recompute": "sentences", **options}),
+        ModelShape(LAYERS),
+    )
     settled = made.settle(analyses_of([[0] * 5, [0] * 7], 5))
     assert not settled.asks
     assert settled.recomputed.tolist() == positions
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "share"), [("concat", {}, 0.1), ("samkv", {"selection": "shared"}, 0.1), ("samkv", {}, 0.66)]
+    ("strategy", "options", "share"),
+    [("concat", {}, 0.1), ("samkv", {"selection": "shared"}, 0.1), ("samkv", {}, 0.66)],
 )
-def test_without_a_share_a_tenth_is_chosen_or_two_thirds_of_chosen_sentences(strategy: str, options: dict[str, str], share: float) -> None:
+def test_without_a_share_a_tenth_is_chosen_or_two_thirds_of_chosen_sentences(
+    strategy: str, options: dict[str, str], share: float
+) -> None:
     spans = plan_of([300, 300]).spans
-    made = draft(ContextPlan("compose", "n", strategy, spans, {"recompute": "sentences", **options}), Shape(LAYERS))
+    made = partial_selection(
+        ContextPlan("compose", "n", strategy, spans, {"recompute": "sentences", **options}),
+        ModelShape(LAYERS),
+    )
     assert (made.rule.name, made.rule.share, made.rule.first) == ("sentences", share, 4)
     assert made.settle(chosen=SYSTEM + torch.arange(90)).asks

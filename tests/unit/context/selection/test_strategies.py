@@ -32,7 +32,9 @@ def test_a_plan_survives_its_journey(sizes: list[int], strategy: str) -> None:
 
 
 @given(lengths, st.floats(0.01, 1.0), st.sampled_from(["concat", "epic", "random"]))
-def test_selections_are_ascending_positions_of_the_context(sizes: list[int], keep: float, strategy: str) -> None:
+def test_selections_are_ascending_positions_of_the_context(
+    sizes: list[int], keep: float, strategy: str
+) -> None:
     sent = plan(sizes, strategy, keep=keep)
     chosen = select(sent, layers=4)
     kept = chosen.kept
@@ -63,7 +65,9 @@ def test_epic_recomputes_the_beginnings_of_documents_only() -> None:
 
 
 @given(lengths, st.floats(0.01, 1.0), st.integers(0, 5))
-def test_random_draws_its_share_repeatably_and_never_from_the_system_text(sizes: list[int], share: float, seed: int) -> None:
+def test_random_draws_its_share_repeatably_and_never_from_the_system_text(
+    sizes: list[int], share: float, seed: int
+) -> None:
     sent = plan(sizes, "random", share=share, seed=seed)
     first, again = select(sent, 2).recomputed, select(sent, 2).recomputed
     assert torch.equal(first, again)
@@ -130,12 +134,19 @@ def test_a_report_survives_its_journey() -> None:
     assert json.loads(report.to_json())["by_tier"] == {"device": 50, "host": 40}
 
 
-@given(st.integers(0, 100_000), st.integers(-50_000, 50_000), st.sampled_from([True, False]), st.integers(0, 2**31))
+@given(
+    st.integers(0, 100_000),
+    st.integers(-50_000, 50_000),
+    st.sampled_from([True, False]),
+    st.integers(0, 2**31),
+)
 def test_rotations_add_up(position: int, shift: int, neox: bool, seed: int) -> None:
     """Rotating by a, then by b, is rotating by a + b: what lets cached keys move."""
     torch.manual_seed(seed)
     rotation = Rotation(1.0 / (10000.0 ** (torch.arange(0, 16, 2) / 16)), 16, neox=neox)
     k = torch.randn(3, 2, 24)
     moved = rotation.rotate(rotation.rotate(k, torch.full((3,), position)), torch.full((3,), shift))
-    torch.testing.assert_close(moved, rotation.rotate(k, torch.full((3,), position + shift)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        moved, rotation.rotate(k, torch.full((3,), position + shift)), rtol=1e-4, atol=1e-4
+    )
     assert torch.equal(moved[..., 16:], k[..., 16:]), "dimensions beyond the rotary ones stay"

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 
-from ragserve.ingest.parsing.process import Failed, ParsedFile
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile
 from tests.unit.ingest.ingest_samples import ParseFile, make_docx, make_pdf, text_of
 
 CORPUS = Path(__file__).resolve().parents[4] / "examples" / "corpus" / "files"
-ARTICLE = "<p>" + "The lighthouse at Cape Finisterre was built in 1853 and its beam reaches 23 nautical miles out to sea. " * 4 + "</p>"
+ARTICLE = (
+    "<p>"
+    + "The lighthouse at Cape Finisterre was built in 1853 and its beam reaches 23 nautical miles out to sea. "
+    * 4
+    + "</p>"
+)
 
 
 def test_pdf_chunks_know_their_page_and_never_cross_one(tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "a.pdf"
-    path.write_bytes(make_pdf(["First page about whales.", "", "Third page about dolphins."], title="Sea mammals"))
+    path.write_bytes(
+        make_pdf(["First page about whales.", "", "Third page about dolphins."], title="Sea mammals")
+    )
     result = parse(path)
     assert isinstance(result, ParsedFile)
     assert [(chunk.page, chunk.text.strip()) for chunk in result.chunks] == [
@@ -41,7 +48,8 @@ def test_long_pdf_pages_are_cut_within_the_page(parse: ParseFile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fact"), [("iceland.md", "Reykjavik"), ("cuba.txt", "Havana"), ("spain.docx", "Madrid"), ("italy.pdf", "Rome")]
+    ("name", "fact"),
+    [("iceland.md", "Reykjavik"), ("cuba.txt", "Havana"), ("spain.docx", "Madrid"), ("italy.pdf", "Rome")],
 )
 def test_corpus_documents_hold_their_facts(name: str, fact: str, parse: ParseFile) -> None:
     result = parse(CORPUS / name)
@@ -78,7 +86,9 @@ def test_html_is_decoded_by_its_meta_charset(tmp_path: Path, parse: ParseFile) -
 
 def test_deeply_nested_html_does_not_exhaust_the_stack(tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "deep.html"
-    path.write_text("<html><body>" + "<div>" * 5000 + "bottom of the well" + "</div>" * 5000 + "</body></html>")
+    path.write_text(
+        "<html><body>" + "<div>" * 5000 + "bottom of the well" + "</div>" * 5000 + "</body></html>"
+    )
     result = parse(path)
     assert isinstance(result, Failed) or "bottom of the well" in text_of(result)
     assert not (isinstance(result, Failed) and result.code == "crash")
@@ -93,7 +103,9 @@ def test_docx_keeps_order_headings_tables_and_hidden_corners(tmp_path: Path, par
         document.add_heading("Harbour report", level=1)
         document.add_paragraph("Before the table.")
         table = document.add_table(rows=2, cols=2)
-        for cell, text in zip((c for row in table.rows for c in row.cells), ("ship", "tons", "Aurora", "512"), strict=True):
+        for cell, text in zip(
+            (c for row in table.rows for c in row.cells), ("ship", "tons", "Aurora", "512"), strict=True
+        ):
             cell.text = text
         last = document.add_paragraph("After the table.")
         control = f"<w:sdt {w}><w:sdtContent><w:p><w:r><w:t>Inside a content control.</w:t></w:r></w:p></w:sdtContent></w:sdt>"
@@ -164,7 +176,10 @@ def test_unicode_text_is_decoded_exactly(encoded: bytes, tmp_path: Path, parse: 
 
 
 def test_legacy_charset_is_recognised(tmp_path: Path, parse: ParseFile) -> None:
-    text = "Der Bär läuft über die Straße und grüßt die schöne Köchin. Das Frühstück war köstlich, sagte der Müller.\n" * 5
+    text = (
+        "Der Bär läuft über die Straße und grüßt die schöne Köchin. Das Frühstück war köstlich, sagte der Müller.\n"
+        * 5
+    )
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode("cp1252"))
     assert text_of(parse(path)) == text
@@ -232,7 +247,10 @@ def test_other_zip_containers_are_named(tmp_path: Path, parse: ParseFile) -> Non
 
 def test_a_docx_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "bomb.docx"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("word/document.xml", "w", force_zip64=True) as member:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("word/document.xml", "w", force_zip64=True) as member,
+    ):
         for _ in range(600):
             member.write(bytes(2**20))
     result = parse(path)

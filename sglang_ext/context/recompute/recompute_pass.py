@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT, Buffers
-from sglang_ext.context.recompute.attention import Rows
 from sglang_ext.context.recompute.job import Passed, RecomputeJob, Watch
 from sglang_ext.context.recompute.layers import _run_choosing, run_layers
+from sglang_ext.context.recompute.row_attention import Rows
 
 if TYPE_CHECKING:
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
@@ -30,8 +30,9 @@ def recompute(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> Passed:
-    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Where a CUDA graph did it, ``watch``
-    was not called: `RecomputeGraphs.last` has the jobs' last queries. ``beside``: whose slots these are, if not the pool's."""
+    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Where a CUDA
+    graph did it, ``watch`` was not called: `RecomputeGraphs.last` has the jobs' last queries. ``beside``:
+    whose slots these are, if not the pool's."""
     if not jobs:
         return Passed(None, False)
     hidden = None if graphs is None else graphs.replay(jobs)
@@ -46,10 +47,11 @@ def recompute(
 
 
 def warm(model_runner: Any) -> None:
-    """Compile the kernels of passes that no graph serves now, not while the first such request waits (over a second on an H200).
+    """Compile the kernels of passes that no graph serves now, not while the first such request waits (over a
+    second on an H200).
 
-    Before there is any document; writes to the padding slot. Which kernels a pass takes depends on how many rows it has.
-    """
+    Before there is any document; writes to the padding slot. Which kernels a pass takes depends on how many
+    rows it has."""
     device = torch.device(model_runner.device)
     slots = torch.full((_WARM_SLOTS,), PADDING_SLOT, dtype=torch.int64, device=device)
     for rows in _WARM_ROWS:

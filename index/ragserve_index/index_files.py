@@ -1,11 +1,12 @@
-"""Saved indexes: one file per namespace, FAISS's own bytes followed by a footer that says what they are and proves they are whole.
+"""Saved indexes: one file per namespace, FAISS's own bytes followed by a footer that says what they are and
+proves they are whole.
 
     FAISS payload | footer, JSON | footer length uint32 | CRC-32 of footer and length uint32 | b"RGSVIDX1"
 
-The footer carries size and CRC-32 of the payload. Both are checked before FAISS parses a byte: its reader trusts lengths it finds
-in the file. A file is written under a temporary name, synced and renamed, so a name always leads to a whole file; a process killed
-on the way leaves only a temporary file, which the next save removes.
-"""
+The footer carries size and CRC-32 of the payload. Both are checked before FAISS parses a byte: its reader
+trusts lengths it finds in the file. A file is written under a temporary name, synced and renamed, so a name
+always leads to a whole file; a process killed on the way leaves only a temporary file, which the next save
+removes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a saved index is: whose, of which version, of which kind; ``stamp`` is the version's random mark in the registry."""
+    """What a saved index is: whose, of which version, of which kind; ``stamp`` is the version's random mark
+    in the registry.
+    """
 
     namespace_uid: str
     version: int
@@ -73,13 +76,17 @@ class _Counted:
 
 
 def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], None]) -> int:
-    """Write atomically; ``save`` gets a callable that takes the payload piece by piece. Returns the file's bytes. Raises StorageFull."""
+    """Write atomically; ``save`` gets a callable that takes the payload piece by piece. Returns the file's
+    bytes. Raises StorageFull.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             counted = _Counted(file)
             save(counted)
-            whole = json.dumps(asdict(footer) | {"payload_bytes": counted.size, "payload_crc": counted.crc}).encode()
+            whole = json.dumps(
+                asdict(footer) | {"payload_bytes": counted.size, "payload_crc": counted.crc}
+            ).encode()
             length = struct.pack("<I", len(whole))
             file.write(whole + length + struct.pack("<I", zlib.crc32(whole + length)) + _MAGIC)
             file.flush()
@@ -95,7 +102,9 @@ def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], N
         if is_full(error):
             raise storage_full(path, error) from error
         raise Unavailable(
-            f"The index file {path} cannot be written: {error}.", hint="Check its directory.", code="index_not_writable"
+            f"The index file {path} cannot be written: {error}.",
+            hint="Check its directory.",
+            code="index_not_writable",
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -159,9 +168,16 @@ def verify(path: Path) -> Footer | None:
 
 
 def remove_leftovers(directory: Path, list_known: Callable[[], set[Path]]) -> None:
-    """Remove temporary files of killed savers, and index files of namespaces that are gone. Waits for a save under way."""
+    """Remove temporary files of killed savers, and index files of namespaces that are gone. Waits for a save
+    under way.
+    """
     with file_lock(directory / ".lock"):
         known = list_known()  # under the lock, so a namespace made since cannot have saved yet
-        for path in [*directory.glob("ns-*.tmp"), *(p for p in directory.glob("ns-*.faiss") if p not in known)]:
-            log.warning("removing %s, left behind by a process that was killed or a namespace that was dropped", path)
+        for path in [
+            *directory.glob("ns-*.tmp"),
+            *(p for p in directory.glob("ns-*.faiss") if p not in known),
+        ]:
+            log.warning(
+                "removing %s, left behind by a process that was killed or a namespace that was dropped", path
+            )
             path.unlink(missing_ok=True)

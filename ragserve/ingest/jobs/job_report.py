@@ -40,7 +40,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """The outcome of a run. ``state``: done, failed, cancelled, or interrupted (resumable). ``vanished``: documents whose file is gone."""
+    """The outcome of a run. ``state``: done, failed, cancelled, or interrupted (resumable). ``vanished``:
+    documents whose file is gone.
+    """
 
     job_id: str
     namespace: str
@@ -56,7 +58,10 @@ class JobReport:
         """JSON-ready; rates are per second of the whole run."""
         counts = asdict(self.progress)
         counts.pop("current")
-        files = {name: counts.pop(name) for name in ("total", "indexed", "unchanged", "failed", "skipped", "removed", "warmed")}
+        files = {
+            name: counts.pop(name)
+            for name in ("total", "indexed", "unchanged", "failed", "skipped", "removed", "warmed")
+        }
         seconds = max(self.seconds, 1e-9)
         return {
             "job_id": self.job_id,
@@ -64,7 +69,9 @@ class JobReport:
             "state": self.state,
             "error": self.error,
             "files": files,
-            **{name: round(value, 3) if isinstance(value, float) else value for name, value in counts.items()},
+            **{
+                name: round(value, 3) if isinstance(value, float) else value for name, value in counts.items()
+            },
             "seconds": round(self.seconds, 3),
             "chunks_per_s": round(self.progress.chunks / seconds, 1),
             "tokens_per_s": round(self.progress.tokens / seconds, 1),

@@ -5,9 +5,8 @@
     <root>/rank-0-of-1/.trash/                      removed namespaces; emptied in the background
     <root>/rank-0-of-1/.owner                       locked by the process that owns this rank's folder
 
-A document appears by one rename and disappears by one unlink; a namespace disappears by one rename. So whatever kills the process,
-a document is whole or absent, and one that was removed stays removed.
-"""
+A document appears by one rename and disappears by one unlink; a namespace disappears by one rename. So
+whatever kills the process, a document is whole or absent, and one that was removed stays removed."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.page_format import Layout, PageError, Record
+from sglang_ext.documents.page_format import PageError, PageLayout, Record
 
 SUFFIX = ".pages"
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)")
@@ -33,7 +32,7 @@ _IOV_MAX = 512  # buffers of one preadv/pwritev; Linux allows 1024
 
 
 @dataclass(frozen=True)
-class Found:
+class PageFile:
     """A document file as a directory listing shows it."""
 
     namespace: str
@@ -48,14 +47,18 @@ class DocumentFiles:
     def __init__(self, root: Path, *, rank: int, world: int) -> None:
         self.folder = root / f"rank-{rank}-of-{world}"
         self._lock = threading.Lock()  # orders a rename into place against a removal
-        self._writing: dict[tuple[str, str], bool] = {}  # a document being written -> whether it was removed meanwhile
+        self._writing: dict[
+            tuple[str, str], bool
+        ] = {}  # a document being written -> whether it was removed meanwhile
         self._serial = 0
         self._owner: int | None = None
 
     # who owns the folder
 
     def acquire(self, timeout_s: float = 5.0) -> bool:
-        """Become the folder's only owner, waiting for one that is stopping; False when it stays taken. Creates the folder."""
+        """Become the folder's only owner, waiting for one that is stopping; False when it stays taken.
+        Creates the folder.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder / ".owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         until = time.monotonic() + timeout_s
@@ -89,20 +92,24 @@ class DocumentFiles:
     def namespaces(self) -> list[str]:
         try:
             with os.scandir(self.folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+                return sorted(
+                    entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+                )
         except FileNotFoundError:
             return []
 
-    def find(self, namespace: str, key: str) -> Found | None:
+    def find(self, namespace: str, key: str) -> PageFile | None:
         """One stat of the path; nothing is read."""
         try:
             stat = os.stat(self.path(namespace, key))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return Found(namespace, key, stat.st_size, stat.st_mtime)
+        return PageFile(namespace, key, stat.st_size, stat.st_mtime)
 
-    def scan(self, only: str | None = None) -> Iterator[Found]:
-        """All documents (of one namespace), by listing folders. A document that disappears meanwhile is left out."""
+    def scan(self, only: str | None = None) -> Iterator[PageFile]:
+        """All documents (of one namespace), by listing folders. A document that disappears meanwhile is left
+        out.
+        """
         for namespace in self.namespaces() if only is None else [only]:
             try:
                 with os.scandir(self.folder / namespace) as entries:
@@ -117,7 +124,9 @@ class DocumentFiles:
     # reading
 
     def read_raw_record(self, namespace: str, key: str) -> tuple[bytes, int]:
-        """(the record's bytes, only their length checked; the file's size). Raises PageError or OSError (not found: a plain miss)."""
+        """(the record's bytes, only their length checked; the file's size). Raises PageError or OSError (not
+        found: a plain miss).
+        """
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             data = _read_exactly(file, page_format.ALIGN)
@@ -126,21 +135,26 @@ class DocumentFiles:
                 data += _read_exactly(file, total - len(data))
         return data, size
 
-    def read_record(self, namespace: str, key: str, layout: Layout | None) -> Record:
+    def read_record(self, namespace: str, key: str, layout: PageLayout | None) -> Record:
         """The record, checked against the file it heads. Raises as ``read_raw_record``."""
         data, size = self.read_raw_record(namespace, key)
         record = page_format.decode(data, layout=layout, key=key)
         if record.namespace != namespace:
-            raise PageError("namespace", f"a document of namespace {record.namespace!r} lies under {namespace!r}")
+            raise PageError(
+                "namespace", f"a document of namespace {record.namespace!r} lies under {namespace!r}"
+            )
         if size != record.file_bytes:
             raise PageError("truncated", f"{size} bytes, a whole file has {record.file_bytes}")
         return record
 
-    def read_pages(self, namespace: str, key: str, page_bytes: int, blocks: Sequence[int], targets: Sequence[Any]) -> int:
-        """Fill each target (a writable buffer of ``page_bytes``) with its block; returns the bytes read of pages, and no others are read.
+    def read_pages(
+        self, namespace: str, key: str, page_bytes: int, blocks: Sequence[int], targets: Sequence[Any]
+    ) -> int:
+        """Fill each target (a writable buffer of ``page_bytes``) with its block; returns the bytes read of
+        pages, and no others are read.
 
-        Raises PageError when the file ends too early. The pages are not checked here: whoever uses them compares ``page_crc``.
-        """
+        Raises PageError when the file ends too early. The pages are not checked here: whoever uses them
+        compares ``page_crc``."""
         done = 0
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             start = page_format.record_length(_read_exactly(file, page_format.FIXED_BYTES))
@@ -150,7 +164,9 @@ class DocumentFiles:
         return done
 
     def read_summary(self, record: Record) -> bytes:
-        """The bytes after the pages, unchecked. Raises PageError when the file ends too early, OSError as the others."""
+        """The bytes after the pages, unchecked. Raises PageError when the file ends too early, OSError as the
+        others.
+        """
         with open(self.path(record.namespace, record.key), "rb", buffering=0) as file:
             file.seek(record.summary_start)
             data = _read_exactly(file, record.summary_bytes)
@@ -178,7 +194,9 @@ class DocumentFiles:
             self._writing[namespace, key] = False
 
     def write(self, namespace: str, key: str, parts: Sequence[Any], *, fsync: bool) -> bool:
-        """Write a document's file from its parts (buffers). False when it was removed meanwhile; raises OSError, leaving nothing behind."""
+        """Write a document's file from its parts (buffers). False when it was removed meanwhile; raises
+        OSError, leaving nothing behind.
+        """
         with self._lock:
             self._serial += 1
             temporary = self.folder / ".tmp" / f"{key}.{os.getpid()}.{self._serial}"
@@ -255,7 +273,7 @@ def ranks(root: Path) -> list[DocumentFiles]:
     return [DocumentFiles(root, rank=int(match[1]), world=int(match[2])) for match in matches]
 
 
-def verify_document(files: DocumentFiles, found: Found, layout: Layout | None) -> Record:
+def verify_document(files: DocumentFiles, found: PageFile, layout: PageLayout | None) -> Record:
     """Read a whole document and check every page. Raises PageError or OSError."""
     record = files.read_record(found.namespace, found.key, layout)
     buffer = bytearray(record.page_bytes)
@@ -263,7 +281,10 @@ def verify_document(files: DocumentFiles, found: Found, layout: Layout | None) -
         files.read_pages(record.namespace, record.key, record.page_bytes, [block], [buffer])
         if page_format.page_crc(record.key, block, buffer) != record.crcs[block]:
             raise PageError("crc", f"page {block} fails its CRC")
-    if record.summary_bytes and page_format.summary_crc(record.key, files.read_summary(record)) != record.summary_crc:
+    if (
+        record.summary_bytes
+        and page_format.summary_crc(record.key, files.read_summary(record)) != record.summary_crc
+    ):
         raise PageError("crc", "the summary fails its CRC")
     return record
 

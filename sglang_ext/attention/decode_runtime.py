@@ -1,4 +1,6 @@
-"""Sparse decoding in the scheduler: around every forward pass, at the beginning and the end of every request. One object per process."""
+"""Sparse decoding in the scheduler: around every forward pass, at the beginning and the end of every request.
+One object per process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.metrics import decode_metrics
-from sglang_ext.attention.planner import DecodeState, Row, Step, Variant
+from sglang_ext.attention.step_planner import DecodeState, Row, Step, Variant
 from sglang_ext.protocol import DECODE_FIELD, PlanError
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ class DecodeRuntime:
         return None
 
     def before_forward(self, batch: Any) -> None:
-        """Note what an extend writes (before its composed slots are filled, which is remembered), or begin a decode step."""
+        """Note what an extend writes (before its composed slots are filled, which is remembered), or begin a
+        decode step.
+        """
         mode = batch.forward_mode
         if mode.is_decode():
             self._decoding = list(batch.reqs)
@@ -82,7 +86,9 @@ class DecodeRuntime:
             self.backend.end()
 
     def on_finished(self, req: Any, tokens: int) -> None:
-        """A request's KV of ``tokens`` tokens goes to the cache or is freed: its last page may be just full. Adds the report."""
+        """A request's KV of ``tokens`` tokens goes to the cache or is freed: its last page may be just full.
+        Adds the report.
+        """
         self.backend.statistics.after_request(req.req_pool_idx, tokens)
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None or state.options.mode == "dense" or not state.steps:
@@ -94,10 +100,14 @@ class DecodeRuntime:
         # SGLang sends one value a token; the report goes with the last one.
         count = len(req.output_ids_through_stop)
         if count:
-            req.customized_info = (req.customized_info or {}) | {DECODE_FIELD: [None] * (count - 1) + [report.to_json()]}
+            req.customized_info = (req.customized_info or {}) | {
+                DECODE_FIELD: [None] * (count - 1) + [report.to_json()]
+            }
 
     def capture(self, runner: Any, capture_one: Callable[[str], Any]) -> None:
-        """After SGLang has captured a batch size's decode graph, which is the dense variant: those of the others, under their labels."""
+        """After SGLang has captured a batch size's decode graph, which is the dense variant: those of the
+        others, under their labels.
+        """
         if runner.capture_forward_mode.is_decode():
             for variant in (Variant.SELECTED, Variant.REUSED, Variant.REFRESHED, Variant.PROGRESSIVE):
                 self.backend.variant = variant
@@ -121,14 +131,16 @@ class DecodeRuntime:
         }
 
     def check_integrity(self, tree: Any) -> None:
-        """Raise RuntimeError where the statistics of a page are not what its keys give: pages in the prefix cache, and those of requests
-        that decode but for each one's newest full page, which the next step sees to.
-        """
+        """Raise RuntimeError where the statistics of a page are not what its keys give: pages in the prefix
+        cache, and those of requests that decode but for each one's newest full page, which the next step sees
+        to."""
         statistics = self.backend.statistics
         statistics.settle()
         cached = tree.cached_slots() // self._page
         decoding = [
-            statistics.pages_of(req.req_pool_idx, max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page)
+            statistics.pages_of(
+                req.req_pool_idx, max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page
+            )
             for req in self._decoding
             if req.req_pool_idx is not None and not req.finished() and not req.is_retracted
         ]
@@ -151,7 +163,9 @@ class DecodeRuntime:
             if streaming:
                 state.pages += streaming * self._streaming_pages(row.tokens, total)
             if row.hierarchical:
-                state.pages += (1 - streaming) * (min(state.options.budget // self._page, total) + state.widened)
+                state.pages += (1 - streaming) * (
+                    min(state.options.budget // self._page, total) + state.widened
+                )
         if step.variant is Variant.PROGRESSIVE:
             use = self.backend.progressive_use(len(step.rows))
             event = None

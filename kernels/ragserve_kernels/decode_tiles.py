@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton device functions of the decode kernels: from a step of the walk to pool slots, and from slots to attention. Import with Triton
-only.
+"""Triton device functions of the decode kernels: from a step of the walk to pool slots, and from slots to
+attention. Import with Triton only.
 
-The walk of a (request, KV head) is over its *virtual* tokens: those of its blocks in the order in which the index table, the
-sink-and-local rule or the sequence itself gives them. Head dimensions are handled in two halves, because a byte of 4-bit KV holds
-dimensions j and j + D/2. Scores and log-sum-exps are in the base-2 logarithm.
-"""
+The walk of a (request, KV head) is over its *virtual* tokens: those of its blocks in the order in which the
+index table, the sink-and-local rule or the sequence itself gives them. Head dimensions are handled in two
+halves, because a byte of 4-bit KV holds dimensions j and j + D/2. Scores and log-sum-exps are in the base-2
+logarithm."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ragserve_kernels._dot import dot
+from ragserve_kernels.dot import dot
 
 FULL: tl.constexpr = tl.constexpr(0)
 SELECTED: tl.constexpr = tl.constexpr(1)
@@ -20,11 +20,23 @@ STREAMING: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def tile_slots(tile, n_blocks, gap_at, gap, indexed, seq_len, index, table, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+def tile_slots(
+    tile,
+    n_blocks,
+    gap_at,
+    gap,
+    indexed,
+    seq_len,
+    index,
+    table,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Pool slots (int64 [BLOCK_N]) of tile ``tile`` of the walk, and which of them count.
 
-    Step i of the walk is block ``index[i]`` if ``indexed``, else i, moved on by ``gap`` from step ``gap_at`` on.
-    """
+    Step i of the walk is block ``index[i]`` if ``indexed``, else i, moved on by ``gap`` from step ``gap_at``
+    on."""
     offsets = tl.arange(0, BLOCK_N)
     if BLOCK % BLOCK_N == 0 and PAGE % BLOCK_N == 0:  # a tile lies in one page: two scalar look-ups
         step = tile * BLOCK_N // BLOCK
@@ -39,7 +51,9 @@ def tile_slots(tile, n_blocks, gap_at, gap, indexed, seq_len, index, table, PAGE
         token = tile * BLOCK_N + offsets
         steps = token // BLOCK
         blocks = steps + tl.where(steps >= gap_at, gap, 0)
-        blocks = tl.where(indexed, tl.load(index + steps, mask=indexed & (steps < n_blocks), other=-1), blocks)
+        blocks = tl.where(
+            indexed, tl.load(index + steps, mask=indexed & (steps < n_blocks), other=-1), blocks
+        )
         position = blocks * BLOCK + token % BLOCK
         ok = (steps < n_blocks) & (blocks >= 0) & (position < seq_len)
         pages = tl.load(table + position // PAGE, mask=ok, other=0).to(tl.int64)
@@ -47,8 +61,9 @@ def tile_slots(tile, n_blocks, gap_at, gap, indexed, seq_len, index, table, PAGE
     return slots, ok
 
 
-# Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and 136 (0x4308) less is the code.
-# The compiler does as much for 8 bits by itself, but takes four times the instructions for 4.
+# Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and 136
+# (0x4308) less is the code. The compiler does as much for 8 bits by itself, but takes four times the
+# instructions for 4.
 NIBBLES_TO_BF16: tl.constexpr = tl.constexpr("""{
     .reg .b32 a, b, c;
     mov.b32 c, 0x43084308;
@@ -67,14 +82,28 @@ NIBBLES_TO_BF16: tl.constexpr = tl.constexpr("""{
 
 
 @triton.jit
-def load_halves(base, slots, ok, stride, HALF: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def load_halves(
+    base,
+    slots,
+    ok,
+    stride,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Both halves, [BLOCK_N, HALF] each, of the rows at ``slots``: values, or codes where quantised."""
     address = base + slots[:, None] * stride + tl.arange(0, HALF)[None, :]
     if BITS == 4:
         codes = tl.load(address, mask=ok[:, None], other=0)
         if DTYPE == tl.bfloat16 and PRECISION != "upcast":  # noqa: SIM300
             low, high = tl.inline_asm_elementwise(
-                NIBBLES_TO_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                NIBBLES_TO_BF16,
+                "=r,=r,=r,=r,r",
+                [codes],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=4,
             )
         else:
             low = ((codes & 15).to(tl.float32) - 8.0).to(DTYPE)
@@ -82,7 +111,11 @@ def load_halves(base, slots, ok, stride, HALF: tl.constexpr, BITS: tl.constexpr,
     else:
         low = tl.load(address, mask=ok[:, None], other=0)
         high = tl.load(address + HALF, mask=ok[:, None], other=0)
-        if BITS == 8:  # exact: bfloat16 has 8 bits; by way of float32 because the interpreter cannot make bfloat16 from integers
+        if (
+            BITS == 8
+            # exact: bfloat16 has 8 bits; by way of float32 because the interpreter cannot make bfloat16 from
+            # integers
+        ):
             low = low.to(tl.float32).to(DTYPE)
             high = high.to(tl.float32).to(DTYPE)
     return low, high
@@ -99,7 +132,9 @@ def load_params(base, slots, ok, stride):
 
 @triton.jit
 def load_query(q, row, group, stride, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """Both halves [BLOCK_M, HALF] of a KV head's query group and their row sums; rows past the group are zero."""
+    """Both halves [BLOCK_M, HALF] of a KV head's query group and their row sums; rows past the group are
+    zero.
+    """
     heads = tl.arange(0, BLOCK_M)
     address = q + row + heads[:, None] * stride + tl.arange(0, HALF)[None, :]
     ok = (heads < GROUP)[:, None]
@@ -110,15 +145,33 @@ def load_query(q, row, group, stride, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit
 def attend_tile(
-    q_low, q_high, q_sum, acc_low, acc_high, acc_zero, b_max, b_sum, slots, ok,
-    k, v, k_params, v_params, stride_k, stride_v, stride_kp, stride_vp, scale,
-    HALF: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_low,
+    q_high,
+    q_sum,
+    acc_low,
+    acc_high,
+    acc_zero,
+    b_max,
+    b_sum,
+    slots,
+    ok,
+    k,
+    v,
+    k_params,
+    v_params,
+    stride_k,
+    stride_v,
+    stride_kp,
+    stride_vp,
+    scale,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One tile of online softmax. Returns the scores [BLOCK_M, BLOCK_N] and the new state.
 
-    Quantised K: q . (s c + z) = s (q . c) + z sum(q). Quantised V: sum p (s c + z) = (p s) . c + sum(p z), the last term kept in
-    ``acc_zero``.
-    """
+    Quantised K: q . (s c + z) = s (q . c) + z sum(q). Quantised V: sum p (s c + z) = (p s) . c + sum(p z),
+    the last term kept in ``acc_zero``."""
     k_low, k_high = load_halves(k, slots, ok, stride_k, HALF, BITS, q_low.dtype, PRECISION)
     scores = tl.zeros([q_low.shape[0], ok.shape[0]], tl.float32)
     scores = dot(q_low, tl.trans(k_low), scores, PRECISION)

@@ -13,7 +13,9 @@ from ragserve_index.types import IndexReport
 
 
 def check_namespace(database: Database, live: LiveIndex) -> IndexReport:
-    """All of it at one version. The file is judged before the index is opened, since opening replaces a damaged one in memory."""
+    """All of it at one version. The file is judged before the index is opened, since opening replaces a
+    damaged one in memory.
+    """
     with live.updating, database.read() as connection:
         ns = registry.namespace_by_id(connection, live.namespace_id)
         if ns is None:
@@ -52,11 +54,14 @@ def check_namespace(database: Database, live: LiveIndex) -> IndexReport:
     )
 
 
-def _registry_problems(connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[list[str], registry.Ids]:
+def _registry_problems(
+    connection: sqlite3.Connection, ns: registry.Namespace
+) -> tuple[list[str], registry.Ids]:
     """What disagrees, and the chunk ids that documents claim."""
     problems = []
     counted = connection.execute(
-        "SELECT count(*), coalesce(sum(n_chunks), 0), coalesce(sum(n_tokens), 0) FROM documents WHERE namespace_id = ?", (ns.id,)
+        "SELECT count(*), coalesce(sum(n_chunks), 0), coalesce(sum(n_tokens), 0) FROM documents WHERE namespace_id = ?",
+        (ns.id,),
     ).fetchone()
     if counted != (ns.n_documents, ns.n_chunks, ns.n_tokens):
         kept = (ns.n_documents, ns.n_chunks, ns.n_tokens)
@@ -64,12 +69,15 @@ def _registry_problems(connection: sqlite3.Connection, ns: registry.Namespace) -
     ranges = "SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0"
     claimed = registry.expand(connection.execute(ranges, (ns.id,)).fetchall())
     rows = connection.execute(
-        "SELECT c.chunk_id FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? ORDER BY c.chunk_id", (ns.id,)
+        "SELECT c.chunk_id FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? ORDER BY c.chunk_id",
+        (ns.id,),
     )
     chunk_ids = np.fromiter((row[0] for row in rows), dtype=np.int64)
     if not np.array_equal(claimed, chunk_ids):
         problems.append(f"documents claim {len(claimed)} chunks, {len(chunk_ids)} rows are there")
-    blocks = connection.execute("SELECT first_id, n, length(data) FROM vectors WHERE namespace_id = ?", (ns.id,)).fetchall()
+    blocks = connection.execute(
+        "SELECT first_id, n, length(data) FROM vectors WHERE namespace_id = ?", (ns.id,)
+    ).fetchall()
     if not np.array_equal(claimed, registry.expand([(first_id, n) for first_id, n, _ in blocks])):
         problems.append("the vectors are not those of the chunks")
     wrong = [first_id for first_id, n, size in blocks if size != n * ns.dim * 4]

@@ -1,4 +1,6 @@
-"""A document's analysis: block summaries, importance, outliers and context sensitivity, as selection uses it and as it is stored."""
+"""A document's analysis: block summaries, importance, outliers and context sensitivity, as selection uses it
+and as it is stored.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ class SummaryError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents are cut into blocks for their analysis: ``block`` 0 is about 1/32 of the document, a power of two from 8 to 64."""
+    """How documents are cut into blocks for their analysis: ``block`` 0 is about 1/32 of the document, a
+    power of two from 8 to 64.
+    """
 
     block: int = 0
     local_blocks: int = 2
 
     def size(self, n: int, kv_itemsize: int) -> int:
-        """Block size for a document of ``n`` tokens: never so small that its mean keys alone, one byte a value, are over 3 % of the KV."""
+        """Block size for a document of ``n`` tokens: never so small that its mean keys alone, one byte a
+        value, are over 3 % of the KV.
+        """
         from ragserve_kernels.block_summary import default_block_tokens
 
         if self.block:
@@ -41,18 +47,19 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """One document; the tensors are of this rank's heads where they have heads. Those that selection multiplies (``mean_k``, ``local_q``,
-    ``token_k`` and their scales) may be on the model's device, the others are on the CPU. Blocks are ``block`` tokens, the last one what
-    is left.
+    """One document; the tensors are of this rank's heads where they have heads. Those that selection
+    multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on the model's device, the
+    others are on the CPU. Blocks are ``block`` tokens, the last one what is left.
 
-    ``mean_k`` int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks, kv_heads]: mean key, rotated for
-    the document's own positions. ``local_q`` int8 [layers, heads, head_dim] times ``local_q_scale`` f16 [layers, heads]: mean query of
-    the last ``local_blocks`` blocks. ``token`` u8 [layers, blocks]: the block's most attended token, counted in the block;
-    ``attention`` f32 [layers, blocks]: its mean attention (inf where no token has enough later queries); ``exponent`` f16, its power
-    law's. ``sensitivity`` f32 [tokens]: context sensitivity (METHODS, section 6). ``begins`` u8 [tokens]: 1 where a sentence begins.
-    ``heads`` u8 [found, 2]: layer and KV head of the retrieval heads (`heads.py`); ``token_k`` int8 [tokens, found, head_dim] times
-    ``token_k_scale`` f16 [tokens, found]: their keys, rotated as the means are.
-    """
+    ``mean_k`` int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks,
+    kv_heads]: mean key, rotated for the document's own positions. ``local_q`` int8 [layers, heads, head_dim]
+    times ``local_q_scale`` f16 [layers, heads]: mean query of the last ``local_blocks`` blocks. ``token`` u8
+    [layers, blocks]: the block's most attended token, counted in the block; ``attention`` f32 [layers,
+    blocks]: its mean attention (inf where no token has enough later queries); ``exponent`` f16, its power
+    law's. ``sensitivity`` f32 [tokens]: context sensitivity (METHODS, section 6). ``begins`` u8 [tokens]: 1
+    where a sentence begins. ``heads`` u8 [found, 2]: layer and KV head of the retrieval heads (`heads.py`);
+    ``token_k`` int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found]: their keys,
+    rotated as the means are."""
 
     n_tokens: int
     block: int
@@ -96,7 +103,9 @@ class Analysis:
         return self.local_q.to(device).float() * self.local_q_scale.to(device).float()[..., None]
 
     def outliers(self) -> torch.Tensor:
-        """Bool [layers, tokens]: the most attended tokens of blocks whose exponent lies three sigma below the layer's mean (PauTa)."""
+        """Bool [layers, tokens]: the most attended tokens of blocks whose exponent lies three sigma below the
+        layer's mean (PauTa).
+        """
         exponent = self.exponent.float()
         finite = exponent.isfinite()
         count = finite.sum(1, keepdim=True).clamp(min=1)
@@ -110,7 +119,9 @@ class Analysis:
         return out
 
     def encode(self) -> bytes:
-        """The bytes that are stored: a line of JSON that says what follows, then the tensors, one after the other."""
+        """The bytes that are stored: a line of JSON that says what follows, then the tensors, one after the
+        other.
+        """
         tensors = self._tensors()
         head = {
             "tokens": self.n_tokens,
@@ -118,7 +129,13 @@ class Analysis:
             "local_blocks": self.local_blocks,
             "tensors": {name: [_CODES[tensor.dtype], *tensor.shape] for name, tensor in tensors.items()},
         }
-        return b"".join((json.dumps(head).encode(), b"\n", *(tensor.cpu().contiguous().numpy().tobytes() for tensor in tensors.values())))
+        return b"".join(
+            (
+                json.dumps(head).encode(),
+                b"\n",
+                *(tensor.cpu().contiguous().numpy().tobytes() for tensor in tensors.values()),
+            )
+        )
 
     @classmethod
     def decode(cls, data: bytes, n_tokens: int) -> Analysis:
@@ -129,13 +146,23 @@ class Analysis:
             tensors: dict[str, torch.Tensor] = {}
             for name, (code, *shape) in head["tensors"].items():
                 dtype, count = _DTYPES[code], math.prod(shape)
-                values = torch.frombuffer(bytearray(data[at : at + count * dtype.itemsize]), dtype=dtype, count=count) if count else None
+                values = (
+                    torch.frombuffer(
+                        bytearray(data[at : at + count * dtype.itemsize]), dtype=dtype, count=count
+                    )
+                    if count
+                    else None
+                )
                 tensors[name] = torch.empty(shape, dtype=dtype) if values is None else values.reshape(shape)
                 at += count * dtype.itemsize
             found = cls(head["tokens"], head["block"], head["local_blocks"], **tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise SummaryError(f"not an analysis: {error!r}") from error
-        if at != len(data) or found.n_tokens != n_tokens or found.blocks != -(-n_tokens // max(1, found.block)):
+        if (
+            at != len(data)
+            or found.n_tokens != n_tokens
+            or found.blocks != -(-n_tokens // max(1, found.block))
+        ):
             raise SummaryError("the analysis of another document")
         return found
 

@@ -1,4 +1,6 @@
-"""The parent's side of the parsing process: one request at a time, a time limit, and a fresh process after a crash or a hang."""
+"""The parent's side of the parsing process: one request at a time, a time limit, and a fresh process after a
+crash or a hang.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ from ragserve_index.types import NewChunk
 __all__ = ["Failed", "ParseProcess", "ParseRequest", "ParsedFile", "Unchanged"]
 
 MEMORY_BYTES = 3 * 2**30
-"""Address space of the parsing process: the largest upload as 4-byte text, parsed and cut, fits; a decompression bomb does not."""
+"""Address space of the parsing process: the largest upload as 4-byte text, parsed and cut, fits; a
+decompression bomb does not.
+"""
 
 _START_S = 60.0  # imports and the tokenizer; seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ParseRequest:
-    """One file. ``salt`` is what else shapes the result (see `content_salt`); a file with ``known_hash`` is not parsed."""
+    """One file. ``salt`` is what else shapes the result (see `content_salt`); a file with ``known_hash`` is
+    not parsed.
+    """
 
     path: str
     filename: str
@@ -57,17 +63,27 @@ class Unchanged:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """``code`` is machine-readable: that of the error, or ``timeout``, ``crash``, ``memory``, ``unreadable``, ``parse_error``."""
+    """``code`` is machine-readable: that of the error, or ``timeout``, ``crash``, ``memory``, ``unreadable``,
+    ``parse_error``.
+    """
 
     reason: str
     code: str
 
 
 class ParseProcess:
-    """Starts on the first ``parse`` and again after a failure that ended it. Used by one thread; ``interrupt`` may come from another."""
+    """Starts on the first ``parse`` and again after a failure that ended it. Used by one thread;
+    ``interrupt`` may come from another.
+    """
 
     def __init__(
-        self, *, tokenizer_json: str, chunk_tokens: int, max_bytes: int, timeout_s: float, memory_bytes: int = MEMORY_BYTES
+        self,
+        *,
+        tokenizer_json: str,
+        chunk_tokens: int,
+        max_bytes: int,
+        timeout_s: float,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._timeout_s = timeout_s
         self._config = {
@@ -87,7 +103,9 @@ class ParseProcess:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def parse(self, request: ParseRequest) -> ParsedFile | Unchanged | Failed:
-        """Raises ``Unavailable`` where the process cannot be started at all; whatever a file does to it is ``Failed``."""
+        """Raises ``Unavailable`` where the process cannot be started at all; whatever a file does to it is
+        ``Failed``.
+        """
         if self._interrupted:
             return Failed("interrupted", "interrupted")
         if self.pid is None:
@@ -97,7 +115,9 @@ class ParseProcess:
             reply = self._receive(self._timeout_s)
         except _TimedOut:
             self._kill()
-            return Failed(f"took longer than {self._timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)", "timeout")
+            return Failed(
+                f"took longer than {self._timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)", "timeout"
+            )
         except (EOFError, BrokenPipeError):
             return Failed(f"the parser crashed on this file ({self._end()})", "crash")
         if "failed" in reply:
@@ -105,7 +125,9 @@ class ParseProcess:
         if "unchanged" in reply:
             return Unchanged(reply["unchanged"], reply["size"])
         chunks = [NewChunk(*chunk) for chunk in reply["chunks"]]
-        return ParsedFile(reply["hash"], reply["size"], reply["mime"], reply["title"], reply["metadata"], chunks)
+        return ParsedFile(
+            reply["hash"], reply["size"], reply["mime"], reply["title"], reply["metadata"], chunks
+        )
 
     def interrupt(self) -> None:
         """For good, from another thread: the ``parse`` in progress and later ones return ``Failed``."""
@@ -121,15 +143,23 @@ class ParseProcess:
     def __enter__(self) -> ParseProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _start(self) -> None:
         self._end()
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "CHONKIE_LOG": "off", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",
+            "CHONKIE_LOG": "off",
+            "PYTHONUNBUFFERED": "1",
+        }
         self._process = subprocess.Popen(
-            # -P: without it the working directory, which may be the folder of sources being ingested, comes before the libraries
-            [sys.executable, "-P", "-m", "ragserve.ingest.parsing.worker"],
+            # -P: without it the working directory, which may be the folder of sources being ingested, comes
+            # before the libraries
+            [sys.executable, "-P", "-m", "ragserve.ingest.parsing.parse_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # libxml2 and PDFium complain there about every odd file
@@ -143,7 +173,7 @@ class ParseProcess:
         except (_TimedOut, EOFError, BrokenPipeError) as error:
             raise Unavailable(
                 f"The parsing process did not start ({self._kill() or type(error).__name__}).",
-                hint="Run `python -P -m ragserve.ingest.parsing.worker </dev/null` to see why, and `ragserve doctor`.",
+                hint="Run `python -P -m ragserve.ingest.parsing.parse_worker </dev/null` to see why, and `ragserve doctor`.",
             ) from error
 
     def _send(self, message: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ragserve_kernels._common import FLOAT_DTYPES, HEAD_DIMS
+from ragserve_kernels.dispatch import FLOAT_DTYPES, HEAD_DIMS
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
 from sglang_ext.protocol import CACHE_BACKEND
@@ -21,12 +21,18 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
     if runner.page_size not in _PAGE_SIZES:
         problems.append(f"page_size is {runner.page_size}: use one of {', '.join(map(str, _PAGE_SIZES))}")
     wanted_pool = MHATokenToKVPool if config.kv_bits == 16 else QuantizedKVPool
-    if type(pool) is not wanted_pool and not (wanted_pool is QuantizedKVPool and isinstance(pool, wanted_pool)):
-        problems.append(f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is supported")
+    if type(pool) is not wanted_pool and not (
+        wanted_pool is QuantizedKVPool and isinstance(pool, wanted_pool)
+    ):
+        problems.append(
+            f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is supported"
+        )
     elif pool.dtype not in FLOAT_DTYPES or pool.dtype != runner.dtype:
         problems.append(f"the KV is {pool.dtype} and the model {runner.dtype}: leave kv_cache_dtype alone")
     elif pool.head_dim not in HEAD_DIMS or getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
-        problems.append(f"the heads have {pool.head_dim} dimensions: supported are {', '.join(map(str, HEAD_DIMS))}")
+        problems.append(
+            f"the heads have {pool.head_dim} dimensions: supported are {', '.join(map(str, HEAD_DIMS))}"
+        )
     else:
         problems += _unserved_layers(runner.model, pool)
     for flag, wanted in (
@@ -41,13 +47,17 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
     if args.radix_cache_backend != CACHE_BACKEND:
         problems.append(f"the prefix cache is not ragserve's: set radix_cache_backend to {CACHE_BACKEND}")
     if config.logical_page > runner.page_size:
-        problems.append(f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}")
+        problems.append(
+            f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}"
+        )
     if problems:
         raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
 
 
 def _unserved_layers(model: Any, pool: Any) -> list[str]:
-    """What attention layers want that our kernels do not do, a line for each thing, with the first layer that wants it."""
+    """What attention layers want that our kernels do not do, a line for each thing, with the first layer that
+    wants it.
+    """
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -58,13 +68,22 @@ def _unserved_layers(model: Any, pool: Any) -> list[str]:
     for layer in layers:
         for wants, what in (
             (layer.logit_cap > 0, "caps its logits"),
-            (layer.sliding_window_size is not None and layer.sliding_window_size > -1, "attends in a sliding window"),
-            (layer.is_cross_attention or layer.attn_type != AttentionType.DECODER, "is not causal self-attention"),
+            (
+                layer.sliding_window_size is not None and layer.sliding_window_size > -1,
+                "attends in a sliding window",
+            ),
+            (
+                layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
+                "is not causal self-attention",
+            ),
             (
                 layer.qk_head_dim != pool.head_dim or layer.v_head_dim != pool.head_dim,
                 f"has heads of other than {pool.head_dim} dimensions",
             ),
-            (layer.tp_q_head_num != heads or layer.tp_k_head_num != pool.head_num, "has another number of heads than the first one"),
+            (
+                layer.tp_q_head_num != heads or layer.tp_k_head_num != pool.head_num,
+                "has another number of heads than the first one",
+            ),
         ):
             if wants:
                 found.setdefault(what, layer.layer_id)

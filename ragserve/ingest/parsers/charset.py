@@ -21,16 +21,19 @@ _GUESS_BYTES = 256 * 1024  # what the guess looks at; decoding is then strict ov
 
 
 def decode(data: bytes, declared: str | None = None) -> str:
-    """The text. ``declared`` is a charset that the container names (HTTP header, HTML meta), believed if it decodes strictly.
+    """The text. ``declared`` is a charset that the container names (HTTP header, HTML meta), believed if it
+    decodes strictly.
 
-    Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in no charset that fits.
-    """
+    Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in no charset that
+    fits."""
     for mark, charset in _BOMS:
         if data.startswith(mark):
             try:
                 return _checked(data.decode(charset), charset)
             except UnicodeDecodeError as error:
-                raise _undecodable(f"starts with a {charset} mark but is not {charset} at byte {error.start}") from error
+                raise _undecodable(
+                    f"starts with a {charset} mark but is not {charset} at byte {error.start}"
+                ) from error
     if b"\x00" in data:
         raise _undecodable("binary: it holds zero bytes")
     for charset in dict.fromkeys((declared or "utf-8", "utf-8")):

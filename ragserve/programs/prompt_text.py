@@ -1,9 +1,9 @@
 """The server's prompt layout as text, for clients of SGLang that send text: frontend programs.
 
-SGLang tokenises the text of a program's state as one string, and recognises special tokens wherever they stand. The server tokenises
-each segment by itself. For models whose template separates segments by special tokens, as most do, the ids are the same and the prefix
-cache is shared; where not, answers are the same and the cache is not.
-"""
+SGLang tokenises the text of a program's state as one string, and recognises special tokens wherever they
+stand. The server tokenises each segment by itself. For models whose template separates segments by special
+tokens, as most do, the ids are the same and the prefix cache is shared; where not, answers are the same and
+the cache is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragserve.answering.chat_template import Layout, Message, Piece
+from ragserve.answering.chat_template import ChatLayout, Message, Piece
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import InvalidRequest
 
@@ -23,14 +23,17 @@ class PromptText:
     """Text of the parts of a prompt. Thread-safe."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, system: str | None = None) -> None:
-        self._layout = Layout(tokenizer)
+        self._layout = ChatLayout(tokenizer)
         self._builder = PromptBuilder(tokenizer, system)
         self._max_prompt_tokens = max_prompt_tokens
         self._system = system
-        specials = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()} | set(tokenizer.all_special_tokens)
+        specials = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()} | set(
+            tokenizer.all_special_tokens
+        )
         found = sorted(filter(None, specials), key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, found))) if found else None
-        # SGLang tokenises with the tokenizer's own additions, so a beginning that the tokenizer writes itself must not be written twice.
+        # SGLang tokenises with the tokenizer's own additions, so a beginning that the tokenizer writes itself
+        # must not be written twice.
         added = tokenizer("x").input_ids[: 1 if tokenizer.bos_token_id is not None else 0]
         self._written_by_tokenizer = str(tokenizer.bos_token) if added == [tokenizer.bos_token_id] else ""
         self._eos = str(tokenizer.eos_token or "")
@@ -38,7 +41,9 @@ class PromptText:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: str | None, system: str | None) -> PromptText:
-        """From what ``GET /info`` says. Raises ``InvalidRequest`` where the server's tokenizer is not on this machine."""
+        """From what ``GET /info`` says. Raises ``InvalidRequest`` where the server's tokenizer is not on this
+        machine.
+        """
         name = tokenizer or str(info["tokenizer"])
         try:
             loaded = load_tokenizer(name)
@@ -47,16 +52,26 @@ class PromptText:
                 f"The server's tokenizer {name!r} cannot be loaded here: {str(error).splitlines()[0]}",
                 hint="Give Rag(tokenizer=...) a folder on this machine or a Hugging Face id.",
             ) from error
-        return cls(loaded, int(info["limits"]["max_context_tokens"]), system if system is not None else info.get("system_prompt"))
+        return cls(
+            loaded,
+            int(info["limits"]["max_context_tokens"]),
+            system if system is not None else info.get("system_prompt"),
+        )
 
     def fitting(self, documents: Sequence[tuple[str, str]], reserve: int) -> int:
-        """How many of these ``(title, text)``, from the first on, leave ``reserve`` tokens of the context. Raises ``PromptTooLong``."""
+        """How many of these ``(title, text)``, from the first on, leave ``reserve`` tokens of the context.
+        Raises ``PromptTooLong``.
+        """
         laid_out = [PromptDocument("", title, text) for title, text in documents]
-        return self._builder.build("", laid_out, max_prompt_tokens=self._max_prompt_tokens - reserve).documents_kept
+        return self._builder.build(
+            "", laid_out, max_prompt_tokens=self._max_prompt_tokens - reserve
+        ).documents_kept
 
     def start(self) -> str:
         """All that comes before the first document."""
-        return self._text(self._layout.head(self._system, has_documents=True)).removeprefix(self._written_by_tokenizer)
+        return self._text(self._layout.head(self._system, has_documents=True)).removeprefix(
+            self._written_by_tokenizer
+        )
 
     def document(self, title: str, text: str) -> str:
         """One document, the same wherever it stands."""
@@ -77,8 +92,12 @@ class PromptText:
         return text
 
     def answer_start(self) -> str:
-        """What the template writes between the place where an answer begins and the answer: nothing, or a space."""
-        pieces = self._layout.question(_QUESTION, (Message("user", _QUESTION), Message("assistant", _ANSWER)), has_documents=True)
+        """What the template writes between the place where an answer begins and the answer: nothing, or a
+        space.
+        """
+        pieces = self._layout.question(
+            _QUESTION, (Message("user", _QUESTION), Message("assistant", _ANSWER)), has_documents=True
+        )
         text = "".join(text for text, _ in pieces)
         asked = "".join(text for text, _ in self._layout.question(_QUESTION, (), has_documents=True))
         before = text.partition(_ANSWER)[0]
@@ -90,7 +109,9 @@ class PromptText:
         return self._eos if self._eos and after is not None and after.startswith(self._eos) else ""
 
     def _after_answer(self, question: str) -> str | None:
-        """What the template writes from the end of an answer to the beginning of the next; None where it drops earlier answers."""
+        """What the template writes from the end of an answer to the beginning of the next; None where it
+        drops earlier answers.
+        """
         history = (Message("user", _QUESTION), Message("assistant", _ANSWER))
         pieces = self._layout.question(question, history, has_documents=True)
         places = [place for place, (text, _) in enumerate(pieces) if _ANSWER in text]

@@ -1,4 +1,4 @@
-"""One engine of an evaluation, in a process of its own: ``python -m ragserve.eval.worker JOB.json``.
+"""One engine of an evaluation, in a process of its own: ``python -m ragserve.eval.engine_worker JOB.json``.
 
 Takes every ``of``-th question from the ``index``-th on, and leaves rows and what served in the job's folder.
 """
@@ -15,7 +15,7 @@ from ragserve.config import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """What one worker does. ``sets`` are files, ``settings`` those of the engine, ``strategies`` labels."""
 
     folder: str
@@ -38,12 +38,12 @@ class Job:
         return self.path
 
     @classmethod
-    def load(cls, path: Path) -> Job:
+    def load(cls, path: Path) -> WorkerJob:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return cls(sets=tuple(raw.pop("sets")), strategies=tuple(raw.pop("strategies")), **raw)
 
 
-def run(job: Job) -> None:
+def run(job: WorkerJob) -> None:
     """Start the engine, ask, write. Raises what ends it; questions that fail are rows."""
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.engine.local import LocalEngine
@@ -54,7 +54,9 @@ def run(job: Job) -> None:
     from ragserve.strategy_spec import parse
 
     folder = Path(job.folder)
-    questions = interleaved({set_name(path): load(path, job.limit) for path in map(Path, job.sets)})[job.index :: job.of]
+    questions = interleaved({set_name(path): load(path, job.limit) for path in map(Path, job.sets)})[
+        job.index :: job.of
+    ]
     finished = {key for key, row in read(folder).items() if not row.get("error")}
     specs = [spec for label in job.strategies for spec in parse(label)]
 
@@ -77,4 +79,4 @@ def _served(engine: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(Job.load(Path(sys.argv[1])))
+    run(WorkerJob.load(Path(sys.argv[1])))

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels._common import INT_DTYPES, KVLayers, check_dtype, check_same_device, check_shape
+from ragserve_kernels.dispatch import INT_DTYPES, KVLayers, check_dtype, check_same_device, check_shape
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceSource:
-    """Documents in slots of a device pool, with any page size: token ``t`` of document ``d`` has slot ``slots[start[d] + t]``."""
+    """Documents in slots of a device pool, with any page size: token ``t`` of document ``d`` has slot
+    ``slots[start[d] + t]``.
+    """
 
     kv: KVLayers
     slots: torch.Tensor  # int32 or int64 [all documents' tokens]
@@ -48,7 +50,9 @@ class DeviceSource:
     def dtype(self) -> torch.dtype:
         return self.kv.dtype
 
-    def read(self, layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, document: torch.Tensor, token: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[n, kv_heads, head_dim]`` of tokens given by document and position."""
         slot = self.slots[self.start[document] + token].long()
         return self.kv.k[layer][slot], self.kv.v[layer][slot]
@@ -56,12 +60,12 @@ class DeviceSource:
 
 @dataclass(frozen=True, eq=False)
 class HostSource:
-    """Documents in host memory, each ``[layer, kv_head, tokens, head_dim]`` (that is ``[layer, kv_head, block, block_tokens, head_dim]``).
+    """Documents in host memory, each ``[layer, kv_head, tokens, head_dim]`` (that is ``[layer, kv_head,
+    block, block_tokens, head_dim]``).
 
-    One arena for K and one for V, pinned if a GPU is to read them (or copied as they are to the device of the destination), the same
-    offsets in both: token ``t`` of head ``h`` of layer ``l`` of
-    document ``d`` begins at element ``base[d] + ((l * kv_heads + h) * capacity[d] + t) * head_dim``.
-    """
+    One arena for K and one for V, pinned if a GPU is to read them (or copied as they are to the device of the
+    destination), the same offsets in both: token ``t`` of head ``h`` of layer ``l`` of document ``d`` begins
+    at element ``base[d] + ((l * kv_heads + h) * capacity[d] + t) * head_dim``."""
 
     k: torch.Tensor  # [elements]
     v: torch.Tensor
@@ -75,11 +79,15 @@ class HostSource:
         for name, arena in (("k", self.k), ("v", self.v)):
             check_shape(f"HostSource.{name}", arena, (None,))
             if arena.is_cuda and arena.device != self.base.device:
-                raise TypeError(f"HostSource.{name} is on {arena.device}; expected host memory, or that of the destination.")
+                raise TypeError(
+                    f"HostSource.{name} is on {arena.device}; expected host memory, or that of the destination."
+                )
             if arena.stride(0) != 1 or arena.data_ptr() % 16:
                 raise ValueError(f"HostSource.{name} must be contiguous and aligned to 16 bytes.")
             if self.base.is_cuda and not arena.is_cuda and not arena.is_pinned():
-                raise ValueError(f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+                raise ValueError(
+                    f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with pin_memory=True."
+                )
         if self.k.dtype != self.v.dtype:
             raise TypeError(f"HostSource.v has dtype {self.v.dtype}; expected K's, {self.k.dtype}.")
         check_shape("HostSource.base", self.base, (None,))
@@ -100,7 +108,9 @@ class HostSource:
     def dtype(self) -> torch.dtype:
         return self.k.dtype
 
-    def read(self, layer: int, document: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, document: torch.Tensor, token: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[n, kv_heads, head_dim]`` of tokens given by document and position."""
         document, token = document.cpu(), token.cpu()
         base, capacity = self.base.cpu()[document], self.capacity.cpu()[document]

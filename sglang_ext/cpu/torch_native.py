@@ -1,9 +1,9 @@
 """SGLang's torch-native attention backend without its detour for cached prefixes.
 
-SGLang 0.5.16 pads the queries of an extend with one row for every cached token and attends with all of them, so that a request whose
-whole prompt but one token is cached pays the attention of the whole prompt, and every chunk of a chunked prefill pays for all before it.
-Here only the new rows attend. The arithmetic of a row is the same; with no cached prefix the call is the same, too.
-"""
+SGLang 0.5.16 pads the queries of an extend with one row for every cached token and attends with all of them,
+so that a request whose whole prompt but one token is cached pays the attention of the whole prompt, and every
+chunk of a chunked prefill pays for all before it. Here only the new rows attend. The arithmetic of a row is
+the same; with no cached prefix the call is the same, too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class TorchNativeCpuBackend(TorchNativeAttnBackend):
-    """Drop-in for `TorchNativeAttnBackend`; sliding windows and encoder-decoder models take the original path."""
+    """Drop-in for `TorchNativeAttnBackend`; sliding windows and encoder-decoder models take the original
+    path.
+    """
 
     def _run_sdpa_forward_extend(
         self,
@@ -37,10 +39,13 @@ class TorchNativeCpuBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """Causal attention of each request's new tokens to all its tokens.
 
-        query, output: [new tokens of all requests, heads, head_dim]; k_cache, v_cache: [slots, kv_heads, head_dim]; seq_lens counts
-        cached and new tokens. Returns output.
-        """
-        if encoder_lens is not None or not causal or (sliding_window_size is not None and sliding_window_size > -1):
+        query, output: [new tokens of all requests, heads, head_dim]; k_cache, v_cache: [slots, kv_heads,
+        head_dim]; seq_lens counts cached and new tokens. Returns output."""
+        if (
+            encoder_lens is not None
+            or not causal
+            or (sliding_window_size is not None and sliding_window_size > -1)
+        ):
             original: Any = super()._run_sdpa_forward_extend
             return original(
                 query,
@@ -60,14 +65,22 @@ class TorchNativeCpuBackend(TorchNativeAttnBackend):
                 sliding_window_size=sliding_window_size,
             )
         start = 0
-        for row, total, new in zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True):
+        for row, total, new in zip(
+            req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
+        ):
             slots = req_to_token[row, :total]
             q = query[start : start + new].transpose(0, 1)[None]  # [1, heads, new, head_dim]
             k = k_cache[slots].transpose(0, 1)[None].to(q.dtype)  # [1, kv_heads, total, head_dim]
             v = v_cache[slots].transpose(0, 1)[None].to(q.dtype)
             # Row i of the new tokens stands at position total - new + i and sees everything up to itself.
-            mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new) if 1 < new < total else None
-            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=new == total, scale=scaling, enable_gqa=enable_gqa)
+            mask = (
+                torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+                if 1 < new < total
+                else None
+            )
+            attended = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=new == total, scale=scaling, enable_gqa=enable_gqa
+            )
             output[start : start + new] = attended[0].transpose(0, 1)
             start += new
         return output

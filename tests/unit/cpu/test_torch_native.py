@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 def backends():  # type: ignore[no-untyped-def]
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from sglang_ext.cpu.attention import TorchNativeCpuBackend
+    from sglang_ext.cpu.torch_native import TorchNativeCpuBackend
 
     runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
     return TorchNativeCpuBackend(runner), TorchNativeAttnBackend(runner)
@@ -27,7 +27,9 @@ def backends():  # type: ignore[no-untyped-def]
     st.sampled_from([16, 64]),
     st.integers(0, 2**31),
 )
-def test_equals_sglang(backends, lengths: list[tuple[int, int]], heads: tuple[int, int], dim: int, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_equals_sglang(
+    backends, lengths: list[tuple[int, int]], heads: tuple[int, int], dim: int, seed: int
+) -> None:  # type: ignore[no-untyped-def]
     ours, theirs = backends
     torch.manual_seed(seed)
     prefix, new = (torch.tensor(part) for part in zip(*lengths, strict=True))

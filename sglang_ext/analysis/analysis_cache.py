@@ -1,10 +1,12 @@
-"""Analyses in memory, where selection runs: least recently used ones go when the budget is full; the tiers below keep their bytes."""
+"""Analyses in memory, where selection runs: least recently used ones go when the budget is full; the tiers
+below keep their bytes.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from sglang_ext.analysis.summary import Analysis
+from sglang_ext.analysis.document_analysis import Analysis
 
 
 class AnalysisCache:

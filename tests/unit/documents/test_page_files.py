@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.documents.files import DocumentFiles
+from sglang_ext.documents.page_files import DocumentFiles
 from sglang_ext.documents.page_format import PageError
 
 KEY = "ab" * 32
@@ -53,13 +53,15 @@ def test_a_namespace_goes_at_once_and_its_space_later(files: DocumentFiles) -> N
     assert not (files.folder / ".trash").exists()
 
 
-def test_only_the_pages_asked_for_are_read_in_runs(files: DocumentFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_pages_asked_for_are_read_in_runs(
+    files: DocumentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import os
     from array import array
 
     from sglang_ext.documents import page_format
 
-    layout = page_format.Layout("model", 0, 1, 1, 1, 16, 4, 1, 512)
+    layout = page_format.PageLayout("model", 0, 1, 1, 1, 16, 4, 1, 512)
     record = page_format.encode(KEY, "default", array("i", range(40)), array("I", [0] * 10), layout)
     files.write("default", KEY, [record, *(bytes([i]) * 512 for i in range(10))], fsync=False)
     calls: list[tuple[int, int]] = []

@@ -1,4 +1,6 @@
-"""One layer of the recompute pass over the rows of all jobs: write their K and V, attend to the slots up to their positions."""
+"""One layer of the recompute pass over the rows of all jobs: write their K and V, attend to the slots up to
+their positions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
-from ragserve_kernels import _common as kernels
+from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.context.buffers import upload
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Rows:
-    """The jobs' rows and slots, joined. Index tensors on the device; ``seen``, ``targets`` and ``alone`` as in `RecomputeJob`."""
+    """The jobs' rows and slots, joined. Index tensors on the device; ``seen``, ``targets`` and ``alone`` as
+    in `RecomputeJob`.
+    """
 
     slots: torch.Tensor  # int64 [all S]
     slot_start: torch.Tensor  # int32 [jobs]
@@ -46,7 +50,12 @@ class Rows:
 
         alone = None
         if any(job.alone is not None for job in jobs):
-            alone = joined([torch.zeros_like(job.seen, dtype=torch.bool) if job.alone is None else job.alone for job in jobs])
+            alone = joined(
+                [
+                    torch.zeros_like(job.seen, dtype=torch.bool) if job.alone is None else job.alone
+                    for job in jobs
+                ]
+            )
         return cls(
             slots=torch.cat([job.slots for job in jobs]),
             slot_start=_starts(slot_counts, device)[:-1],
@@ -71,13 +80,18 @@ class Rows:
         values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], keys and values [pool slots, kv_heads, head_dim]; q's shape."""
+        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], keys and values [pool slots,
+        kv_heads, head_dim]; q's shape.
+        """
         row = layer if len(self.seen) > 1 else 0
         target = self.targets[row]
         new_k, new_v = k, v
         if self.fuse is not None:
             fuse = self.fuse[:, None, None]
-            new_k, new_v = torch.where(fuse, fused(k, keys[target]), k), torch.where(fuse, fused(v, values[target]), v)
+            new_k, new_v = (
+                torch.where(fuse, fused(k, keys[target]), k),
+                torch.where(fuse, fused(v, values[target]), v),
+            )
         keys[target], values[target] = new_k.to(keys.dtype), new_v.to(values.dtype)
         alone = None if self.alone is None else self.alone[row]
         if kernels.use_triton(q) and q.shape[-1] in kernels.HEAD_DIMS and q.dtype == keys.dtype:
@@ -95,7 +109,9 @@ class Rows:
         values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """One launch for all jobs; a row that is not kept folds itself in afterwards, by the log-sum-exp of what it has seen."""
+        """One launch for all jobs; a row that is not kept folds itself in afterwards, by the log-sum-exp of
+        what it has seen.
+        """
         lse = None if alone is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = prefix_rows_attention(
             q,
@@ -150,7 +166,9 @@ class Rows:
 
 
 def fused(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) * old with theta = cos(new, old)."""
+    """SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) * old with
+    theta = cos(new, old).
+    """
     a, b = new.float(), old.float()
     theta = cosine_similarity(a, b, dim=-1)[..., None]
     return (theta * a + (1 - theta) * b).to(new.dtype)

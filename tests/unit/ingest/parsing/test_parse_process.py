@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ragserve.errors import Unavailable
-from ragserve.ingest.parsing.process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve.ingest.tokenizer import TokenizerSource
 
 
@@ -61,13 +61,16 @@ def test_a_crash_is_reported_with_its_signal(tokenizer: TokenizerSource, documen
         assert isinstance(parser.parse(request(document)), ParsedFile)
 
 
-def test_a_file_that_needs_too_much_memory_fails_alone(tokenizer: TokenizerSource, document: Path, tmp_path: Path) -> None:
+def test_a_file_that_needs_too_much_memory_fails_alone(
+    tokenizer: TokenizerSource, document: Path, tmp_path: Path
+) -> None:
     big = tmp_path / "big.txt"
     big.write_text("🙂 a few words. " * 3_000_000)
     with process(tokenizer, memory_bytes=600 * 2**20, timeout_s=10.0) as parser:
         result = parser.parse(request(big))
         assert isinstance(result, Failed)
-        # Rust and C++ libraries abort where Python raises MemoryError; some allocators search for room until the time is up.
+        # Rust and C++ libraries abort where Python raises MemoryError; some allocators search for room until
+        # the time is up.
         assert result.code in {"memory", "crash", "timeout"}
         assert isinstance(parser.parse(request(document)), ParsedFile)
 
@@ -114,7 +117,7 @@ def test_a_process_that_cannot_start_is_said_plainly(document: Path) -> None:
 
 def test_the_parsing_process_loads_neither_torch_nor_sglang(tmp_path: Path) -> None:
     script = (
-        "import sys, ragserve.ingest.parsing.worker, ragserve.ingest.chunking, ragserve.ingest.parsers as p\n"
+        "import sys, ragserve.ingest.parsing.parse_worker, ragserve.ingest.chunking, ragserve.ingest.parsers as p\n"
         "from importlib import import_module\n"
         "for module in p.PARSERS.values(): import_module(module)\n"
         "import chonkie, trafilatura, docx, pypdfium2\n"

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from sglang_ext.attention.config import AttentionConfig, from_environment
-from sglang_ext.attention.planner import Planner, Step, Variant
+from sglang_ext.attention.step_planner import Step, StepPlanner, Variant
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, DECODE_FIELD, DecodeOptions, PlanError
 
 
-def planner(**options: Any) -> Planner:
-    return Planner(AttentionConfig(options=DecodeOptions(**options), max_budget=4096), 16, 8192)
+def planner(**options: Any) -> StepPlanner:
+    return StepPlanner(AttentionConfig(options=DecodeOptions(**options), max_budget=4096), 16, 8192)
 
 
-def request(plan: Planner, rid: str, **options: Any) -> Any:
-    req = SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(custom_params={DECODE_FIELD: json.dumps(options)} if options else None))
+def request(plan: StepPlanner, rid: str, **options: Any) -> Any:
+    req = SimpleNamespace(
+        rid=rid,
+        sampling_params=SimpleNamespace(
+            custom_params={DECODE_FIELD: json.dumps(options)} if options else None
+        ),
+    )
     plan.admit(req)
     return req
 
@@ -26,13 +31,17 @@ def request(plan: Planner, rid: str, **options: Any) -> Any:
 def test_dense_up_to_a_length_and_within_the_budget() -> None:
     plan = planner(mode="hierarchical", budget=512, dense_below=1000)
     a, b = request(plan, "a"), request(plan, "b", dense_below=0)
-    for lengths, variant in (((1000, 512), Variant.DENSE), ((1000, 513), Variant.SELECTED), ((1001, 10), Variant.SELECTED)):
+    for lengths, variant in (
+        ((1000, 512), Variant.DENSE),
+        ((1000, 513), Variant.SELECTED),
+        ((1001, 10), Variant.SELECTED),
+    ):
         assert plan.step([a, b], lengths).variant is variant
     step = plan.step([a, b], (1000, 600))
     assert [row.sparse for row in step.rows] == [False, True]
 
 
-def run(plan: Planner, reqs: list[Any], lengths: list[int]) -> Step:
+def run(plan: StepPlanner, reqs: list[Any], lengths: list[int]) -> Step:
     step = plan.step(reqs, lengths)
     plan.after(step)
     return step
@@ -46,7 +55,9 @@ def test_pages_are_chosen_at_once_first_and_then_at_the_end_of_every_reuse_th_st
     assert [i for i, step in enumerate(steps) if step.variant is Variant.REFRESHED] == list(range(3, 32, 4))
     assert all(step.variant is Variant.REUSED for i, step in enumerate(steps) if i and i % 4 != 3)
     assert [step.changed for step in steps] == [True] + [False] * 31
-    assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 28], "113 = 7 * 16 + 1 and 129 begin a page"
+    assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 28], (
+        "113 = 7 * 16 + 1 and 129 begin a page"
+    )
     assert not a.ragserve_decode.widened, "chosen anew since"
 
 
@@ -54,7 +65,9 @@ def test_every_step_chooses_by_itself_where_nothing_is_reused() -> None:
     plan = planner(mode="hierarchical", budget=64, reuse=1, dense_below=0)
     a = request(plan, "a")
     steps = [run(plan, [a], [length]) for length in range(101, 120)]
-    assert {(step.variant, step.active, step.opened) for step in steps} == {(Variant.SELECTED, (True,), (False,))}
+    assert {(step.variant, step.active, step.opened) for step in steps} == {
+        (Variant.SELECTED, (True,), (False,))
+    }
 
 
 def test_a_second_page_that_begins_is_one_too_many() -> None:
@@ -62,7 +75,9 @@ def test_a_second_page_that_begins_is_one_too_many() -> None:
     a = request(plan, "a")
     steps = [run(plan, [a], [length]) for length in range(101, 150)]
     assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 44]
-    assert [i for i, step in enumerate(steps) if step.active[0]] == [0, 28], "at 129 two pages are new since 101"
+    assert [i for i, step in enumerate(steps) if step.active[0]] == [0, 28], (
+        "at 129 two pages are new since 101"
+    )
     assert steps[28].variant is Variant.SELECTED
 
 
@@ -91,12 +106,18 @@ def test_rows_that_are_old_enough_come_along() -> None:
         run(plan, [a, slow], [lengths[0] + step, lengths[2] + step])
     steps = [run(plan, [a, b, slow], [n + step for n in lengths]) for step in range(5, 24)]
     refreshed = {i + 5: step.active for i, step in enumerate(steps) if step.variant is Variant.REFRESHED}
-    assert refreshed == {7: (True, True, False), 15: (True, True, True), 23: (True, True, False)}, "b was 3 of 8 steps old, slow 8 of 40"
+    assert refreshed == {7: (True, True, False), 15: (True, True, True), 23: (True, True, False)}, (
+        "b was 3 of 8 steps old, slow 8 of 40"
+    )
 
 
 def test_progressive_rows_decide_the_variant() -> None:
     plan = planner(mode="dense", dense_below=0)
-    rows = [request(plan, "a"), request(plan, "b", mode="hierarchical", budget=64), request(plan, "c", mode="progressive")]
+    rows = [
+        request(plan, "a"),
+        request(plan, "b", mode="hierarchical", budget=64),
+        request(plan, "c", mode="progressive"),
+    ]
     step = plan.step(rows, [500, 500, 500])
     assert step.variant is Variant.PROGRESSIVE
     assert step.active == (False, True, False)
@@ -138,7 +159,10 @@ def test_options_that_are_no_object() -> None:
 def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ATTENTION_CONFIG_VARIABLE, raising=False)
     assert from_environment() is None
-    monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, json.dumps({"options": {"mode": "progressive"}, "logical_page": 8, "heads": "h.json"}))
+    monkeypatch.setenv(
+        ATTENTION_CONFIG_VARIABLE,
+        json.dumps({"options": {"mode": "progressive"}, "logical_page": 8, "heads": "h.json"}),
+    )
     config = from_environment()
     assert config is not None
     assert (config.options.mode, config.logical_page, str(config.heads)) == ("progressive", 8, "h.json")

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels._common import interpreting
+from ragserve_kernels.dispatch import interpreting
 
 
 @triton.jit
@@ -21,7 +21,9 @@ def dot(b_a, b_b, b_acc, PRECISION: tl.constexpr):
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """float32 is multiplied as float32, not rounded to tf32; the interpreter cannot multiply bfloat16, so there it is widened first."""
+    """float32 is multiplied as float32, not rounded to tf32; the interpreter cannot multiply bfloat16, so
+    there it is widened first.
+    """
     if interpreting() and dtype == torch.bfloat16:
         return "upcast"
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ragserve_kernels._common import next_power_of_2
-from ragserve_kernels._dot import dot_precision
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary
 from ragserve_kernels.block_summary.triton import (
     block_k_kernel,
@@ -20,27 +18,37 @@ from ragserve_kernels.block_summary.triton import (
     lse_kernel,
     received_kernel,
 )
+from ragserve_kernels.dispatch import next_power_of_2
+from ragserve_kernels.dot import dot_precision
 
 FIT_BLOCKS = 16  # chosen tokens per tile of the fit: the least that a matrix product takes
 
 
-class Tile(NamedTuple):
+class SummaryTile(NamedTuple):
     rows: int  # query rows x query heads of one group
     keys: int
     warps: int
     stages: int
 
 
-def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
+def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> SummaryTile:
     """The fastest measured on the H200 (README.md); float32 runs without tensor cores and needs small tiles."""
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        return Tile(least, 32, 4, 1)
-    return Tile(max(least, 64), 64, 4, 2) if head_dim == 256 else Tile(max(least, 64), 128, 4, 3)
+        return SummaryTile(least, 32, 4, 1)
+    return (
+        SummaryTile(max(least, 64), 64, 4, 2) if head_dim == 256 else SummaryTile(max(least, 64), 128, 4, 3)
+    )
 
 
 def block_summary_triton(
-    q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, *, scale: float, lse: torch.Tensor | None = None, tile: Tile | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    tile: SummaryTile | None = None,
 ) -> BlockSummary:
     device, tokens = q.device, plan.tokens
     query_heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
@@ -53,44 +61,120 @@ def block_summary_triton(
     float32 = partial(torch.empty, dtype=torch.float32, device=device)
 
     q_strides, k_strides = (q.stride(0), q.stride(1)), (k.stride(0), k.stride(1))
-    shape = {"GROUP": group, "B_GROUP": block_group, "HEAD_DIM": head_dim, "STRIDE": stride, "PRECISION": dot_precision(q.dtype)}
+    shape = {
+        "GROUP": group,
+        "B_GROUP": block_group,
+        "HEAD_DIM": head_dim,
+        "STRIDE": stride,
+        "PRECISION": dot_precision(q.dtype),
+    }
     tuning = {"num_warps": tile.warps, "num_stages": tile.stages}
     scale_2 = scale * 1.4426950408889634
     if lse is None:
         lse = float32(query_heads, tokens)
         if sampled:
             lse_kernel[(kv_heads, plan.documents, triton.cdiv(sampled, rows))](
-                q, k, lse, plan.doc_start, *q_strides, *k_strides, tokens, scale_2, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
+                q,
+                k,
+                lse,
+                plan.doc_start,
+                *q_strides,
+                *k_strides,
+                tokens,
+                scale_2,
+                B_ROWS=rows,
+                B_KEYS=tile.keys,
+                **shape,
+                **tuning,
             )
     by_head = float32(kv_heads, tokens)
     received_kernel[(kv_heads, plan.documents, triton.cdiv(plan.max_length, tile.keys))](
-        q, k, lse, by_head, plan.doc_start, *q_strides, *k_strides, tokens, scale_2, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
+        q,
+        k,
+        lse,
+        by_head,
+        plan.doc_start,
+        *q_strides,
+        *k_strides,
+        tokens,
+        scale_2,
+        B_ROWS=rows,
+        B_KEYS=tile.keys,
+        **shape,
+        **tuning,
     )
     mean_k, min_k, max_k = (float32(plan.blocks, kv_heads, head_dim) for _ in range(3))
     block_k_kernel[(plan.blocks,)](
-        k, mean_k, min_k, max_k, plan.block_start, *k_strides,
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, B_ROW=next_power_of_2(kv_heads * head_dim), UNROLL=8,
-    )  # fmt: skip
+        k,
+        mean_k,
+        min_k,
+        max_k,
+        plan.block_start,
+        *k_strides,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        B_ROW=next_power_of_2(kv_heads * head_dim),
+        UNROLL=8,
+    )
     local_q = float32(plan.documents, query_heads, head_dim)
     local_q_kernel[(plan.documents, query_heads)](
-        q, local_q, plan.doc_start, plan.local_start, *q_strides, HEAD_DIM=head_dim, B_TOKENS=min(32, block_tokens)
+        q,
+        local_q,
+        plan.doc_start,
+        plan.local_start,
+        *q_strides,
+        HEAD_DIM=head_dim,
+        B_TOKENS=min(32, block_tokens),
     )
     received = float32(tokens)
     token = torch.empty(plan.blocks, dtype=torch.int32, device=device)
     attention, exponent = float32(plan.blocks), float32(plan.blocks)
     choose_kernel[(plan.blocks,)](
-        by_head, received, token, attention, plan.doc_start, plan.block_start, plan.block_doc, tokens,
-        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, MIN_QUERIES=plan.min_queries, STRIDE=stride, B_TOKENS=block_tokens,
-    )  # fmt: skip
+        by_head,
+        received,
+        token,
+        attention,
+        plan.doc_start,
+        plan.block_start,
+        plan.block_doc,
+        tokens,
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        MIN_QUERIES=plan.min_queries,
+        STRIDE=stride,
+        B_TOKENS=block_tokens,
+    )
     fit_rows = max(1, 64 // block_group) if q.dtype != torch.float32 else max(1, 16 // block_group)
     query_tiles = max(1, triton.cdiv(sampled, fit_rows))
     parts = float32(query_tiles, 5, plan.blocks)
     fit_kernel[(query_tiles, triton.cdiv(plan.max_blocks, FIT_BLOCKS), plan.documents)](
-        q, k, lse, token, attention, parts, plan.doc_start, plan.doc_block, *q_strides, *k_strides, tokens, plan.blocks, scale_2,
-        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, B_ROWS=fit_rows, B_BLOCKS=FIT_BLOCKS, **shape,
-    )  # fmt: skip
+        q,
+        k,
+        lse,
+        token,
+        attention,
+        parts,
+        plan.doc_start,
+        plan.doc_block,
+        *q_strides,
+        *k_strides,
+        tokens,
+        plan.blocks,
+        scale_2,
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        B_ROWS=fit_rows,
+        B_BLOCKS=FIT_BLOCKS,
+        **shape,
+    )
     outlier = torch.empty(plan.blocks, dtype=torch.int8, device=device)
     exponent_kernel[(plan.documents,)](
-        parts.sum(0), token, exponent, outlier, plan.doc_block, plan.blocks, B_BLOCKS=next_power_of_2(max(1, plan.max_blocks))
+        parts.sum(0),
+        token,
+        exponent,
+        outlier,
+        plan.doc_block,
+        plan.blocks,
+        B_BLOCKS=next_power_of_2(max(1, plan.max_blocks)),
     )
     return BlockSummary(mean_k, min_k, max_k, local_q, received, token, attention, exponent, outlier.bool())

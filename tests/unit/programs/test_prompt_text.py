@@ -9,9 +9,13 @@ import pytest
 
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import InvalidRequest, PromptTooLong
-from ragserve.programs.text import PromptText
+from ragserve.programs.prompt_text import PromptText
 
-DOCUMENTS = [("Norway", "Oslo is the capital.\n\nIt  has 5 fjords. "), ("", "no title"), ("Übung 3", "naïve – 日本\n")]
+DOCUMENTS = [
+    ("Norway", "Oslo is the capital.\n\nIt  has 5 fjords. "),
+    ("", "no title"),
+    ("Übung 3", "naïve – 日本\n"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +27,26 @@ def tokenizer(model_path: Path) -> Any:
 def test_ids_are_the_servers(tokenizer: Any, system: str | None) -> None:
     text = PromptText(tokenizer, 8192, system)
     said = text.start() + "".join(text.document(*d) for d in DOCUMENTS) + text.question("Which capital?")
-    prompt = PromptBuilder(tokenizer, system).build("Which capital?", [PromptDocument("", *d) for d in DOCUMENTS], max_prompt_tokens=8192)
+    prompt = PromptBuilder(tokenizer, system).build(
+        "Which capital?", [PromptDocument("", *d) for d in DOCUMENTS], max_prompt_tokens=8192
+    )
     assert tokenizer(said).input_ids == prompt.input_ids
 
 
 def test_a_follow_up_continues_as_the_servers_history_does(tokenizer: Any) -> None:
     text = PromptText(tokenizer, 8192)
-    said = text.start() + text.document("A", "b") + text.question("One?") + text.answer_start() + "first" + text.follow_up("Two?")
+    said = (
+        text.start()
+        + text.document("A", "b")
+        + text.question("One?")
+        + text.answer_start()
+        + "first"
+        + text.follow_up("Two?")
+    )
     history = (Message("user", "One?"), Message("assistant", "first"))
-    prompt = PromptBuilder(tokenizer).build("Two?", [PromptDocument("", "A", "b")], max_prompt_tokens=8192, history=history)
+    prompt = PromptBuilder(tokenizer).build(
+        "Two?", [PromptDocument("", "A", "b")], max_prompt_tokens=8192, history=history
+    )
     assert tokenizer(said).input_ids == prompt.input_ids
 
 
@@ -74,7 +89,11 @@ def test_a_tokenizer_that_writes_the_beginning_itself_does_not_get_it_twice(toke
 
 
 def test_a_tokenizer_that_is_not_here(tmp_path: Path) -> None:
-    info = {"tokenizer": str(tmp_path / "nowhere"), "limits": {"max_context_tokens": 100}, "system_prompt": None}
+    info = {
+        "tokenizer": str(tmp_path / "nowhere"),
+        "limits": {"max_context_tokens": 100},
+        "system_prompt": None,
+    }
     with pytest.raises(InvalidRequest, match="tokenizer=") as raised:
         PromptText.of(info, None, None)
     assert "nowhere" in raised.value.message

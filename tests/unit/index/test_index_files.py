@@ -1,4 +1,6 @@
-"""Index files that are missing, stale, damaged or someone else's: never searched, never fatal, always replaced."""
+"""Index files that are missing, stale, damaged or someone else's: never searched, never fatal, always
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def saved(data_dir: Path, index_type: str = "flat") -> Path:
     return path
 
 
-def assert_recovers(data_dir: Path, caplog: pytest.LogCaptureFixture, reason: str, *, problem: bool = True) -> None:
+def assert_recovers(
+    data_dir: Path, caplog: pytest.LogCaptureFixture, reason: str, *, problem: bool = True
+) -> None:
     """The damage is reported, the search is right all the same, and after closing the file is good again."""
     with IndexStore(data_dir) as store:
         report = store.check("n")[0]
@@ -60,7 +64,13 @@ def cut(share: float) -> Callable[[bytes], bytes]:
     ],
     ids=["empty", "half", "last-byte", "head-gone", "payload-bit", "footer-bit", "foreign"],
 )
-def test_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture, index_type: str, damage: Callable[[bytes], bytes], reason: str) -> None:
+def test_damage(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    index_type: str,
+    damage: Callable[[bytes], bytes],
+    reason: str,
+) -> None:
     path = saved(tmp_path, index_type)
     path.write_bytes(damage(path.read_bytes()))
     assert_recovers(tmp_path, caplog, reason)
@@ -104,7 +114,9 @@ def test_the_same_namespace_of_another_registry(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_registry_put_back_from_a_backup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Versions and chunk ids are given a second time, to other content: only the version's stamp tells the two apart."""
+    """Versions and chunk ids are given a second time, to other content: only the version's stamp tells the
+    two apart.
+    """
     with make(tmp_path) as store:
         fill(store, 11)
     backup = (tmp_path / "ragserve.sqlite3").read_bytes()
@@ -129,12 +141,16 @@ def test_same_version_other_content(tmp_path: Path, caplog: pytest.LogCaptureFix
     for name, source in (("a", "d11"), ("b", "unseen")):
         with IndexStore(tmp_path / name) as store:
             store.replace_documents("n", [item(source, 10)])
-    shutil.copy(tmp_path / "b" / "indexes" / "ns-000001.faiss", tmp_path / "a" / "indexes" / "ns-000001.faiss")
+    shutil.copy(
+        tmp_path / "b" / "indexes" / "ns-000001.faiss", tmp_path / "a" / "indexes" / "ns-000001.faiss"
+    )
     assert_recovers(tmp_path / "a", caplog, "its version 2 is not the registry's")
 
 
 @pytest.mark.parametrize("index_type", TYPES)
-def test_a_file_that_is_behind_is_caught_up_not_built(tmp_path: Path, caplog: pytest.LogCaptureFixture, index_type: str) -> None:
+def test_a_file_that_is_behind_is_caught_up_not_built(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, index_type: str
+) -> None:
     path = saved(tmp_path, index_type)
     old = path.read_bytes()
     with IndexStore(tmp_path) as store:
@@ -168,7 +184,9 @@ def test_a_version_without_new_vectors_is_saved_too(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_running_store_catches_up_past_a_forgotten_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_running_store_catches_up_past_a_forgotten_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Saving forgets the change log up to the saved version; who is older than that compares ids."""
     with make(tmp_path) as writer, IndexStore(tmp_path) as reader:
         fill(writer, 12)

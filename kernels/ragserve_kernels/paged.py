@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ragserve_kernels._common import (
+from ragserve_kernels.dispatch import (
     check_dtype,
     check_head_dim,
     check_last_contiguous,
@@ -19,7 +19,9 @@ from ragserve_kernels._common import (
 from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 KV = torch.Tensor | QuantizedKV
-"""K or V of one layer: ``[slots, kv_heads, head_dim]`` (SGLang's ``MHATokenToKVPool``), or the same quantised."""
+"""K or V of one layer: ``[slots, kv_heads, head_dim]`` (SGLang's ``MHATokenToKVPool``), or the same
+quantised.
+"""
 
 CPU_PROGRAMS = 6
 """Programs per launch in Triton's interpreter: enough that requests are split and merged."""
@@ -31,7 +33,14 @@ def check_block_size(block_size: int) -> None:
 
 
 def check_paged(
-    q: torch.Tensor, k: KV, v: KV, page_table: torch.Tensor, seq_lens: torch.Tensor, *, page_size: int, block_size: int
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    page_size: int,
+    block_size: int,
 ) -> tuple[int, int]:
     """Check one decode batch; returns ``(query group, bits)`` with bits 0 for plain K and V.
 
@@ -58,7 +67,9 @@ def check_paged(
         check_shape("k", k, (None, None, head_dim))
         bits, first, second = 0, k, v
     if tuple(k.shape) != tuple(v.shape) or k.shape[2] != head_dim:
-        raise ValueError(f"k and v have shapes {list(k.shape)} and {list(v.shape)}; expected the same, ending in {head_dim}.")
+        raise ValueError(
+            f"k and v have shapes {list(k.shape)} and {list(v.shape)}; expected the same, ending in {head_dim}."
+        )
     check_last_contiguous("k", first)
     check_last_contiguous("v", second)
     check_table("page_table", page_table, batch)
@@ -80,7 +91,9 @@ def check_lens(seq_lens: torch.Tensor, batch: int) -> None:
 
 
 def check_index(index: torch.Tensor, counts: torch.Tensor, batch: int, kv_heads: int) -> None:
-    """An index table: int32 ``[batch, kv_heads, capacity]`` of logical blocks and int32 ``[batch, kv_heads]``, how many of them count."""
+    """An index table: int32 ``[batch, kv_heads, capacity]`` of logical blocks and int32 ``[batch,
+    kv_heads]``, how many of them count.
+    """
     check_dtype("index", index, (torch.int32,))
     check_shape("index", index, (batch, kv_heads, None))
     check_dtype("counts", counts, (torch.int32,))
@@ -90,16 +103,29 @@ def check_index(index: torch.Tensor, counts: torch.Tensor, batch: int, kv_heads:
 
 
 def kv_arguments(cache: KV) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
-    """``(values, parameters, slot stride, head stride, parameter slot stride, parameter head stride)``; plain caches repeat the values."""
+    """``(values, parameters, slot stride, head stride, parameter slot stride, parameter head stride)``; plain
+    caches repeat the values.
+    """
     if isinstance(cache, QuantizedKV):
-        packed = cache.params.view(torch.int32)[..., 0]  # scale and zero of a token and head in one 4-byte load
-        return cache.codes, packed, cache.codes.stride(0), cache.codes.stride(1), packed.stride(0), packed.stride(1)
+        packed = cache.params.view(torch.int32)[
+            ..., 0
+        ]  # scale and zero of a token and head in one 4-byte load
+        return (
+            cache.codes,
+            packed,
+            cache.codes.stride(0),
+            cache.codes.stride(1),
+            packed.stride(0),
+            packed.stride(1),
+        )
     return cache, cache, cache.stride(0), cache.stride(1), 0, 0
 
 
 def code_precision(dtype: torch.dtype, bits: int) -> str:
-    """The matrix products' precision: with quantised KV and float16 queries, codes are multiplied as bfloat16."""
-    from ragserve_kernels._dot import dot_precision  # imports Triton
+    """The matrix products' precision: with quantised KV and float16 queries, codes are multiplied as
+    bfloat16.
+    """
+    from ragserve_kernels.dot import dot_precision  # imports Triton
 
     return dot_precision(torch.bfloat16 if bits and dtype == torch.float16 else dtype)
 

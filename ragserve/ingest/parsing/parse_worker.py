@@ -1,9 +1,9 @@
-"""The parsing process: reads a file, hashes it, parses it, cuts it into chunks. Nothing here may import torch or SGLang.
+"""The parsing process: reads a file, hashes it, parses it, cuts it into chunks. Nothing here may import torch
+or SGLang.
 
-It speaks JSON lines, one request and one reply at a time, on stdin and on what was stdout when it started. JSON and not pickle: a
-parser that a hostile file took over could otherwise run code in the parent. The parent's side, with the time limit and restarts, is
-`parse_process`.
-"""
+It speaks JSON lines, one request and one reply at a time, on stdin and on what was stdout when it started.
+JSON and not pickle: a parser that a hostile file took over could otherwise run code in the parent. The
+parent's side, with the time limit and restarts, is `parse_process`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ class _Worker:
         limit = int(config["memory_bytes"])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # chonkie imports it for a chunker that asks a remote model, which takes three quarters of the time this process needs to start
+        # chonkie imports it for a chunker that asks a remote model, which takes three quarters of the time
+        # this process needs to start
         sys.modules["openai"] = None  # type: ignore[assignment]
         from ragserve.ingest.chunking import Chunker
         from ragserve.ingest.tokenizer import Counter, TokenizerSource
 
-        self._chunker = Chunker(Counter(TokenizerSource(config["tokenizer_json"], "")), int(config["chunk_tokens"]))
+        self._chunker = Chunker(
+            Counter(TokenizerSource(config["tokenizer_json"], "")), int(config["chunk_tokens"])
+        )
         self._max_bytes = int(config["max_bytes"])
         self._memory_mib = limit >> 20
         self._cpu_seconds = int(config["timeout_s"]) * 2 + 60

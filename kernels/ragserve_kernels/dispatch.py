@@ -1,7 +1,8 @@
-"""What every operation shares: the switch between the plain and the Triton forward, argument checks, per-layer KV tables.
+"""What every operation shares: the switch between the plain and the Triton forward, argument checks,
+per-layer KV tables.
 
-Errors are ``ValueError`` (a shape, a size, a value) and ``TypeError`` (a dtype or device); each names the argument and what is expected.
-"""
+Errors are ``ValueError`` (a shape, a size, a value) and ``TypeError`` (a dtype or device); each names the
+argument and what is expected."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ _forced: ContextVar[bool] = ContextVar("ragserve_kernels_forced_naive", default=
 
 
 def use_naive() -> bool:
-    """Whether the plain-torch forwards are forced: by ``RAGSERVE_KERNELS=naive`` or inside :func:`forced_naive`."""
+    """Whether the plain-torch forwards are forced: by ``RAGSERVE_KERNELS=naive`` or inside
+    :func:`forced_naive`.
+    """
     return _forced.get() or os.environ.get("RAGSERVE_KERNELS", "").lower() == "naive"
 
 
 @contextmanager
 def forced_naive(on: bool = True) -> Iterator[None]:
-    """Force (or, with ``on=False``, no longer force) the plain-torch forwards inside the block, to bisect a wrong result."""
+    """Force (or, with ``on=False``, no longer force) the plain-torch forwards inside the block, to bisect a
+    wrong result.
+    """
     token = _forced.set(on)
     try:
         yield
@@ -37,23 +42,31 @@ def forced_naive(on: bool = True) -> Iterator[None]:
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU. ``TRITON_INTERPRET`` counts only if set before triton was imported."""
+    """Whether Triton kernels run in its interpreter, on the CPU. ``TRITON_INTERPRET`` counts only if set
+    before triton was imported.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether an operation on ``tensor`` runs its Triton forward: on CUDA or in the interpreter, unless the plain one is forced."""
+    """Whether an operation on ``tensor`` runs its Triton forward: on CUDA or in the interpreter, unless the
+    plain one is forced.
+    """
     return not use_naive() and (tensor.is_cuda or interpreting())
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype] = FLOAT_DTYPES) -> None:
     if tensor.dtype not in allowed:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {', '.join(str(d) for d in allowed)}.")
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; expected one of {', '.join(str(d) for d in allowed)}."
+        )
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -> None:
     """``None`` in ``shape`` stands for any size."""
-    if tensor.dim() != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)):
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{wanted}].")
 
@@ -76,7 +89,9 @@ def check_same_device(first: torch.Tensor, **others: torch.Tensor) -> None:
 
 def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
     if tensor.stride(-1) != 1:
-        raise ValueError(f"The last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}.")
+        raise ValueError(
+            f"The last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}."
+        )
 
 
 def query_group(query_heads: int, kv_heads: int) -> int:
@@ -91,21 +106,22 @@ def next_power_of_2(n: int) -> int:
 
 
 def host_tile_bytes(programs: int) -> int:
-    """Bytes that one of ``programs`` programs should have in flight from host memory: 256 KB together cover the link's latency.
+    """Bytes that one of ``programs`` programs should have in flight from host memory: 256 KB together cover
+    the link's latency.
 
-    Few programs with large tiles are kind to what runs beside them: a matrix product that wants every SM to itself waits for any program,
-    however small (measured in ``rotate_gather/README.md``).
-    """
+    Few programs with large tiles are kind to what runs beside them: a matrix product that wants every SM to
+    itself waits for any program, however small (measured in ``rotate_gather/README.md``)."""
     return max(8 << 10, min(64 << 10, next_power_of_2((256 << 10) // programs)))
 
 
 @dataclass(frozen=True, eq=False)
 class KVLayers:
-    """The K and V of all layers, each ``[slots, kv_heads, head_dim]``, with their addresses in tables that a kernel can read.
+    """The K and V of all layers, each ``[slots, kv_heads, head_dim]``, with their addresses in tables that a
+    kernel can read.
 
-    That is the layout of SGLang's ``MHATokenToKVPool`` (``KVLayers(pool.k_buffer, pool.v_buffer)``). Build it once: the tables are
-    copied to the device, which a CUDA graph cannot capture. The tensors are kept alive as long as this object.
-    """
+    That is the layout of SGLang's ``MHATokenToKVPool`` (``KVLayers(pool.k_buffer, pool.v_buffer)``). Build it
+    once: the tables are copied to the device, which a CUDA graph cannot capture. The tensors are kept alive
+    as long as this object."""
 
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
@@ -114,18 +130,26 @@ class KVLayers:
 
     def __post_init__(self) -> None:
         if not self.k or len(self.k) != len(self.v):
-            raise ValueError(f"KVLayers got {len(self.k)} K and {len(self.v)} V tensors; expected one of each per layer.")
+            raise ValueError(
+                f"KVLayers got {len(self.k)} K and {len(self.v)} V tensors; expected one of each per layer."
+            )
         first = self.k[0]
         check_dtype("k[0]", first)
         check_shape("k[0]", first, (None, None, None))
         for name, tensors in (("k", self.k), ("v", self.v)):
             for i, tensor in enumerate(tensors):
-                if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
+                if (
+                    tensor.shape != first.shape
+                    or tensor.dtype != first.dtype
+                    or tensor.device != first.device
+                ):
                     raise ValueError(f"{name}[{i}] differs from k[0] in shape, dtype or device.")
                 if not tensor.is_contiguous():
                     raise ValueError(f"{name}[{i}] is not contiguous.")
                 if tensor.data_ptr() % 16:
-                    raise ValueError(f"{name}[{i}] is not aligned to 16 bytes; kernels load 16 bytes at a time.")
+                    raise ValueError(
+                        f"{name}[{i}] is not aligned to 16 bytes; kernels load 16 bytes at a time."
+                    )
         for attribute, tensors in (("k_ptrs", self.k), ("v_ptrs", self.v)):
             addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
             object.__setattr__(self, attribute, addresses.to(first.device))
