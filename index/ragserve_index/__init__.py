@@ -1,6 +1,4 @@
-"""Document registry and vector indexes: SQLite holds everything, FAISS is derived from it. The README beside
-this file says how.
-"""
+"""Document registry and vector indexes: SQLite holds everything, FAISS is derived from it. See README.md."""
 
 from ragserve_index.evictions import Eviction, EvictionLog
 from ragserve_index.filters import And, AnyFilter, Eq, Filter, In, Not, Or, Range, parse_filter

@@ -1,4 +1,4 @@
-"""Documents on their way in: everything that can be wrong with a batch is found before a transaction starts."""
+"""Validation of a batch of documents, before a transaction starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _INT64 = 2**63
 
 
 def document_id(namespace_name: str, source: str) -> str:
-    """The same for the same source in the same namespace, for ever."""
+    """The stable id of a source in a namespace."""
     return "doc_" + hashlib.sha256(f"{namespace_name}\0{source}".encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked document of a batch, ready to be written."""
+    """A validated document of a batch: its id, metadata as JSON, and vectors [n_chunks, dim]."""
 
     document: NewDocument
     doc_id: str
@@ -38,7 +38,7 @@ class Prepared:
 def prepare(
     namespace: str, dim: int, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]
 ) -> list[Prepared]:
-    """Check a batch before any transaction starts. Raises InvalidRequest that names the document."""
+    """Validate a batch. Raises InvalidRequest that names the document."""
     prepared: list[Prepared] = []
     seen: set[str] = set()
     for document, chunks, vectors in batch:
@@ -48,15 +48,16 @@ def prepare(
                 f"{place}: a source must not be empty nor contain NUL.", code="invalid_source"
             )
         if document.source in seen:
-            raise InvalidRequest(f"{place} stands twice in one batch.", code="duplicate_source")
+            raise InvalidRequest(f"{place} appears twice in one batch.", code="duplicate_source")
         seen.add(document.source)
         array = np.ascontiguousarray(vectors, dtype="<f4")
         if array.shape != (len(chunks), dim):
             raise InvalidRequest(
-                f"{place}: vectors of shape {list(array.shape)} for {len(chunks)} chunks of {dim} components.",
+                f"{place}: vectors of shape {list(array.shape)} for {len(chunks)} chunks "
+                f"of {dim} components.",
                 code="invalid_vectors",
             )
-        # NaN fails the comparison, too
+        # false for NaN, too
         if len(array) and not (np.abs(np.einsum("nd,nd->n", array, array) - 1) <= 2 * _UNIT_TOLERANCE).all():
             raise InvalidRequest(f"{place}: vectors must be finite and of length 1.", code="invalid_vectors")
         for chunk in chunks:
@@ -83,12 +84,12 @@ def _metadata(metadata: Any, place: str) -> str:
     for key, value in metadata.items():
         if not isinstance(key, str):
             raise InvalidRequest(
-                f"{place}: metadata key {key!r} is no text.", code="invalid_metadata", param="metadata"
+                f"{place}: metadata key {key!r} is not text.", code="invalid_metadata", param="metadata"
             )
         parts = value if isinstance(value, list) else [value]
         if isinstance(value, list) and not all(isinstance(part, str) for part in value):
             raise InvalidRequest(
-                f"{place}: metadata {key!r} may be a list of text only.",
+                f"{place}: metadata {key!r} is a list of something other than text.",
                 code="invalid_metadata",
                 param="metadata",
             )
@@ -102,7 +103,8 @@ def _metadata(metadata: Any, place: str) -> str:
             if bad:
                 raise InvalidRequest(
                     f"{place}: metadata {key!r} has a value that cannot be stored: {part!r:.60}.",
-                    hint="Values are text without NUL, finite numbers of 64 bits, true, false, null, and lists of text.",
+                    hint="Values are text without NUL, finite numbers of 64 bits, true, false, null, and "
+                    "lists of text.",
                     code="invalid_metadata",
                     param="metadata",
                 )

@@ -1,9 +1,9 @@
-"""SQLite: a small pool of connections, read and write transactions, and its failures in our words.
+"""SQLite: a pool of connections, read and write transactions, and its failures as our errors.
 
-WAL with ``synchronous=FULL``: a commit that returned survives a power cut. NORMAL would be faster by one
-fsync per commit, but it may lose the last commits, and a lost commit could give its version number to other
-content than an index file already holds, or forget a finished job whose upload is gone. Documents are written
-in batches, so an fsync costs little beside embedding them."""
+WAL with ``synchronous=FULL``: a commit that returned survives a power cut. NORMAL would save one fsync per
+commit, but may lose the last commits. A lost commit's version number could then be used for other content
+than an index file already holds, and a finished job whose upload is deleted could be forgotten. Documents are
+written in batches, so an fsync costs little beside embedding them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from ragserve_index.errors import RagserveError, RegistryDamaged, StorageFull, Unavailable
+from ragserve_index.errors import InvalidRequest, RagserveError, RegistryDamaged, StorageFull, Unavailable
 from ragserve_index.locks import CommitMark
 from ragserve_index.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
 
@@ -28,17 +28,14 @@ _MIN_FREE_BYTES = 1 << 20
 
 
 class Database:
-    """The registry file. Every method may be called from any thread; a connection serves one thread at a
-    time.
-    """
+    """The registry file. Thread-safe; a connection serves one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Raises RegistryDamaged, StorageFull, Unavailable."""
         self.path = path
         self._idle: list[sqlite3.Connection] = []  # list.append and list.pop are atomic
-        self._writing = (
-            Lock()
-        )  # threads of this process queue here instead of polling for the lock among processes
+        # threads of this process queue here instead of polling for the lock among processes
+        self._writing = Lock()
         self._closed = False
         self.mark = CommitMark(path.with_name("ragserve.commits"))
         try:
@@ -66,7 +63,7 @@ class Database:
                 for statement in MIGRATIONS[step].split(";\n"):
                     connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            log.info("%s: the registry was brought from format %d to %d", self.path, version, SCHEMA_VERSION)
+            log.info("%s: the registry was migrated from format %d to %d", self.path, version, SCHEMA_VERSION)
         elif version != SCHEMA_VERSION:
             raise RegistryDamaged(
                 f"{self.path} has registry format {version}, this ragserve reads format {SCHEMA_VERSION}.",
@@ -83,9 +80,8 @@ class Database:
             cached_statements=256,
         )
         try:
-            connection.execute(
-                "PRAGMA page_size = 8192"
-            )  # five vectors of 384 to a page; without effect on an existing file
+            # five vectors of 384 components to a page; without effect on an existing file
+            connection.execute("PRAGMA page_size = 8192")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
@@ -96,40 +92,34 @@ class Database:
             raise
         return connection
 
-    def acquire(self) -> sqlite3.Connection:
-        """A connection in autocommit mode, for :meth:`release` after use. May raise sqlite3.Error: see
-        :meth:`failure`.
-        """
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        """A connection from the pool in a transaction. A failure closes it, which rolls back."""
         if self._closed:
             raise _closed()
+        connection: sqlite3.Connection | None = None
         try:
-            return self._idle.pop()
-        except IndexError:
-            return self._connect()
-
-    def release(self, connection: sqlite3.Connection) -> None:
-        """Give a connection back. One with a transaction left open by a failure is closed, which rolls it
-        back.
-        """
-        if connection.in_transaction or self._closed or len(self._idle) >= MAX_IDLE:
-            connection.close()
-        else:
-            self._idle.append(connection)
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+            connection.execute(begin)
+            yield connection
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._failure(error) from error
+        finally:
+            if connection is not None:
+                if connection.in_transaction or self._closed or len(self._idle) >= MAX_IDLE:
+                    connection.close()
+                else:
+                    self._idle.append(connection)
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """A read transaction: all statements see one commit, and nobody waits for it."""
-        connection: sqlite3.Connection | None = None
-        try:
-            connection = self.acquire()
-            connection.execute("BEGIN")
+        with self._transaction("BEGIN") as connection:
             yield connection
-            connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self.failure(error) from error
-        finally:
-            if connection is not None:
-                self.release(connection)
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -137,19 +127,11 @@ class Database:
         among all processes.
         """
         with self._writing, self._marked():
-            connection: sqlite3.Connection | None = None
             try:
-                connection = self.acquire()
-                connection.execute("BEGIN IMMEDIATE")
-                yield connection
-                connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise self.failure(error) from error
+                with self._transaction("BEGIN IMMEDIATE") as connection:
+                    yield connection
             except UnicodeEncodeError as error:
                 raise _not_unicode(error) from None
-            finally:
-                if connection is not None:
-                    self.release(connection)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -165,12 +147,11 @@ class Database:
                 raise storage_full(self.path, error) from error
             raise
 
-    def failure(self, error: sqlite3.Error) -> RagserveError:
-        """What an SQLite error means to a user."""
+    def _failure(self, error: sqlite3.Error) -> RagserveError:
+        """The user's error for an SQLite error."""
         name = getattr(error, "sqlite_errorname", "") or ""
-        if name == "SQLITE_FULL" or (
-            name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")) and self._is_full()
-        ):
+        may_be_full = name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN"))
+        if name == "SQLITE_FULL" or (may_be_full and self._is_full()):
             return storage_full(self.path, error)
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             return RegistryDamaged(
@@ -200,8 +181,8 @@ class Database:
         )
 
     def _is_full(self) -> bool:
-        """SQLite reports some writes that found no room (of its -shm file, or over a size limit) as an
-        input/output error.
+        """Check for room, because SQLite reports some writes without it (of its -shm file, or over a size
+        limit) as input/output errors.
         """
         import resource
 
@@ -232,7 +213,7 @@ class Database:
         ]
 
     def close(self) -> None:
-        """Close what is idle; what is in use closes on release. Waits for a write under way. Idempotent."""
+        """Close idle connections; others close after use. Waits for a write in progress. Idempotent."""
         with self._writing:
             if not self._closed:
                 self._closed = True
@@ -246,6 +227,7 @@ def _closed() -> Unavailable:
 
 
 def storage_full(path: Path, error: Exception) -> StorageFull:
+    """The error for a disk without room."""
     return StorageFull(
         f"No room left on the disk of {path}: {error}.",
         hint="Nothing was changed. Free some space, or use another --data-dir, and repeat.",
@@ -253,12 +235,11 @@ def storage_full(path: Path, error: Exception) -> StorageFull:
 
 
 def is_full(error: OSError) -> bool:
+    """True if the error means no space, quota exceeded or file too large."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _not_unicode(error: UnicodeEncodeError) -> RagserveError:
-    from ragserve_index.errors import InvalidRequest
-
     shown = error.object[max(0, error.start - 10) : error.start + 10]
     return InvalidRequest(
         f"Text with a lone surrogate cannot be stored: {shown!r}.",

@@ -1,6 +1,4 @@
-"""The index's errors: ragserve's tree, and one of its own. ``ragserve.errors`` imports nothing, so this
-closes no import cycle.
-"""
+"""Errors of the index: those of ``ragserve.errors``, which imports nothing, and one of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ __all__ = [
 
 
 class RegistryDamaged(RagserveError):
-    """SQLite cannot read the registry. Nothing of it is repaired on its own: it is the only copy of the
+    """SQLite cannot read the registry. It is never repaired automatically: it is the only copy of the
     documents.
     """
 

@@ -1,9 +1,8 @@
-"""Texts that went away and whose KV may still be cached: written in the transaction that removes them, read
-by whoever holds the cache.
+"""The log of removed texts whose KV may still be cached. The removing transaction writes it; the owners of
+caches read it.
 
-A log, not a queue: several servers may use one data directory, and each reads all of it. Whoever has acted on
-a row may act on it again; rows go when `forget` is told to. A text that comes back in the same document takes
-its row out again, so only what is gone is in the log."""
+It is a log, not a queue: several servers may use one data directory, and each reads all of it. Acting on a
+row twice is harmless; `forget` deletes rows. A text that comes back in the same document deletes its row."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _ROW = "id, namespace, title, text, created_at"
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A removed chunk as a prompt has it, or with ``text`` None a whole namespace. ``id`` grows with each;
-    times are Unix seconds.
+    """A removed chunk as prompts contain it, or a whole namespace if ``text`` is None. Ids grow; times are
+    Unix seconds.
     """
 
     id: int
@@ -37,35 +36,33 @@ class EvictionLog:
         self._database = database
 
     def mark(self) -> int | None:
-        """Changes with every commit of any process, and costs 50 ns; None while one is under way. Same mark:
-        nothing new in the log.
+        """A mark that changes with every commit of any process; None during one. While it stays the same, the
+        log has nothing new. Costs 50 ns.
         """
         return self._database.mark.settled()
 
     def after(self, last_id: int, limit: int, *, before: float | None = None) -> list[Eviction]:
-        """Rows behind ``last_id``, oldest first; with ``before`` only those made before that time."""
+        """Rows behind ``last_id``, oldest first; with ``before`` only rows older than that time."""
         with self._database.read() as connection:
             rows = connection.execute(
-                f"SELECT {_ROW} FROM evictions WHERE id > ?1 AND (?2 IS NULL OR created_at < ?2) ORDER BY id LIMIT ?3",
+                f"SELECT {_ROW} FROM evictions WHERE id > ?1 AND (?2 IS NULL OR created_at < ?2)"
+                " ORDER BY id LIMIT ?3",
                 (last_id, before, limit),
             )
             return [Eviction(*row) for row in rows]
 
     def forget(self, up_to_id: int, *, before: float | None = None) -> int:
-        """Drop the rows up to this one (made before that time); how many. Does not write where there are
+        """Delete rows up to an id (older than a time) and return their number. Does not write if there are
         none.
         """
-        condition = "id <= ?1 AND (?2 IS NULL OR created_at < ?2)"
+        condition, values = "id <= ?1 AND (?2 IS NULL OR created_at < ?2)", (up_to_id, before)
         with self._database.read() as connection:
-            if (
-                connection.execute(
-                    f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", (up_to_id, before)
-                ).fetchone()
-                is None
-            ):
+            if not connection.execute(
+                f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", values
+            ).fetchone():
                 return 0
         with self._database.write() as connection:
-            return connection.execute(f"DELETE FROM evictions WHERE {condition}", (up_to_id, before)).rowcount
+            return connection.execute(f"DELETE FROM evictions WHERE {condition}", values).rowcount
 
     def __len__(self) -> int:
         with self._database.read() as connection:
@@ -73,10 +70,11 @@ class EvictionLog:
 
 
 def log_document(connection: sqlite3.Connection, namespace: str, namespace_id: int, doc_id: str) -> None:
-    """Before a document is deleted: note the texts of its chunks."""
+    """Log the texts of a document that is about to be deleted."""
     connection.execute(
-        "INSERT INTO evictions (namespace, doc_id, title, text, created_at) SELECT ?, d.doc_id, d.title, c.text, ?"
-        " FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? AND d.doc_id = ?",
+        "INSERT INTO evictions (namespace, doc_id, title, text, created_at)"
+        " SELECT ?, d.doc_id, d.title, c.text, ? FROM documents d"
+        " JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? AND d.doc_id = ?",
         (namespace, time.time(), namespace_id, doc_id),
     )
 
@@ -84,15 +82,16 @@ def log_document(connection: sqlite3.Connection, namespace: str, namespace_id: i
 def unlog_present(
     connection: sqlite3.Connection, namespace: str, document: int, doc_id: str, title: str
 ) -> None:
-    """After a document (row ``document``) was written: its texts are there again, and their KV is theirs."""
+    """Remove the texts of a document that was just written (row ``document``) from the log."""
     connection.execute(
-        "DELETE FROM evictions WHERE namespace = ? AND doc_id = ? AND title = ? AND text IN (SELECT text FROM chunks WHERE document = ?)",
+        "DELETE FROM evictions WHERE namespace = ? AND doc_id = ? AND title = ?"
+        " AND text IN (SELECT text FROM chunks WHERE document = ?)",
         (namespace, doc_id, title, document),
     )
 
 
 def log_namespace(connection: sqlite3.Connection, namespace: str) -> None:
-    """A namespace is dropped: one row stands for all of its texts."""
+    """Log a dropped namespace: one row stands for all of its texts."""
     connection.execute("DELETE FROM evictions WHERE namespace = ?", (namespace,))
     connection.execute(
         "INSERT INTO evictions (namespace, doc_id, title, text, created_at) VALUES (?, NULL, '', NULL, ?)",
@@ -100,8 +99,8 @@ def log_namespace(connection: sqlite3.Connection, namespace: str) -> None:
     )
 
 
-def rows_of(evictions: Sequence[Eviction]) -> dict[str, list[Eviction]]:
-    """By namespace, each in the log's order."""
+def by_namespace(evictions: Sequence[Eviction]) -> dict[str, list[Eviction]]:
+    """Group rows by namespace, in the log's order."""
     found: dict[str, list[Eviction]] = {}
     for one in evictions:
         found.setdefault(one.namespace, []).append(one)

@@ -1,8 +1,8 @@
-"""Metadata filters: a small bounded grammar, checked by pydantic, that becomes one parameterised SQL
+"""Metadata filters: a small bounded grammar, validated by pydantic and compiled to one parameterised SQL
 condition on documents.
 
-Fields are the metadata keys of a document, plus ``doc_id``, ``source``, ``title`` and ``mime`` (these four
-win over a metadata key of the same name). What matches:
+Fields are the metadata keys of a document, plus ``doc_id``, ``source``, ``title`` and ``mime``, which take
+precedence over a metadata key of the same name. Matching:
 
 * ``eq``/``in``: a value of the same kind (text, number, true/false); an integer equals a float of the same
   value, but never true or false. A field that holds a list matches when one of its elements does. ``null``
@@ -52,8 +52,7 @@ MAX_NODES = 64
 MAX_VALUES = 1000
 COLUMNS = ("doc_id", "source", "title", "mime")
 
-# A quoted label of an SQLite JSON path ends at the next quote and knows no escapes: names that would need one
-# are refused.
+# A quoted label of an SQLite JSON path has no escapes, so names that would need one are refused.
 FieldName = Annotated[
     str,
     Field(
@@ -92,7 +91,7 @@ class In(_Node):
 
 
 class Range(_Node):
-    """The field lies between the bounds given, all numbers or all text."""
+    """The field lies between the bounds, which are all numbers or all text."""
 
     op: Literal["range"] = "range"
     field: FieldName
@@ -102,7 +101,7 @@ class Range(_Node):
     lte: Bound | None = None
 
     def bounds(self) -> list[tuple[str, int | float | str]]:
-        """SQL comparison and value of each bound given."""
+        """SQL comparison and value of each bound that is set."""
         given = ((">", self.gt), (">=", self.gte), ("<", self.lt), ("<=", self.lte))
         return [(sign, value) for sign, value in given if value is not None]
 
@@ -166,13 +165,13 @@ def _children(node: Any) -> tuple[Any, ...]:
 
 
 Filter = Annotated[AnyFilter, Field(discriminator="op"), AfterValidator(_check_size)]
-"""The type for request models: any of the six, with its size checked."""
+"""The type for request models: any of the six nodes, with the tree's size checked."""
 
 _ADAPTER: TypeAdapter[AnyFilter] = TypeAdapter(Filter)
 
 
 def parse_filter(data: object) -> AnyFilter:
-    """A filter from decoded JSON, or from its JSON text. Raises InvalidRequest that names the place and the
+    """Parse a filter from decoded JSON or from JSON text. Raises InvalidRequest with the place and the
     reason.
     """
     try:
@@ -182,17 +181,21 @@ def parse_filter(data: object) -> AnyFilter:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(["filter", *(str(part) for part in first["loc"][:16])])
-        hint = 'A filter looks like {"op": "eq", "field": "lang", "value": "en"}; op is one of eq, in, range, and, or, not.'
+        hint = (
+            'A filter looks like {"op": "eq", "field": "lang", "value": "en"}; '
+            "op is one of eq, in, range, and, or, not."
+        )
         raise InvalidRequest(
             f"{place}: {first['msg']}.", hint=hint, code="invalid_filter", param="filter"
         ) from None
 
 
 def compile_filter(node: AnyFilter) -> tuple[str, list[Any]]:
-    """An SQL condition over the table alias ``d`` (documents) that is 0 or 1, never NULL, and its parameters.
+    """Compile a filter to an SQL condition over the alias ``d`` (documents), 0 or 1 and never NULL, and its
+    parameters.
 
-    Only fixed text enters the SQL; names and values travel as parameters. Raises InvalidRequest for a tree
-    over the limits, which a model built in code may be."""
+    Only fixed text enters the SQL; names and values are parameters. Raises InvalidRequest for a tree over the
+    limits, which models built in code may be."""
     try:
         _check_size(node)
     except ValueError as error:
@@ -215,7 +218,7 @@ def _condition(node: Any, out: list[Any]) -> str:
             return _one_of(field, values, out)
         case Range():
             return _range(node, out)
-    raise InvalidRequest(f"{type(node).__name__} is no filter.", code="invalid_filter", param="filter")
+    raise InvalidRequest(f"{type(node).__name__} is not a filter.", code="invalid_filter", param="filter")
 
 
 def _one_of(field: str, values: tuple[Any, ...], out: list[Any]) -> str:
@@ -234,8 +237,10 @@ def _one_of(field: str, values: tuple[Any, ...], out: list[Any]) -> str:
             listed = json.dumps(wanted, ensure_ascii=False)
             out += [path, path, listed, path, path, listed]
             parts.append(
-                f"(json_type(d.metadata, ?) IN {kinds} AND json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?)))"
-                f" OR (json_type(d.metadata, ?) = 'array' AND EXISTS (SELECT 1 FROM json_each(d.metadata, ?) e"
+                f"(json_type(d.metadata, ?) IN {kinds}"
+                f" AND json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?)))"
+                " OR (json_type(d.metadata, ?) = 'array'"
+                " AND EXISTS (SELECT 1 FROM json_each(d.metadata, ?) e"
                 f" WHERE e.type IN {kinds} AND e.value IN (SELECT value FROM json_each(?))))"
             )
     if truths:

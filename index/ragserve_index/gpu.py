@@ -1,6 +1,4 @@
-"""Copies of indexes on a GPU, for unfiltered searches. The CPU structure stays the one that changes and is
-saved.
-"""
+"""Copies of indexes on a GPU, for unfiltered searches. Changes and saves use the CPU structure."""
 
 from __future__ import annotations
 
@@ -17,23 +15,23 @@ MAX_K = 1024
 
 
 class GpuMirror:
-    """Searches on GPU 0, one at a time: FAISS's GPU resources serve one thread.
+    """Searches on GPU 0, one at a time, because FAISS's GPU resources serve one thread.
 
-    A copy is renewed as a whole at the first search after a change. Filtered searches, types without a GPU
-    form and k > 1024 run on the CPU structure: FAISS's GPU indexes take no id selector."""
+    The first search after a change copies the index anew. Filtered searches, types without a GPU form and
+    k > 1024 run on the CPU structure: FAISS's GPU indexes take no id selector."""
 
     def __init__(self) -> None:
         """Raises Unavailable when FAISS was built without CUDA, or sees no GPU."""
         faiss = load_faiss()
         if not hasattr(faiss, "StandardGpuResources"):
             raise Unavailable(
-                f"The index was asked to use a GPU, but the installed FAISS {faiss.__version__} has no GPU support.",
+                f"The index should use a GPU, but FAISS {faiss.__version__} has no GPU support.",
                 hint="Install faiss-gpu in place of faiss-cpu, or use --index-device cpu.",
                 code="gpu_index_unavailable",
             )
         if faiss.get_num_gpus() < 1:
             raise Unavailable(
-                "The index was asked to use a GPU, but FAISS sees none.",
+                "The index should use a GPU, but FAISS sees none.",
                 hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --index-device cpu.",
                 code="gpu_index_unavailable",
             )
@@ -49,7 +47,7 @@ class GpuMirror:
         with self._lock:
             generation, copy = self._copies.get(structure, (-1, None))
             if generation != structure.generation:
-                self._copies.pop(structure, None)  # its memory first
+                self._copies.pop(structure, None)  # frees its memory first
                 copy = self._faiss.index_cpu_to_gpu(self._resources, 0, structure.index)
                 self._copies[structure] = (structure.generation, copy)
             scores, ids = copy.search(queries, k)

@@ -1,4 +1,4 @@
-"""Integrity of one namespace: what SQLite holds agrees with itself, and FAISS holds exactly that."""
+"""Integrity of one namespace: SQLite agrees with itself, and FAISS holds exactly what SQLite does."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import numpy as np
 
 from ragserve_index import registry
 from ragserve_index.database import Database
-from ragserve_index.live import LiveIndex
+from ragserve_index.index.namespace_index import NamespaceIndex
 from ragserve_index.types import IndexReport
 
 
-def check_namespace(database: Database, live: LiveIndex) -> IndexReport:
-    """All of it at one version. The file is judged before the index is opened, since opening replaces a
-    damaged one in memory.
+def check_namespace(database: Database, index: NamespaceIndex) -> IndexReport:
+    """Check a namespace at one version. The file is checked before the index is opened, because opening
+    replaces a damaged file in memory.
     """
-    with live.updating, database.read() as connection:
-        ns = registry.namespace_by_id(connection, live.namespace_id)
+    with index.updating, database.read() as connection:
+        ns = registry.namespace_by_id(connection, index.namespace_id)
         if ns is None:
-            raise registry.namespace_not_found(live.name)
-        file = live.file.status(connection, ns)
-        index_bytes = live.file.path.stat().st_size if file != "missing" else 0
+            raise registry.namespace_not_found(index.name)
+        file = index.file.status(connection, ns)
+        index_bytes = index.file.path.stat().st_size if file != "missing" else 0
         problems, expected = _registry_problems(connection, ns)
-        live.follow(connection)
-        structure = live.structure
+        index.follow(connection)
+        structure = index.structure
         n_indexed, tombstones, name = 0, 0, "none"
         if structure is not None:
             have = structure.ids()
@@ -38,7 +38,7 @@ def check_namespace(database: Database, live: LiveIndex) -> IndexReport:
             if len(np.unique(have)) != len(have) or structure.count != len(have):
                 problems.append(f"{structure.count} vectors in the index under {len(np.unique(have))} ids")
     if file.startswith("damaged"):
-        problems.append(f"{live.file.path} is {file}; it is not used, and replaced at the next save")
+        problems.append(f"{index.file.path} is {file}; it is not used and will be replaced at the next save")
     return IndexReport(
         namespace=ns.name,
         index_type=ns.index_type,
@@ -57,19 +57,21 @@ def check_namespace(database: Database, live: LiveIndex) -> IndexReport:
 def _registry_problems(
     connection: sqlite3.Connection, ns: registry.Namespace
 ) -> tuple[list[str], registry.Ids]:
-    """What disagrees, and the chunk ids that documents claim."""
+    """Return what disagrees, and the chunk ids that documents claim."""
     problems = []
     counted = connection.execute(
-        "SELECT count(*), coalesce(sum(n_chunks), 0), coalesce(sum(n_tokens), 0) FROM documents WHERE namespace_id = ?",
+        "SELECT count(*), coalesce(sum(n_chunks), 0), coalesce(sum(n_tokens), 0) FROM documents"
+        " WHERE namespace_id = ?",
         (ns.id,),
     ).fetchone()
-    if counted != (ns.n_documents, ns.n_chunks, ns.n_tokens):
-        kept = (ns.n_documents, ns.n_chunks, ns.n_tokens)
+    kept = (ns.n_documents, ns.n_chunks, ns.n_tokens)
+    if counted != kept:
         problems.append(f"documents, chunks and tokens are {counted}, the namespace says {kept}")
     ranges = "SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0"
     claimed = registry.expand(connection.execute(ranges, (ns.id,)).fetchall())
     rows = connection.execute(
-        "SELECT c.chunk_id FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? ORDER BY c.chunk_id",
+        "SELECT c.chunk_id FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ?"
+        " ORDER BY c.chunk_id",
         (ns.id,),
     )
     chunk_ids = np.fromiter((row[0] for row in rows), dtype=np.int64)

@@ -1,5 +1,5 @@
-"""Ingestion jobs, in the registry's database. A lease says who runs a job; whoever lets it expire is taken to
-be dead.
+"""Jobs, in the registry's database. The worker that runs a job has a lease on it; an expired lease means that
+the worker died.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from ragserve_index.errors import Conflict, InvalidRequest, NotFound
@@ -18,7 +19,7 @@ from ragserve_index.types import ITEM_STATES, JOB_STATES, Job, JobItem
 KEEP_FINISHED = 1_000
 """Finished jobs beyond this many are forgotten, oldest first, when a job is created."""
 
-Jobs = list[Job]  # named here: inside the class, `list` is a method
+Jobs = list[Job]  # defined here, because `list` is a method inside the class
 Items = list[JobItem]
 
 _JOB = "job_id, namespace, state, spec, error, cancel_requested, worker, lease_until, created_at, updated_at"
@@ -39,12 +40,14 @@ class JobStore:
         encoded = json.dumps(spec, ensure_ascii=False)
         with self._database.write() as connection:
             connection.execute(
-                "INSERT INTO jobs (job_id, namespace, state, spec, created_at, updated_at) VALUES (?, ?, 'queued', ?, ?, ?)",
+                "INSERT INTO jobs (job_id, namespace, state, spec, created_at, updated_at)"
+                " VALUES (?, ?, 'queued', ?, ?, ?)",
                 (job_id, namespace, encoded, now, now),
             )
             _add_items(connection, job_id, sources)
             connection.execute(
-                "DELETE FROM jobs WHERE job_id IN (SELECT job_id FROM jobs WHERE state IN ('done', 'failed', 'cancelled')"
+                "DELETE FROM jobs WHERE job_id IN"
+                " (SELECT job_id FROM jobs WHERE state IN ('done', 'failed', 'cancelled')"
                 " ORDER BY updated_at DESC LIMIT -1 OFFSET ?)",
                 (KEEP_FINISHED,),
             )
@@ -56,7 +59,7 @@ class JobStore:
             return _job(connection, job_id)
 
     def list(self, namespace: str | None = None, state: str | None = None, limit: int = 100) -> Jobs:
-        """The newest first."""
+        """Up to ``limit`` jobs (of a namespace, in a state), newest first."""
         if state is not None and state not in JOB_STATES:
             raise InvalidRequest(
                 f"No job state {state!r}.", hint=f"States are: {', '.join(JOB_STATES)}.", param="state"
@@ -72,55 +75,41 @@ class JobStore:
             return [_to_job(connection, row) for row in rows]
 
     def claim(self, worker: str, lease_s: float, job_id: str | None = None) -> Job | None:
-        """Take the oldest job (or the given one) that is queued, or running with an expired lease; None when
+        """Claim the oldest job (or the given one) that is queued, or running with an expired lease; None if
         there is none.
 
-        The job is then running and ``worker``'s until ``lease_s`` seconds from now, or from its last
-        heartbeat."""
+        The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat."""
         now = time.time()
         with self._database.write() as connection:
             row = connection.execute(
-                "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3 WHERE job_id ="
-                " (SELECT job_id FROM jobs WHERE (state = 'queued' OR (state = 'running' AND lease_until < ?3))"
-                "  AND (?4 IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1) RETURNING job_id",
+                "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3"
+                " WHERE job_id = (SELECT job_id FROM jobs"
+                " WHERE (state = 'queued' OR (state = 'running' AND lease_until < ?3))"
+                " AND (?4 IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1) RETURNING job_id",
                 (worker, now + lease_s, now, job_id),
             ).fetchone()
             return _job(connection, row[0]) if row else None
 
     def heartbeat(self, job_id: str, worker: str, lease_s: float) -> bool:
-        """Extend the lease. False when the job is not this worker's any more: it must stop."""
+        """Extend the lease. False when the worker no longer has it and must stop."""
         now = time.time()
         with self._database.write() as connection:
             cursor = connection.execute(
-                "UPDATE jobs SET lease_until = ?, updated_at = ? WHERE job_id = ? AND worker = ? AND state = 'running'",
+                "UPDATE jobs SET lease_until = ?, updated_at = ?"
+                " WHERE job_id = ? AND worker = ? AND state = 'running'",
                 (now + lease_s, now, job_id, worker),
             )
             return cursor.rowcount == 1
 
     def add_items(self, job_id: str, sources: Iterable[str]) -> None:
-        """Add pending items; a source the job has already is left as it is."""
+        """Add pending items; sources that the job already has are left as they are."""
         with self._database.write() as connection:
             _job(connection, job_id)
             _add_items(connection, job_id, sources)
 
-    def update_item(
-        self,
-        job_id: str,
-        source: str,
-        state: str,
-        *,
-        reason: str | None = None,
-        chunks: int = 0,
-        tokens: int = 0,
-        size: int = 0,
-        doc_id: str | None = None,
-    ) -> None:
-        """Set what became of an item; ``size`` in bytes. Raises NotFound (``job_item_not_found``)."""
-        self.update_items(job_id, [JobItem(source, state, reason, chunks, tokens, size, doc_id)])
-
     def update_items(self, job_id: str, outcomes: Sequence[JobItem]) -> None:
-        """Set what became of several items in one transaction: all of them or, on an error, none. Raises
-        NotFound as `update_item` does.
+        """Set the outcomes of items in one transaction. Raises NotFound (``job_item_not_found``), and then
+        changes none.
         """
         for item in outcomes:
             if item.state not in ITEM_STATES:
@@ -132,18 +121,9 @@ class JobStore:
         with self._database.write() as connection:
             for item in outcomes:
                 cursor = connection.execute(
-                    "UPDATE job_items SET state = ?, reason = ?, chunks = ?, tokens = ?, size_bytes = ?, doc_id = ?"
-                    " WHERE job_id = ? AND source = ?",
-                    (
-                        item.state,
-                        item.reason,
-                        item.chunks,
-                        item.tokens,
-                        item.size_bytes,
-                        item.doc_id,
-                        job_id,
-                        item.source,
-                    ),
+                    "UPDATE job_items SET state = ?2, reason = ?3, chunks = ?4, tokens = ?5, size_bytes = ?6,"
+                    " doc_id = ?7 WHERE source = ?1 AND job_id = ?8",
+                    (*astuple(item), job_id),
                 )
                 if cursor.rowcount == 0:
                     _job(connection, job_id)
@@ -151,18 +131,19 @@ class JobStore:
             connection.execute("UPDATE jobs SET updated_at = ? WHERE job_id = ?", (time.time(), job_id))
 
     def items(self, job_id: str, state: str | None = None) -> Items:
-        """The items in the order they were added, or those in ``state``."""
+        """The items (in a state), in the order of addition."""
         with self._database.read() as connection:
             _job(connection, job_id)
             rows = connection.execute(
-                f"SELECT {_ITEM} FROM job_items WHERE job_id = ?1 AND (?2 IS NULL OR state = ?2) ORDER BY item",
+                f"SELECT {_ITEM} FROM job_items WHERE job_id = ?1 AND (?2 IS NULL OR state = ?2)"
+                " ORDER BY item",
                 (job_id, state),
             )
             return [JobItem(*row) for row in rows]
 
     def finish(self, job_id: str, state: str, error: str | None = None, *, worker: str | None = None) -> Job:
-        """End it as done, failed or cancelled. With ``worker``, raises Conflict if the job is not that
-        worker's any more.
+        """End a job as done, failed or cancelled. With ``worker``, raises Conflict if that worker has lost
+        its lease.
         """
         if state not in _FINISHED:
             raise InvalidRequest(
@@ -177,16 +158,18 @@ class JobStore:
                     code="job_lease_lost",
                 )
             connection.execute(
-                "UPDATE jobs SET state = ?, error = ?, worker = NULL, lease_until = NULL, updated_at = ? WHERE job_id = ?",
+                "UPDATE jobs SET state = ?, error = ?, worker = NULL, lease_until = NULL, updated_at = ?"
+                " WHERE job_id = ?",
                 (state, error, time.time(), job_id),
             )
             return _job(connection, job_id)
 
     def request_cancel(self, job_id: str) -> Job:
-        """A queued job is cancelled at once, a running one is asked to stop, a finished one stays as it is."""
+        """Cancel a queued job at once and ask a running one to stop; a finished job stays as it is."""
         with self._database.write() as connection:
             connection.execute(
-                "UPDATE jobs SET cancel_requested = 1, state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END, updated_at = ?"
+                "UPDATE jobs SET cancel_requested = 1, updated_at = ?,"
+                " state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END"
                 " WHERE job_id = ? AND state IN ('queued', 'running')",
                 (time.time(), job_id),
             )
@@ -226,30 +209,18 @@ def _job(connection: sqlite3.Connection, job_id: str) -> Job:
 
 
 def _to_job(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Job:
-    job_id, namespace, state, spec, error, cancel_requested, worker, lease_until, created_at, updated_at = row
+    job_id, namespace, state, spec, error, cancel_requested, *rest = row
     counts = dict.fromkeys(ITEM_STATES, 0)
     totals = [0, 0, 0]
     rows = connection.execute(
-        "SELECT state, count(*), sum(chunks), sum(tokens), sum(size_bytes) FROM job_items WHERE job_id = ? GROUP BY state",
+        "SELECT state, count(*), sum(chunks), sum(tokens), sum(size_bytes) FROM job_items"
+        " WHERE job_id = ? GROUP BY state",
         (job_id,),
     )
     for item_state, n, *sums in rows:
         counts[item_state] = n
         totals = [total + part for total, part in zip(totals, sums, strict=True)]
-    return Job(
-        job_id=job_id,
-        namespace=namespace,
-        state=state,
-        spec=json.loads(spec),
-        counts=counts,
-        n_items=sum(counts.values()),
-        chunks=totals[0],
-        tokens=totals[1],
-        size_bytes=totals[2],
-        error=error,
-        cancel_requested=bool(cancel_requested),
-        worker=worker,
-        lease_until=lease_until,
-        created_at=created_at,
-        updated_at=updated_at,
-    )
+    chunks, tokens, size_bytes = totals
+    n_items = sum(counts.values())
+    columns = (counts, n_items, chunks, tokens, size_bytes, error, bool(cancel_requested), *rest)
+    return Job(job_id, namespace, state, json.loads(spec), *columns)

@@ -1,4 +1,6 @@
-"""Namespaces, documents and chunks in SQL. Functions over a connection: the caller owns the transaction."""
+"""Namespaces, documents and chunks in SQL. The functions take a connection; the caller owns the
+transaction.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ _DOCUMENT = (
     "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, "
     "d.created_at, d.updated_at, d.metadata"
 )
-_CHUNK = 'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, d.source, d.title, d.metadata'
+_CHUNK = (
+    'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, '
+    "d.source, d.title, d.metadata"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Namespace:
     log_floor: int
 
     def info(self) -> NamespaceInfo:
+        """The public part."""
         return NamespaceInfo(
             self.name,
             self.embedder,
@@ -63,12 +69,13 @@ class Namespace:
 
 
 def namespaces(connection: sqlite3.Connection) -> list[Namespace]:
-    return [
-        Namespace(*row) for row in connection.execute(f"SELECT {_NAMESPACE} FROM namespaces ORDER BY name")
-    ]
+    """All namespaces, by name."""
+    rows = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces ORDER BY name")
+    return [Namespace(*row) for row in rows]
 
 
 def find_namespace(connection: sqlite3.Connection, name: str) -> Namespace | None:
+    """The namespace of a name, or None."""
     row = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE name = ?", (name,)).fetchone()
     return Namespace(*row) if row else None
 
@@ -82,11 +89,13 @@ def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
 
 
 def namespace_by_id(connection: sqlite3.Connection, namespace_id: int) -> Namespace | None:
+    """The namespace of an id, or None once it was dropped."""
     row = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE id = ?", (namespace_id,)).fetchone()
     return Namespace(*row) if row else None
 
 
 def namespace_not_found(name: str) -> NotFound:
+    """The error for a namespace that does not exist."""
     return NotFound(
         f"There is no namespace {name!r}.",
         hint="Ingest something into it first, or list those there are.",
@@ -100,7 +109,7 @@ def create_namespace(
     """Raises InvalidRequest for a bad name or dimension."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
-            f"{name!r} is no namespace name.",
+            f"{name!r} is not a namespace name.",
             hint="Letters, digits, '_', '.' and '-', at most 64, starting with a letter or digit.",
             code="invalid_namespace",
             param="namespace",
@@ -119,13 +128,13 @@ def create_namespace(
 
 
 def set_index_type(connection: sqlite3.Connection, ns: Namespace, index_type: str) -> None:
-    """A version of its own, so that other processes notice."""
+    """Change the type in a version of its own, so that other processes notice."""
     connection.execute("UPDATE namespaces SET index_type = ? WHERE id = ?", (index_type, ns.id))
     _commit_version(connection, ns, ns.version + 1, ns.changed, ns.n_documents, ns.n_chunks, ns.n_tokens)
 
 
 def stamp_of(connection: sqlite3.Connection, namespace_id: int, version: int) -> int | None:
-    """The random mark of a version; None for one that the registry has not been through, or has forgotten."""
+    """The random stamp of a version; None for one that the registry never had, or has pruned."""
     row = connection.execute(
         "SELECT stamp FROM versions WHERE namespace_id = ? AND version = ?", (namespace_id, version)
     ).fetchone()
@@ -137,39 +146,15 @@ def _stamp() -> int:
 
 
 def to_document(namespace_name: str, row: tuple[Any, ...]) -> Document:
-    (
-        doc_id,
-        source,
-        title,
-        content_hash,
-        mime,
-        size_bytes,
-        n_chunks,
-        n_tokens,
-        created_at,
-        updated_at,
-        metadata,
-    ) = row
-    return Document(
-        doc_id,
-        namespace_name,
-        source,
-        title,
-        content_hash,
-        mime,
-        size_bytes,
-        n_chunks,
-        n_tokens,
-        created_at,
-        updated_at,
-        json.loads(metadata),
-    )
+    """A document from a row of ``_DOCUMENT``."""
+    columns: tuple[Any, ...] = (row[0], namespace_name, *row[1:-1], json.loads(row[-1]))
+    return Document(*columns)
 
 
 def write_documents(
     connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared]
 ) -> list[Document]:
-    """Write the batch as version ``ns.version + 1``, each document in place of the one of the same source."""
+    """Write the batch as version ``ns.version + 1``, replacing documents of the same sources."""
     now = time.time()
     version = ns.version + 1
     documents, chunks, tokens, changed = ns.n_documents, ns.n_chunks, ns.n_tokens, ns.changed
@@ -177,12 +162,8 @@ def write_documents(
     for item in batch:
         old = _delete(connection, ns, version, item.doc_id)
         if old is not None:
-            documents, chunks, tokens, changed = (
-                documents - 1,
-                chunks - old[0],
-                tokens - old[1],
-                changed + old[0],
-            )
+            documents, changed = documents - 1, changed + old[0]
+            chunks, tokens = chunks - old[0], tokens - old[1]
         n, n_tokens = len(item.chunks), sum(chunk.n_tokens for chunk in item.chunks)
         row = (
             item.doc_id,
@@ -199,8 +180,10 @@ def write_documents(
         )
         first_id = _next_chunk_id(connection)
         cursor = connection.execute(
-            "INSERT INTO documents (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at, updated_at,"
-            " metadata, namespace_id, first_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO documents"
+            " (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at,"
+            " updated_at, metadata, namespace_id, first_id)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (*row, ns.id, first_id),
         )
         _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)
@@ -212,7 +195,7 @@ def write_documents(
 
 
 def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
-    """Remove it as version ``ns.version + 1``. Raises NotFound."""
+    """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id)
     _delete(connection, ns, ns.version + 1, doc_id)
     _commit_version(
@@ -230,10 +213,11 @@ def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) 
 def _delete(
     connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str
 ) -> tuple[int, int, float] | None:
-    """(chunks, tokens, created_at) of what was removed."""
+    """Remove a document if it exists. Returns its (chunks, tokens, created_at)."""
     log_document(connection, ns.name, ns.id, doc_id)
     row = connection.execute(
-        "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ? RETURNING first_id, n_chunks, n_tokens, created_at",
+        "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ?"
+        " RETURNING first_id, n_chunks, n_tokens, created_at",
         (ns.id, doc_id),
     ).fetchone()
     if row is None:
@@ -258,7 +242,8 @@ def _insert_chunks(
     item: Prepared,
 ) -> None:
     connection.executemany(
-        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
+        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text)'
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
             (first_id + i, document, i, c.start, c.end, c.page, c.n_tokens, c.text)
             for i, c in enumerate(item.chunks)
@@ -267,7 +252,8 @@ def _insert_chunks(
     for start in range(0, len(item.vectors), VECTORS_PER_ROW):
         block = item.vectors[start : start + VECTORS_PER_ROW]
         connection.execute(
-            "INSERT INTO vectors (first_id, namespace_id, version, n, document, data) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO vectors (first_id, namespace_id, version, n, document, data)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
             (first_id + start, ns.id, version, len(block), document, block.tobytes()),
         )
 
@@ -282,7 +268,8 @@ def _commit_version(
     tokens: int,
 ) -> None:
     connection.execute(
-        "UPDATE namespaces SET version = ?, changed = ?, n_documents = ?, n_chunks = ?, n_tokens = ? WHERE id = ?",
+        "UPDATE namespaces SET version = ?, changed = ?, n_documents = ?, n_chunks = ?, n_tokens = ?"
+        " WHERE id = ?",
         (version, changed, documents, chunks, tokens, ns.id),
     )
     connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, version, _stamp()))
@@ -310,6 +297,9 @@ def list_documents(
     after: str | None,
     prefix: str | None,
 ) -> list[Document]:
+    """Up to ``limit`` documents that meet the condition, by doc_id, behind ``after``, with this source
+    prefix.
+    """
     sql, parameters = condition
     where = f"d.namespace_id = ? AND {sql}"
     values: list[Any] = [ns.id, *parameters]
@@ -324,24 +314,27 @@ def list_documents(
 
 
 def to_chunk(row: Any) -> Chunk:
+    """A chunk from a row of ``_CHUNK``."""
     return Chunk(*[*row[:10], json.loads(row[10])])
 
 
 def chunks_by_id(connection: sqlite3.Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
-    """Those of the chunks that are there and belong to the namespace."""
+    """The chunks that exist and belong to the namespace, by id."""
     rows = connection.execute(
-        f"SELECT {_CHUNK} FROM json_each(?) wanted JOIN chunks c ON c.chunk_id = wanted.value JOIN documents d ON d.id = c.document"
-        " WHERE d.namespace_id = ?",
+        # CROSS JOIN keeps this order: left to itself, SQLite reads all chunks of the namespace
+        f"SELECT {_CHUNK} FROM json_each(?) wanted CROSS JOIN chunks c ON c.chunk_id = wanted.value"
+        " CROSS JOIN documents d ON d.id = c.document WHERE d.namespace_id = ?",
         (json.dumps(list(chunk_ids)), ns.id),
     )
     return {row[0]: to_chunk(row) for row in rows}
 
 
 def document_chunks(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> list[Chunk]:
-    """In the order of the text. Raises NotFound."""
+    """A document's chunks in text order. Raises NotFound."""
     get_document(connection, ns, doc_id)
     rows = connection.execute(
-        f"SELECT {_CHUNK} FROM documents d JOIN chunks c ON c.document = d.id WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal",
+        f"SELECT {_CHUNK} FROM documents d JOIN chunks c ON c.document = d.id"
+        " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal",
         (ns.id, doc_id),
     )
     return [to_chunk(row) for row in rows]
@@ -360,7 +353,8 @@ def selected_ids(connection: sqlite3.Connection, ns_id: int, condition: tuple[st
     """Ids of all chunks whose document meets the condition, ascending."""
     sql, parameters = condition
     rows = connection.execute(
-        f"SELECT d.first_id, d.n_chunks FROM documents d WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}",
+        "SELECT d.first_id, d.n_chunks FROM documents d"
+        f" WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}",
         [ns_id, *parameters],
     )
     return expand(rows.fetchall())

@@ -1,52 +1,57 @@
-"""The registry's tables. What each is for stands beside it; :mod:`ragserve_index.database` opens them."""
+"""The registry's tables, with a comment on each. :mod:`ragserve_index.database` creates them."""
 
 from __future__ import annotations
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
 SCHEMA_VERSION = 2
 
-_EVICTIONS = """-- Texts that were removed and whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
+_EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, doc_id TEXT, title TEXT NOT NULL, text TEXT, created_at REAL NOT NULL
+  id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, doc_id TEXT, title TEXT NOT NULL, text TEXT,
+  created_at REAL NOT NULL
 );
 CREATE INDEX evictions_by_document ON evictions (namespace, doc_id);
 """
 
 TABLES = (
     """
--- version grows by one with each committed change of the namespace's documents; changed counts the vectors ever added or removed.
+-- version grows by one with each committed change of documents; changed counts vectors ever added or removed.
 CREATE TABLE namespaces (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, embedder TEXT NOT NULL, dim INTEGER NOT NULL,
-  index_type TEXT NOT NULL, version INTEGER NOT NULL DEFAULT 0, changed INTEGER NOT NULL DEFAULT 0,
-  n_documents INTEGER NOT NULL DEFAULT 0, n_chunks INTEGER NOT NULL DEFAULT 0, n_tokens INTEGER NOT NULL DEFAULT 0,
+  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, embedder TEXT NOT NULL,
+  dim INTEGER NOT NULL, index_type TEXT NOT NULL, version INTEGER NOT NULL DEFAULT 0,
+  changed INTEGER NOT NULL DEFAULT 0, n_documents INTEGER NOT NULL DEFAULT 0,
+  n_chunks INTEGER NOT NULL DEFAULT 0, n_tokens INTEGER NOT NULL DEFAULT 0,
   created_at REAL NOT NULL, uid TEXT NOT NULL, log_floor INTEGER NOT NULL DEFAULT 0
 );
 
--- One row per version: a random stamp, so that an index file of a registry restored from a backup is told from ours.
+-- A random stamp per version, which tells our index file from one of a registry restored from a backup.
 CREATE TABLE versions (
-  namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE, version INTEGER NOT NULL, stamp INTEGER NOT NULL,
-  PRIMARY KEY (namespace_id, version)
+  namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE, version INTEGER NOT NULL,
+  stamp INTEGER NOT NULL, PRIMARY KEY (namespace_id, version)
 ) WITHOUT ROWID;
 
--- The change log's deletions: chunks first_id .. first_id + n - 1 went away in this version. Its additions are the rows of vectors.
+-- The change log's deletions: chunks first_id .. first_id + n - 1 were removed in this version. Its additions
+-- are the rows of vectors.
 CREATE TABLE removals (
   namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE, version INTEGER NOT NULL,
   first_id INTEGER NOT NULL, n INTEGER NOT NULL, PRIMARY KEY (namespace_id, version, first_id)
 ) WITHOUT ROWID;
 
--- A document's chunks have consecutive ids from first_id on (one transaction writes them), so filters select ranges.
+-- A document's chunks have consecutive ids from first_id on, so filters select ranges.
 CREATE TABLE documents (
-  id INTEGER PRIMARY KEY, namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE, doc_id TEXT NOT NULL,
-  source TEXT NOT NULL, title TEXT NOT NULL, content_hash TEXT NOT NULL, mime TEXT NOT NULL, size_bytes INTEGER NOT NULL,
+  id INTEGER PRIMARY KEY, namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE,
+  doc_id TEXT NOT NULL, source TEXT NOT NULL, title TEXT NOT NULL, content_hash TEXT NOT NULL,
+  mime TEXT NOT NULL, size_bytes INTEGER NOT NULL,
   first_id INTEGER NOT NULL, n_chunks INTEGER NOT NULL, n_tokens INTEGER NOT NULL,
   created_at REAL NOT NULL, updated_at REAL NOT NULL, metadata TEXT NOT NULL,
   UNIQUE (namespace_id, doc_id)
 );
 
--- AUTOINCREMENT: an id is never used twice, so a row read once is right for as long as anyone remembers its id.
+-- AUTOINCREMENT: an id is never used twice, and rows never change, so a row read later is the right one.
 CREATE TABLE chunks (
-  chunk_id INTEGER PRIMARY KEY AUTOINCREMENT, document INTEGER NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
-  ordinal INTEGER NOT NULL, start INTEGER NOT NULL, "end" INTEGER NOT NULL, page INTEGER, n_tokens INTEGER NOT NULL, text TEXT NOT NULL
+  chunk_id INTEGER PRIMARY KEY AUTOINCREMENT,
+  document INTEGER NOT NULL REFERENCES documents(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
+  start INTEGER NOT NULL, "end" INTEGER NOT NULL, page INTEGER, n_tokens INTEGER NOT NULL, text TEXT NOT NULL
 );
 CREATE INDEX chunks_by_document ON chunks (document);
 
@@ -60,13 +65,15 @@ CREATE INDEX vectors_by_document ON vectors (document);
 
 CREATE TABLE jobs (
   job_id TEXT PRIMARY KEY, namespace TEXT NOT NULL, state TEXT NOT NULL, spec TEXT NOT NULL, error TEXT,
-  cancel_requested INTEGER NOT NULL DEFAULT 0, worker TEXT, lease_until REAL, created_at REAL NOT NULL, updated_at REAL NOT NULL
+  cancel_requested INTEGER NOT NULL DEFAULT 0, worker TEXT, lease_until REAL, created_at REAL NOT NULL,
+  updated_at REAL NOT NULL
 );
 CREATE INDEX jobs_by_state ON jobs (state, created_at);
 
 CREATE TABLE job_items (
-  item INTEGER PRIMARY KEY, job_id TEXT NOT NULL REFERENCES jobs(job_id) ON DELETE CASCADE, source TEXT NOT NULL,
-  state TEXT NOT NULL DEFAULT 'pending', reason TEXT, chunks INTEGER NOT NULL DEFAULT 0, tokens INTEGER NOT NULL DEFAULT 0,
+  item INTEGER PRIMARY KEY, job_id TEXT NOT NULL REFERENCES jobs(job_id) ON DELETE CASCADE,
+  source TEXT NOT NULL, state TEXT NOT NULL DEFAULT 'pending', reason TEXT,
+  chunks INTEGER NOT NULL DEFAULT 0, tokens INTEGER NOT NULL DEFAULT 0,
   size_bytes INTEGER NOT NULL DEFAULT 0, doc_id TEXT, UNIQUE (job_id, source)
 );
 CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, size_bytes);
@@ -76,6 +83,6 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
 )
 
 MIGRATIONS = {1: _EVICTIONS}
-"""What makes a registry of one format one of the next."""
+"""The statements that bring a registry from one format to the next."""
 
 VECTORS_PER_ROW = 1024

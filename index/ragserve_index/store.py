@@ -1,5 +1,5 @@
-"""IndexStore: documents, chunks and vectors of a data directory, and searching them. See the README beside
-this file.
+"""IndexStore: the documents, chunks and vectors of a data directory, and searches. README.md has the
+promises.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from ragserve_index import batch as batches
-from ragserve_index import index_files as files
 from ragserve_index import registry, structures
 from ragserve_index.database import Database, is_full, storage_full
 from ragserve_index.errors import Conflict, InvalidRequest, NotFound, RegistryDamaged, Unavailable
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.gpu import ON_GPU, GpuMirror
-from ragserve_index.indexes import Indexes
+from ragserve_index.index import file_format
+from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_namespace
 from ragserve_index.search import Searcher
 from ragserve_index.structures import Floats, Ids
@@ -35,14 +35,16 @@ from ragserve_index.types import (
 
 
 class IndexStore:
-    """One data directory. Thread-safe, and safe beside other processes that use the same directory.
+    """One data directory. Thread-safe, and safe with other processes that use the same directory.
 
-    Errors are those of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
+    Raises the errors of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
     ``chunk_not_found``), InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and
     RegistryDamaged when SQLite cannot read its file."""
 
     def __init__(self, data_dir: Path, *, index_type: str = "flat", device: str = "cpu") -> None:
-        """Open ``data_dir``, made if absent. ``index_type`` is for new namespaces; ``device`` is cpu or gpu."""
+        """Open ``data_dir``, creating it if absent. ``index_type`` is for new namespaces; ``device`` is cpu
+        or gpu.
+        """
         structures.check_type(index_type)
         if device not in ("cpu", "gpu"):
             raise InvalidRequest(
@@ -62,7 +64,7 @@ class IndexStore:
             self._directory.mkdir(parents=True, exist_ok=True)
             self.database = Database(self.data_dir / "ragserve.sqlite3")
             try:
-                files.remove_leftovers(self._directory, self._known_files)
+                file_format.remove_leftovers(self._directory, self._known_files)
             except BaseException:
                 self.database.close()
                 raise
@@ -74,13 +76,13 @@ class IndexStore:
                 hint="Check its owner and permissions.",
                 code="data_dir",
             ) from error
-        self._indexes = Indexes(self.database, self._directory, gpu)
-        self._searcher = Searcher(self.database, self._indexes)
+        self._pool = IndexPool(self.database, self._directory, gpu)
+        self._searcher = Searcher(self.database, self._pool)
         self._closed = False
 
     def _known_files(self) -> set[Path]:
         with self.database.read() as connection:
-            return {files.index_path(self._directory, ns.id) for ns in registry.namespaces(connection)}
+            return {file_format.index_path(self._directory, ns.id) for ns in registry.namespaces(connection)}
 
     def __enter__(self) -> IndexStore:
         return self
@@ -95,8 +97,8 @@ class IndexStore:
     def ensure_namespace(
         self, name: str, *, embedder: str, dim: int, index_type: str | None = None
     ) -> NamespaceInfo:
-        """The namespace, made if absent. ``index_type`` counts only then (see :meth:`rebuild`). Raises
-        Conflict for another embedder.
+        """Return the namespace, creating it if absent; ``index_type`` applies only then (see
+        :meth:`rebuild`). Raises Conflict for another embedder.
         """
         kind = structures.check_type(index_type or self.index_type)
         with self.database.read() as connection:
@@ -108,30 +110,30 @@ class IndexStore:
                 )
         if (ns.embedder, ns.dim) != (embedder, dim):
             raise Conflict(
-                f"Namespace {name!r} holds vectors of {ns.embedder} with {ns.dim} components, not of {embedder} with {dim}.",
+                f"Namespace {name!r} holds vectors of {ns.embedder} with {ns.dim} components, "
+                f"not of {embedder} with {dim}.",
                 hint="Use that embedder, or another namespace, or drop this one and ingest again.",
                 code="embedder_mismatch",
             )
         return ns.info()
 
     def namespaces(self) -> list[NamespaceInfo]:
-        """All of them, by name."""
+        """All namespaces, by name."""
         with self.database.read() as connection:
             return [ns.info() for ns in registry.namespaces(connection)]
 
     def namespace(self, name: str) -> NamespaceInfo:
         """Raises NotFound."""
-        with self.database.read() as connection:
-            return registry.namespace(connection, name).info()
+        return self._namespace(name).info()
 
     def drop_namespace(self, name: str) -> NamespaceInfo:
-        """Remove it with all its documents; what it was. Raises NotFound."""
+        """Remove a namespace with all its documents and return what it was. Raises NotFound."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, name)
             log_namespace(connection, name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
-        self._indexes.forget(ns.id)
-        files.index_path(self._directory, ns.id).unlink(missing_ok=True)
+        self._pool.forget(ns.id)
+        file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
         return ns.info()
 
     # documents
@@ -139,8 +141,8 @@ class IndexStore:
     def replace_documents(
         self, namespace: str, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]
     ) -> list[Document]:
-        """Write documents with their chunks and vectors [n_chunks, dim] float32 of length 1, each in place of
-        the one of the same source.
+        """Write documents with their chunks and vectors, [n_chunks, dim] float32 of length 1, replacing those
+        of the same sources.
 
         One transaction: when this returns, all of it is on disk; when it raises or the process dies, none of
         it is."""
@@ -152,19 +154,19 @@ class IndexStore:
             now = registry.namespace(connection, namespace)
             if now.dim != ns.dim:
                 raise Conflict(
-                    f"Namespace {namespace!r} was dropped and made anew with another embedder.",
+                    f"Namespace {namespace!r} was dropped and created again with another embedder.",
                     code="embedder_mismatch",
                 )
             written = registry.write_documents(connection, now, prepared)
-        self._indexes.after_write(ns.id)
+        self._pool.after_write(ns.id)
         return written
 
     def remove_document(self, namespace: str, doc_id: str) -> Document:
-        """What was removed. Raises NotFound."""
+        """Remove a document and return it. Raises NotFound."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, namespace)
             removed = registry.delete_document(connection, ns, doc_id)
-        self._indexes.after_write(ns.id)
+        self._pool.after_write(ns.id)
         return removed
 
     def document(self, namespace: str, doc_id: str) -> Document:
@@ -173,7 +175,7 @@ class IndexStore:
             return registry.get_document(connection, registry.namespace(connection, namespace), doc_id)
 
     def find_source(self, namespace: str, source: str) -> Document | None:
-        """The document of that source, or None. Raises NotFound for the namespace."""
+        """The document of a source, or None. Raises NotFound for the namespace."""
         try:
             return self.document(namespace, batches.document_id(namespace, source))
         except NotFound as error:
@@ -190,7 +192,7 @@ class IndexStore:
         after: str | None = None,
         source_prefix: str | None = None,
     ) -> list[Document]:
-        """Up to ``limit`` documents by doc_id, from the one behind ``after`` on."""
+        """Up to ``limit`` documents in the order of doc_id, starting behind ``after``."""
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
         condition = compile_filter(filter) if filter is not None else ("1", [])
@@ -199,7 +201,7 @@ class IndexStore:
             return registry.list_documents(connection, ns, condition, limit, after, source_prefix)
 
     def chunks(self, namespace: str, chunk_ids: Sequence[int]) -> list[Chunk]:
-        """The chunks in the order asked for. Raises NotFound if one of them is not in the namespace (any
+        """The chunks in the order of ``chunk_ids``. Raises NotFound if one is not in the namespace (any
         more).
         """
         with self.database.read() as connection:
@@ -216,17 +218,17 @@ class IndexStore:
             ) from None
 
     def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
-        """All chunks of a document, in order. Raises NotFound."""
+        """All chunks of a document, in text order. Raises NotFound."""
         with self.database.read() as connection:
             return registry.document_chunks(connection, registry.namespace(connection, namespace), doc_id)
 
-    # searching
+    # searches
 
     def search(
         self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
     ) -> SearchResult:
-        """The k best chunks per query [n, dim] float32, all of one committed version; fewer than k only where
-        there are fewer.
+        """The k best chunks for each query [n, dim] float32, all of one committed version; fewer than k only
+        if fewer exist.
 
         flat is exact, sq8 compares all vectors rounded to 8 bits, ivf and hnsw are approximate (exact when
         few are selected). Raises InvalidRequest for k outside 1..10,000, queries of another shape or not
@@ -236,24 +238,22 @@ class IndexStore:
     def search_ids(
         self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
     ) -> tuple[Floats, Ids, int]:
-        """As :meth:`search`, without the rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 where there
-        is none), the version.
+        """Search as :meth:`search`, without rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 for
+        none), the version.
         """
         return self._searcher.search_ids(namespace, queries, k, filter)
 
     def faiss_index(self, namespace: str) -> Any:
-        """The FAISS index as it is now, for measurements. It belongs to the store: search it, alone, and
-        change nothing.
-        """
-        live = self._indexes.of(self._namespace(namespace))
-        live.catch_up()
-        return live.structure.index if live.structure is not None else None
+        """The FAISS index as it is now, for measurements. Search it from one thread and change nothing."""
+        index = self._pool.of(self._namespace(namespace))
+        index.catch_up()
+        return index.structure.index if index.structure is not None else None
 
-    # upkeep
+    # maintenance
 
     def check(self, namespace: str | None = None) -> list[IndexReport]:
-        """Compare everything that should agree, per namespace (or for one). Raises RegistryDamaged if SQLite
-        finds its file damaged.
+        """Check all namespaces (or one) for inconsistencies. Raises RegistryDamaged if SQLite's own check
+        fails.
         """
         lines = self.database.quick_check()
         if lines:
@@ -261,52 +261,44 @@ class IndexStore:
                 f"The registry {self.database.path} is damaged: {'; '.join(lines)}.",
                 hint="Restore it from a backup, or move the data directory away and ingest again.",
             )
-        with self.database.read() as connection:
-            found = (
-                registry.namespaces(connection)
-                if namespace is None
-                else [registry.namespace(connection, namespace)]
-            )
-        return [check_namespace(self.database, self._indexes.of(ns)) for ns in found]
+        return [check_namespace(self.database, self._pool.of(ns)) for ns in self._chosen(namespace)]
 
     def rebuild(self, namespace: str, *, index_type: str | None = None) -> NamespaceInfo:
-        """Build the index anew from the registry and save it, with ``index_type`` as another type. Searches
-        go on meanwhile.
+        """Rebuild the index from the registry and save it, optionally as another type. Searches go on
+        meanwhile.
         """
         ns = self._namespace(namespace)
         if index_type is not None and structures.check_type(index_type) != ns.index_type:
             with self.database.write() as connection:
                 registry.set_index_type(connection, registry.namespace(connection, namespace), index_type)
-        live = self._indexes.of(ns)
-        live.rebuild("asked for")
-        live.save()
+        index = self._pool.of(ns)
+        index.rebuild("requested")
+        index.save()
         return self.namespace(namespace)
 
     def save(self, namespace: str | None = None) -> None:
-        """Bring the index of one or all namespaces up and write its file, if it is not as new. Raises
+        """Bring the index of all namespaces (or one) up to date and write its file if that is older. Raises
         StorageFull.
         """
-        with self.database.read() as connection:
-            found = (
-                registry.namespaces(connection)
-                if namespace is None
-                else [registry.namespace(connection, namespace)]
-            )
-        for ns in found:
-            live = self._indexes.of(ns)
-            live.catch_up()
-            live.maintain()
-            live.save()
+        for ns in self._chosen(namespace):
+            self._pool.of(ns).bring_up_and_save()
 
     def close(self) -> None:
-        """Save what is worth it and close. Idempotent; a failing save is logged, for the registry holds all
-        of it.
+        """Save indexes where worth it, and close. Idempotent. A failing save is only logged: the registry
+        holds everything.
         """
         if not self._closed:
             self._closed = True
-            self._indexes.close()
+            self._pool.close()
             self.database.close()
 
     def _namespace(self, name: str) -> registry.Namespace:
         with self.database.read() as connection:
             return registry.namespace(connection, name)
+
+    def _chosen(self, name: str | None) -> list[registry.Namespace]:
+        """One namespace, or all."""
+        if name is not None:
+            return [self._namespace(name)]
+        with self.database.read() as connection:
+            return registry.namespaces(connection)

@@ -1,4 +1,4 @@
-"""Plain data of the index: what goes in, what comes out."""
+"""Plain data of the index's interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MetadataValue = str | int | float | bool | None | list[str]
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A run of a document's text: ``document_text[start:end] == text``. ``page`` counts from 1 where the
+    """A passage of a document's text: ``document_text[start:end] == text``. ``page`` counts from 1, if the
     format has pages.
     """
 
@@ -25,8 +25,8 @@ class NewChunk:
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document to index. ``source`` (absolute path, URL or given name) is its identity in the namespace;
-    the same source replaces it.
+    """A document to index. ``source`` (absolute path, URL or given name) identifies it in the namespace: the
+    same source replaces it.
     """
 
     source: str
@@ -39,8 +39,8 @@ class NewDocument:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An indexed document. Times are Unix seconds. ``doc_id`` depends on namespace and source alone, so it
-    survives replacement.
+    """An indexed document. Times are Unix seconds. ``doc_id`` depends on namespace and source alone, and
+    stays the same when the document is replaced.
     """
 
     doc_id: str
@@ -59,7 +59,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """An indexed chunk with what a citation needs of its document. ``chunk_id`` is a positive int64, never
+    """An indexed chunk, with its document's fields for citations. ``chunk_id`` is a positive int64, never
     reused.
     """
 
@@ -77,9 +77,9 @@ class Chunk:
 
 
 class Hit(NamedTuple):
-    """A retrieved chunk; ``score`` is the inner product of L2-normalised vectors (cosine), higher is better."""
-
-    # a tuple, not a frozen dataclass: ten of them are made per search, and a search may take 50 microseconds
+    """A retrieved chunk; ``score`` is the inner product of L2-normalised vectors (cosine), higher
+    is better.
+    """
 
     chunk: Chunk
     score: float
@@ -109,18 +109,18 @@ class NamespaceInfo:
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """What :meth:`IndexStore.check` found out about one namespace. ``problems`` is empty when all is well."""
+    """Result of :meth:`IndexStore.check` for one namespace; ``problems`` is empty when all is well."""
 
     namespace: str
     index_type: str
-    structure: str  # what is in memory: sq8 and ivf are flat until there are enough vectors to train on
+    structure: str  # in memory: sq8 and ivf are flat until there are enough vectors to train on
     version: int
     n_documents: int
     n_chunks: int
     n_indexed: int  # vectors that a search can find
     n_tombstones: int  # removed vectors still in an hnsw graph, filtered out of every search
     index_bytes: int  # size of the saved index file, 0 without one
-    file: str  # "current", "behind", "missing", or "damaged: why"; behind and missing are normal, the next open catches up
+    file: str  # current, behind, missing (both normal: the next open catches up), or "damaged: reason"
     problems: tuple[str, ...] = ()
 
     @property
@@ -157,17 +157,18 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """paths, upload or stdin: an ingestion, by where its sources come from; warm: a warm-up."""
+        """paths, upload or stdin for an ingestion, by the origin of its sources; warm for a warm-up."""
         return str(self.spec.get("kind", ""))
 
     @property
     def finished(self) -> bool:
+        """True once the job has ended."""
         return self.state in {"done", "failed", "cancelled"}
 
 
 @dataclass(frozen=True, slots=True)
 class JobItem:
-    """One source of a job, in the order it was added. ``reason`` says why it failed or was skipped."""
+    """One source of a job and its outcome. ``reason`` says why it failed or was skipped."""
 
     source: str
     state: str  # one of ITEM_STATES

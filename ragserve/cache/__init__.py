@@ -1,1 +1,1 @@
-"""The product's side of the KV cache: warm-up, evictions, the cache folder and its lock."""
+"""The product's side of the document cache: warm-up, evictions, the cache folder and its lock."""

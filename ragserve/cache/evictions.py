@@ -1,10 +1,10 @@
-"""Delete means delete: the KV of texts that are no longer indexed leaves every tier of the document cache.
+"""Eviction of the KV of removed texts from every tier of the document cache.
 
-Each removal is noted in the registry by the transaction that removes (`ragserve_index.evictions`), whoever
-does it. A server reads that log: at once after its own removals and jobs, and within `POLL_S` after those of
-other processes. Where no server runs, the command that removed cleans the files on disk. Nothing is lost by a
-crash, for rows stay until they have been acted on, and acting twice is harmless: KV that is evicted too often
-is computed again. Until then nobody is served from it, because nobody retrieves the text."""
+The transaction that removes a text logs it in the registry (`ragserve_index.evictions`). A server reads that
+log: at once after its own removals and jobs, and within `POLL_S` after those of other processes. If no server
+runs, the removing command cleans the files on disk. A crash loses nothing: rows stay until they have been
+acted on, and acting twice only costs a recomputation. Until then the KV is unused, because the text is no
+longer retrieved."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.cache import lock as serving
+from ragserve.cache import folder, lock
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
 from ragserve.errors import NotFound, RagserveError, Unavailable
 from ragserve_index import Eviction, EvictionLog, IndexStore
-from ragserve_index.evictions import rows_of
+from ragserve_index.evictions import by_namespace
 
 __all__ = ["Evictor", "clean_files", "note_engine"]
 
 log = logging.getLogger(__name__)
 POLL_S = 0.25
 GRACE_S = 60.0
-"""A query that had retrieved a text before it was removed may still cache its KV; so each row is acted on
-once more after this time.
+"""A query that retrieved a text before its removal may still cache its KV, so each row is acted on once more
+after this time.
 """
 _BATCH = 256
 _NOTE = "engine.json"
 
 
 class Evictor:
-    """A server's reader of the log. Its methods run on the server's event loop."""
+    """A server's reader of the log. Runs on the server's event loop."""
 
     def __init__(self, store: IndexStore, engine: Engine, prompts: PromptBuilder) -> None:
         self._store = store
@@ -46,12 +46,12 @@ class Evictor:
         self._engine = engine
         self._prompts = prompts
         self._lock = asyncio.Lock()
-        self._first = self._second = 0  # ids up to which rows were acted on at once, and again after GRACE_S
+        self._first = self._second = 0  # last ids acted on at once, and again after GRACE_S
         self._mark: int | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Act on what is there, then follow the log while the block lasts."""
+        """Act on the present rows, then follow the log while the block lasts."""
         await self.drain()
         task = asyncio.create_task(self._follow())
         try:
@@ -61,13 +61,13 @@ class Evictor:
             await asyncio.gather(task, return_exceptions=True)
 
     async def drain(self) -> None:
-        """Evict all that has been removed so far. What fails is logged and tried again by the next poll."""
+        """Evict everything removed so far. Failures are logged and retried by the next poll."""
         try:
             async with self._lock:
                 self._first = await self._act(self._first)
         except RagserveError as error:
             self._mark = None
-            log.warning("KV of removed documents could not be evicted yet, trying again: %s", error)
+            log.warning("KV of removed documents could not be evicted yet, will retry: %s", error)
 
     async def _follow(self) -> None:
         settle_at = 0.0
@@ -82,8 +82,8 @@ class Evictor:
                 await self._settle()
 
     async def _settle(self) -> None:
-        """Rows past their grace are acted on again; those twice as old go: other servers on the folder have
-        read them by then.
+        """Act again on rows older than the grace time, and delete those twice as old, which other servers on
+        the folder have read by then.
         """
         now = time.time()
         try:
@@ -92,12 +92,12 @@ class Evictor:
                 if self._second:
                     await asyncio.to_thread(self._log.forget, self._second, before=now - 2 * GRACE_S)
         except RagserveError as error:
-            log.warning("The log of removed documents could not be tidied, trying again: %s", error)
+            log.warning("The log of removed documents could not be pruned, will retry: %s", error)
 
     async def _act(self, last_id: int, *, before: float | None = None) -> int:
-        """Evict what rows behind ``last_id`` stand for; the last of their ids."""
+        """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
-            for namespace, gone in rows_of(rows).items():
+            for namespace, gone in by_namespace(rows).items():
                 if any(row.text is None for row in gone) and (
                     before is None or not await asyncio.to_thread(self._exists, namespace)
                 ):
@@ -118,8 +118,8 @@ class Evictor:
 
 
 def note_engine(settings: Settings, tokenizer: str) -> None:
-    """Remember in the cache's folder what `clean_files` needs to know when no server runs: its backend, and
-    whose token ids it holds.
+    """Record in the cache folder what `clean_files` needs without a server: the backend and the
+    tokenizers.
     """
     if not settings.kv_disk_bytes:
         return
@@ -134,56 +134,50 @@ def note_engine(settings: Settings, tokenizer: str) -> None:
 
 
 def clean_files(settings: Settings, store: IndexStore) -> bool:
-    """Without a server: remove the files of what the log says. False, and the log stays, where that is left
-    to a server.
+    """Remove the files of logged texts, if no server runs. False, keeping the log, where a server has to do
+    it.
     """
     entries = EvictionLog(store.database)
     if not len(entries):
         return True
     try:
-        with serving.alone(settings.data_dir) as nobody_else:
+        with lock.alone(settings.data_dir) as nobody_else:
             return nobody_else and _clean(settings, entries)
-    except (
-        RagserveError,
-        OSError,
-    ) as error:  # the removal itself is done and durable: it must not fail for this
+    except (RagserveError, OSError) as error:  # must not fail the removal, which is done and durable
         log.warning("KV of removed documents is still on disk, the next server removes it: %s", error)
         return False
 
 
 def _clean(settings: Settings, entries: EvictionLog) -> bool:
-    from ragserve.cache import folder as offline
-
     root = _folder(settings)
     note = _noted(root / _NOTE)
     if note.get("storage", "file") != "file":
-        return False  # only its own server can reach that backend
-    held = offline.stat(root)
+        return False  # only a server can reach that backend
+    cached = folder.stat(root)["namespaces"]
     builders: list[PromptBuilder] | None = None
     last_id = 0
     try:
         while rows := entries.after(last_id, _BATCH):
-            for namespace, gone in rows_of(rows).items():
-                if namespace not in held["namespaces"]:
+            for namespace, gone in by_namespace(rows).items():
+                if namespace not in cached:
                     continue
                 if any(row.text is None for row in gone):
-                    offline.clear(root, namespace=namespace)
+                    folder.clear(root, namespace=namespace)
                 if texts := [row for row in gone if row.text is not None]:
-                    builders = (
-                        _builders(settings, note.get("tokenizers", [])) if builders is None else builders
-                    )
+                    if builders is None:
+                        builders = _builders(settings, note.get("tokenizers", []))
                     ids = [ids for builder in builders for ids in _token_ids(builder, texts)]
-                    offline.remove_texts(root, ids, namespace=namespace)
+                    folder.remove_texts(root, ids, namespace=namespace)
             last_id = rows[-1].id
-    except offline.FolderInUse:
+    except folder.FolderInUse:
         return False
     entries.forget(last_id)
     return True
 
 
 def _builders(settings: Settings, tokenizers: Sequence[str]) -> list[PromptBuilder]:
-    """One for each tokenizer that a server has used on this folder. Raises Unavailable where none is there
-    any more.
+    """A builder for each tokenizer that a server has used on this folder. Raises Unavailable if
+    none loads.
     """
     found, missing = [], []
     for name in tokenizers or [settings.tokenizer or settings.model]:
@@ -194,9 +188,7 @@ def _builders(settings: Settings, tokenizers: Sequence[str]) -> list[PromptBuild
     if not found:
         raise Unavailable("; ".join(missing))
     for reason in missing:
-        log.warning(
-            "KV made with a tokenizer that is gone stays on disk until it is evicted or cleared: %s", reason
-        )
+        log.warning("KV of a tokenizer that is gone stays on disk until it is evicted or cleared: %s", reason)
     return found
 
 
@@ -211,8 +203,5 @@ def _folder(settings: Settings) -> Path:
 def _noted(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (
-        FileNotFoundError,
-        ValueError,
-    ):  # never written, or by something else: as in a folder of an earlier version
+    except (FileNotFoundError, ValueError):  # no note, as in a folder of an earlier version, or not ours
         return {}

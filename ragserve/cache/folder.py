@@ -1,4 +1,4 @@
-"""The document cache's folder when no server is asked: figures, verification, removal."""
+"""The document cache's folder without a server: figures, verification, removal."""
 
 from sglang_ext.documents.folder import FolderInUse, clear, remove_texts, stat, verify
 

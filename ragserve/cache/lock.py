@@ -1,8 +1,7 @@
-"""Who uses a data folder's document cache: one lock file, so that a command knows whether to leave the cache
-to a server.
+"""The lock on a data folder's document cache, by which a command knows whether a server uses the cache.
 
-A server with an engine holds ``engine.lock`` shared, for as long as it lives; a command that starts an engine
-itself, or removes files, holds it alone. The kernel lets go of it when its holder dies."""
+A server with an engine holds ``engine.lock`` shared while it lives; a command that starts an engine itself,
+or removes files, holds it exclusively. The kernel releases it when its holder dies."""
 
 from __future__ import annotations
 

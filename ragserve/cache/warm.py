@@ -1,8 +1,8 @@
-"""Warm-up: the KV of indexed documents, computed before anybody asks, into every tier of the document cache.
+"""Warm-up: compute the KV of indexed documents ahead of queries, into every tier of the document cache.
 
-A job like an ingestion: resumable, cancellable, one item a document. What is cached already is skipped. A
-document counts as warmed when all of it has reached the lowest tier, which a restart survives where that is
-the disk; the next group is computed meanwhile, and the disk sets the pace."""
+A warm-up is a job like an ingestion: resumable, cancellable, one item per document. Documents that are cached
+are skipped. A document counts as warmed when all of it has reached the lowest tier, which survives a restart
+if that is the disk; the next group is computed meanwhile, at the pace of the disk."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from sglang_ext.protocol import EXACT_STRATEGIES, Span
 __all__ = ["KIND", "Warmer", "submit_warm"]
 
 KIND = "warm"
-# computed at a time: enough to fill a prefill batch, little enough that queries in between do not wait long
+# Tokens computed at a time: enough to fill a prefill batch, few enough that queries do not wait long.
 _GROUP_TOKENS = 4096
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
-_RESERVED_TOKENS = 8  # of the engine's context, which SGLang keeps to itself
+_RESERVED_TOKENS = 8  # of the engine's context, used by SGLang itself
 T = TypeVar("T")
 
 
 def submit_warm(store: IndexStore, namespace: str, documents: Sequence[str] | None = None) -> Job:
-    """A queued job for these documents (doc_id or source), or all of the namespace. Raises NotFound."""
+    """Queue a job for these documents (doc_id or source), or all of the namespace. Raises NotFound."""
     store.namespace(namespace)
     if documents is None:
         sources = [document.source for document in every_document(store, namespace)]
@@ -51,14 +51,14 @@ def _find(store: IndexStore, namespace: str, name: str) -> Document:
 
 @dataclass(eq=False)
 class _Item:
-    """A document of the job on its way; the system text is one without a source."""
+    """A document of the job in progress; the system text is one without a source."""
 
     source: str
     doc_id: str | None = None
-    left: int = 0  # chunks not settled yet
-    computed: int = 0
-    tokens: int = 0
-    size: int = 0
+    left: int = 0  # chunks that have not reached the lowest tier yet
+    computed: int = 0  # chunks
+    tokens: int = 0  # of computed chunks
+    size: int = 0  # bytes of KV
     reason: str | None = None
 
 
@@ -66,13 +66,13 @@ class _Item:
 class _Group:
     """Chunks that are computed together."""
 
-    pieces: list[tuple[_Item, list[int]]] = field(default_factory=list)
-    new: list[bool] = field(default_factory=list)
+    pieces: list[tuple[_Item, list[int]]] = field(default_factory=list)  # each chunk's token ids
+    new: list[bool] = field(default_factory=list)  # per piece: not cached before
     tokens: int = 0
 
 
 class Warmer:
-    """Runs warm-up jobs: ``run`` in a thread of the caller's, the engine on ``loop``."""
+    """Runs warm-up jobs: ``run`` on the caller's thread, the engine on ``loop``."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class Warmer:
         prompts: PromptBuilder,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._store = store
+        self.store = store
+        self.prompts = prompts
         self._engine = engine
-        self._prompts = prompts
         self._loop = loop
         self.jobs = JobStore(store)
 
@@ -120,36 +120,30 @@ class Warmer:
         return JobReport(job_id, job.namespace, state, time.monotonic() - started, progress, failures)
 
     def tidy(self) -> int:
-        """Nothing is left behind by warm-ups."""
+        """Warm-ups leave nothing behind; returns 0."""
         return 0
 
     @property
-    def store(self) -> IndexStore:
-        return self._store
-
-    @property
-    def prompts(self) -> PromptBuilder:
-        return self._prompts
-
-    @property
     def max_tokens(self) -> int:
-        """Of a document that the engine can take."""
+        """Longest document that the engine takes, in tokens."""
         return self._engine.info.max_prompt_tokens - _RESERVED_TOKENS
 
     def check(self) -> None:
-        """Raises InvalidRequest where nothing would ever be read from the cache."""
+        """Raise InvalidRequest if the engine never reads the document cache."""
         info = self._engine.info
         if set(info.strategies) <= set(EXACT_STRATEGIES):
             raise InvalidRequest(
                 "This engine cannot compose contexts from cached documents, so warming them is of no use.",
-                hint=f"Why: {info.only_exact}." if info.only_exact else "",
+                hint=f"Reason: {info.only_exact}." if info.only_exact else "",
                 code="no_document_cache",
             )
 
     def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        """The tiers that have these documents (token ids)."""
         return self._call(self._engine.where(namespace, documents))
 
     def compute(self, request: GenerateRequest) -> None:
+        """Compute the KV of a request's documents."""
         self._call(self._engine.warm(request))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -176,7 +170,9 @@ class _WarmRun:
         self._size = 0  # of all documents of the job that are, or are to be, in the lasting tier
 
     def run(self) -> None:
-        """Raises ``Interrupted``, ``StorageFull`` and errors of the engine that are not one document's."""
+        """Run the job. Raises ``Interrupted``, ``StorageFull`` and engine errors that concern
+        every document.
+        """
         self._warmer.check()
         self._notify(self._progress)
         before: _Group | None = None
@@ -204,8 +200,8 @@ class _WarmRun:
             yield group
 
     def _documents(self) -> Iterator[tuple[_Item, list[list[int]]]]:
-        """Each document with the token ids of its chunks, as every query will have them; before them the
-        system text.
+        """Yield the system text, then each document, with the token ids of its chunks as queries contain
+        them.
         """
         warmer, namespace = self._warmer, self._job.namespace
         yield _Item(""), [warmer.prompts.system_ids()]
@@ -219,7 +215,7 @@ class _WarmRun:
             except NotFound:
                 document, chunks = None, []
             if document is None:
-                self._record(item, "skipped", "it is not indexed any more")
+                self._record(item, "skipped", "it is no longer indexed")
                 continue
             item.doc_id = document.doc_id
             pieces = [warmer.prompts.document_ids(chunk.title, chunk.text) for chunk in chunks]
@@ -231,7 +227,7 @@ class _WarmRun:
             yield item, pieces
 
     def _unfit(self, pieces: Sequence[Sequence[int]]) -> tuple[str, str] | None:
-        """(state, reason) where a document cannot be warmed."""
+        """(state, reason) if a document cannot be warmed."""
         longest = max(map(len, pieces), default=0)
         if not longest:
             return "skipped", "it has no text"
@@ -242,12 +238,13 @@ class _WarmRun:
             setting = f"kv_{self._start.lasting}_bytes"
             return (
                 "skipped",
-                f"no room: documents of this job fill the {self._start.lasting} tier's {budget:,} bytes ({setting})",
+                f"no room: documents of this job fill the {self._start.lasting} tier's {budget:,} bytes "
+                f"({setting})",
             )
         return None
 
     def _compute(self, group: _Group) -> None:
-        """Compute what is not in the lasting tier, at the pace of the disk."""
+        """Compute the chunks that are not in the lowest tier, at the pace of the disk."""
         ids = [ids for _, ids in group.pieces]
         found = self._warmer.where(self._job.namespace, ids)
         group.new = [below not in (found.lasting, "writing") for below in found.below]
@@ -259,9 +256,8 @@ class _WarmRun:
                 prompt += piece
         if not prompt:
             return
-        self._wait_for_room(
-            found, sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new)
-        )
+        wanted = sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new)
+        self._wait(found, lambda now: now.write_room_bytes >= wanted or not now.queued_bytes, [])
         request = GenerateRequest(
             self._job.job_id,
             prompt,
@@ -276,7 +272,7 @@ class _WarmRun:
             self._compute_singly(prompt, spans)
 
     def _compute_singly(self, prompt: list[int], spans: dict[_Item, list[Span]]) -> None:
-        """One of a group failed: find out which."""
+        """Compute each document of a failed group by itself, to find the one that fails."""
         for item, own in spans.items():
             try:
                 self._warmer.compute(
@@ -287,11 +283,8 @@ class _WarmRun:
             except RagserveError as error:
                 item.reason = str(error)
 
-    def _wait_for_room(self, found: Whereabouts, wanted: int) -> None:
-        self._wait(found, lambda now: now.write_room_bytes >= wanted or not now.queued_bytes, [])
-
     def _settle(self, group: _Group) -> None:
-        """Wait until the group has reached the lasting tier, and record the documents that end with it."""
+        """Wait until the group has reached the lowest tier, and record the documents that end with it."""
         ids = [ids for _, ids in group.pieces]
         found = self._warmer.where(self._job.namespace, ids)
         found = self._wait(found, lambda now: "writing" not in now.below, ids)
@@ -307,8 +300,8 @@ class _WarmRun:
     def _wait(
         self, found: Whereabouts, done: Callable[[Whereabouts], bool], ids: Sequence[Sequence[int]]
     ) -> Whereabouts:
-        """Ask again until ``done``. Raises ``Interrupted`` and, where nothing is written for long,
-        ``Unavailable``.
+        """Poll until ``done``. Raises ``Interrupted``, and ``Unavailable`` if nothing is written
+        for 120 s.
         """
         queued, since = found.queued_bytes, time.monotonic()
         while not done(found):
@@ -327,7 +320,7 @@ class _WarmRun:
         return found
 
     def _why(self, found: Whereabouts) -> str:
-        """Why a computed document did not reach its tier. Raises ``StorageFull`` where no other will either."""
+        """Why a computed document did not reach its tier. Raises ``StorageFull`` if no document can."""
         new = {name: n - self._start.faults.get(name, 0) for name, n in found.faults.items()}
         if new.get("disk_full"):
             raise StorageFull(

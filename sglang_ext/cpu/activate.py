@@ -1,9 +1,9 @@
 """The plain-PyTorch CPU platform: SGLang 0.5.16 on a machine without an accelerator.
 
-SGLang's own CPU engine wants compiled kernels that no package registry carries. This out-of-tree platform
-runs the same scheduler, radix cache and models on PyTorch's own operators instead: right, and fast enough for
-small models, tests and laptops. It stays inactive where CUDA (or another accelerator SGLang knows) is there,
-so installing this project never changes a GPU server."""
+SGLang's own CPU engine needs compiled kernels that no package registry carries. This out-of-tree platform
+runs the same scheduler, radix cache and models on PyTorch's operators instead: correct, and fast enough for
+small models, tests and laptops. It stays inactive where CUDA (or another accelerator that SGLang supports) is
+available, so installing this project never changes a GPU server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV slot allocators of the CPU platform: SGLang's own, with Triton kernels replaced by PyTorch."""
+"""KV slot allocators of the CPU platform: SGLang's own, with PyTorch instead of Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from sglang.srt.utils import get_num_new_pages
 
 
 class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's page-aligned allocator with its two Triton kernels replaced by PyTorch: page sizes above 1
-    without a GPU.
-    """
+    """SGLang's page-aligned allocator with PyTorch instead of its two Triton kernels."""
 
     free_pages: torch.Tensor  # int64, page numbers
 
@@ -27,8 +25,8 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots int64 [extend_num_tokens] that continue each request's last page, or None when the pool is
-        exhausted.
+        """Slots int64 [extend_num_tokens] that continue each request's last page; None when the
+        pool is full.
         """
         if self.need_sort and extend_num_tokens // self.page_size + len(prefix_lens) + 1 > len(
             self.free_pages
@@ -50,9 +48,7 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot per request, int64 [batch]: the next of its last page, or the first of a new page where
-        that is full.
-        """
+        """One slot per request, int64 [batch]: the next one of its last page, or the first of a new page."""
         if self.need_sort and len(seq_lens) > len(self.free_pages):
             self.merge_and_sort_free()
         starts_page = (seq_lens - 1) % self.page_size == 0
@@ -68,9 +64,7 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
 def make_allocator(
     size: int, *, page_size: int, **kwargs: Any
 ) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
-    """The allocator for a page size; the signature is the one SGLang calls an out-of-tree platform's
-    allocator with.
-    """
+    """The allocator for a page size, with the signature that SGLang expects of an out-of-tree platform."""
     if page_size == 1:
         return TokenToKVPoolAllocator(size, **kwargs)
     return _TorchPagedAllocator(size, page_size=page_size, **kwargs)

@@ -1,5 +1,5 @@
-"""The CPU platform's class. SGLang loads it while it is itself being imported, so everything else of SGLang
-is imported on use.
+"""The CPU platform's class. SGLang loads it during its own import, so other parts of SGLang are imported
+on use.
 """
 
 from __future__ import annotations

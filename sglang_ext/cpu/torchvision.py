@@ -1,9 +1,9 @@
 """Make ``import sglang`` work on a machine whose torchvision is a CUDA build and whose torch is not.
 
-SGLang 0.5.16 imports torchvision at import time. The registries carry torchvision for CPU-only machines as a
-CUDA build: its shared library cannot load there, and its Python layer then fails because it registers meta
-kernels for two operators that the library would have declared. Declaring their schemas is enough: nothing in
-text serving calls them."""
+SGLang 0.5.16 imports torchvision at import time. Package registries carry it as a CUDA build: without CUDA
+its shared library cannot load, and its Python layer then fails to register meta kernels for two operators
+that the library would have declared. Declaring their schemas is enough, because text serving does not call
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Call before the first ``import sglang`` in a process. Idempotent and thread-safe; does nothing where
+    """Call before the first ``import sglang`` of a process. Idempotent and thread-safe; does nothing where
     torchvision works.
     """
     global _prepared

@@ -1,6 +1,4 @@
-"""Builds the document cache of a scheduler process: SGLang's tree, the tiers below it and the runtime that
-composes from them.
-"""
+"""Builds the document cache of a scheduler process: SGLang's tree, the tiers below it and the runtime."""
 
 from __future__ import annotations
 
@@ -41,7 +39,8 @@ def create_cache(context: Any) -> Any:
             raise ValueError(f"the ragserve cache does not work with {flag}={getattr(args, flag)!r}: {why}")
     if context.is_hybrid_swa or context.is_hybrid_ssm or context.enable_hierarchical_cache:
         raise ValueError(
-            "the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: turn that off"
+            "the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: "
+            "turn that off"
         )
     config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
     runner = context.tp_worker.model_runner
@@ -97,7 +96,7 @@ def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: i
     from sglang_ext.context.selection.profile import Profile
 
     profile = Profile.of(config.get("samkv", {}), shape.layers, kv_heads)
-    if ranks > kv_heads:  # every rank has a copy of some head, and counting them over ranks says nothing
+    if ranks > kv_heads:  # ranks share heads, so votes over ranks would count a head twice
         profile = replace(profile, heads=())
     return AnalysisConfig(
         at_ingestion=config.get("analysis", "ingest") == "ingest",
@@ -127,11 +126,11 @@ def _texts(args: Any, vocabulary: int) -> Any:
 
 
 def model_fingerprint(path: str, details: str) -> str:
-    """16 hex digits over what decides a model's KV: its configuration, weight files (name, size, both ends)
+    """16 hex digits over what determines a model's KV: configuration, weight files (name, size, both ends)
     and ``details``.
 
-    Reading both ends of each file instead of all of it keeps the start of a large model fast; safetensors
-    keep their table of contents in front."""
+    Only both ends of each file are read, which keeps the start of a large model fast; safetensors files have
+    their table of contents in front."""
     digest = hashlib.blake2b(details.encode(), digest_size=8)
     folder = Path(path)
     files = (

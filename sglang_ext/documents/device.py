@@ -1,6 +1,4 @@
-"""Documents on the device: whose they are, which running requests will cache more, and how they are removed
-from every tier.
-"""
+"""The device tier: documents in SGLang's radix tree, their namespaces, and removal from every tier."""
 
 from __future__ import annotations
 
@@ -12,58 +10,56 @@ from weakref import WeakSet
 from sglang_ext.documents.radix import is_document_key
 from sglang_ext.protocol import prefix_key
 
-_SWEEP_AT = (
-    10_000  # documents remembered as on the device before those that the tree has evicted are forgotten
-)
+_SWEEP_AT = 10_000  # namespaces remembered before those of evicted documents are forgotten
 
 
 class DeviceDocuments:
-    """One object per scheduler process, on its thread. Removing means all tiers: a document's other tiers are
-    told, too.
-    """
+    """Documents on the device. Removing a document removes it from the other tiers as well.
+
+    One per scheduler process. Scheduler thread only."""
 
     def __init__(self, model_runner: Any, tree: Any, tiers: Any) -> None:
         self._runner = model_runner
         self._tree = tree
         self._tiers = tiers
-        self._namespaces: dict[str, str] = {}  # of documents on the device or on their way there
-        self._doomed: set[str] = (
-            set()
-        )  # removed while a running request held them: gone for everyone else, freed when it ends
-        self._caching: WeakSet[Any] = WeakSet()  # running requests whose KV will be cached for others
-        self._evictions_told = 0
-        self.on_removed: Callable[[Sequence[str] | None], None] = lambda keys: (
-            None
-        )  # documents by key; None: perhaps any
+        self._namespaces: dict[str, str] = {}  # by key, of documents on the device or in prefill
+        # removed while a running request reads them: hidden from other requests, freed when it ends
+        self._pending_removal: set[str] = set()
+        self._caching: WeakSet[Any] = WeakSet()  # running requests whose KV will be cached
+        self._evictions_counted = 0
+        # called with the removed keys; None: any document may have been removed
+        self.on_removed: Callable[[Sequence[str] | None], None] = lambda keys: None
 
     def document_request(self, req: Any, namespace: str) -> None:
-        """A document is going to be prefilled; its key is the request's."""
+        """Register a request that prefills a document; its extra key is the document's key."""
         self._namespaces[req.extra_key] = namespace
         self._caching.add(req)
 
     def exact_request(self, req: Any) -> None:
-        """An ordinary request arrived; its key says by which strategy (see `ragserve.engine.stream.payload`)."""
+        """Register an ordinary request. The prefix of its extra key, set by `ragserve.engine.stream.payload`,
+        gives the strategy.
+        """
         kind, separator, _ = str(req.extra_key or "").partition(":")
         if separator and kind == "namespace":
             self._caching.add(req)
-        elif separator and kind == "full":  # nobody will ask for this key again
+        elif separator and kind == "full":  # no other request has this key
             req.ragserve_private = True
 
     def is_removed(self, key: str) -> bool:
-        """Whether the document was removed and only waits for its last reader."""
-        return key in self._doomed
+        """True while a removed document waits for its last reader."""
+        return key in self._pending_removal
 
     def cached(self, key: str) -> None:
-        """A document has been prefilled and nobody removed it meanwhile."""
-        self._doomed.discard(key)
+        """Note that a document has been prefilled, and not been removed meanwhile."""
+        self._pending_removal.discard(key)
         if len(self._namespaces) > _SWEEP_AT:
             self.sweep()
 
     def remove(self, keys: Sequence[str], namespace: str) -> int:
-        """Evict documents from every tier, and the namespace's exact prefixes, which may hold them; how many
-        documents were in a tier.
+        """Remove documents from every tier, and the namespace's exact prefixes, which may contain them.
+        Returns the number of documents that were in a tier.
 
-        What a running request still reads is freed when that ends.
+        KV that a running request reads is freed when the request ends.
         """
         prefixes = prefix_key(namespace)
         on_device = self._tree.tokens_by_key()
@@ -75,25 +71,25 @@ class DeviceDocuments:
         for req in self._caching:
             if req.extra_key in gone:
                 req.ragserve_private = True
-        self._doomed |= {key for key in gone if not self._tree.remove_key(key)}
+        self._pending_removal |= {key for key in gone if not self._tree.remove_key(key)}
         return removed
 
     def remove_namespace(self, namespace: str) -> int:
-        """Evict all documents of a namespace."""
+        """Remove all documents of a namespace from every tier and return their number."""
         on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
         below = self._tiers.remove_namespace(namespace)
         self.on_removed(None)
         return max(below, self.remove(on_device, namespace))
 
     def clear(self) -> None:
-        """Evict all documents from every tier."""
+        """Remove all documents from every tier."""
         self.evict(("device",))
         self._tiers.clear()
         self.on_removed(None)
 
     def evict(self, tiers: Sequence[str]) -> None:
-        """Drop documents from the device (all that no request reads) or from host memory; the tiers below
-        keep them.
+        """Drop documents that no request reads from the device or from host memory; the tiers below keep
+        them. Waits up to 30 s for the disk before it drops the host tier.
         """
         if "device" in tiers:
             for key in self.document_tokens():
@@ -103,29 +99,24 @@ class DeviceDocuments:
             self._tiers.drop_host()
 
     def sweep(self) -> None:
-        """Free removed documents whose last reader has gone, and forget whose those were that the tree has
-        evicted.
-        """
-        self._free_doomed()
+        """Free removed documents whose last reader has ended, and forget the namespaces of evicted ones."""
+        self._free_removed()
         known = {*self._tree.tokens_by_key(), *(req.extra_key for req in self._caching)}
         self._namespaces = {key: owner for key, owner in self._namespaces.items() if key in known}
 
     def request_ended(self) -> None:
-        """Perhaps it was the last reader of a removed document; perhaps its own documents are on the device
-        now.
-        """
-        self._free_doomed()
+        """Free removed documents whose last reader has ended, and update the metrics."""
+        self._free_removed()
         metrics = self._tiers.metrics
         metrics.bytes.labels("device").set(self._tree.document_tokens * self.slot_bytes)
-        metrics.evictions.labels("device").inc(self._tree.documents_evicted - self._evictions_told)
-        self._evictions_told = self._tree.documents_evicted
+        metrics.evictions.labels("device").inc(self._tree.documents_evicted - self._evictions_counted)
+        self._evictions_counted = self._tree.documents_evicted
 
-    def _free_doomed(self) -> None:
-        if self._doomed:
-            self._doomed -= {key for key in self._doomed if self._tree.remove_key(key)}
+    def _free_removed(self) -> None:
+        self._pending_removal -= {key for key in self._pending_removal if self._tree.remove_key(key)}
 
     def check(self) -> None:
-        """Raises IntegrityError when the tree's count of document tokens is not their sum."""
+        """Raise IntegrityError when the tree's count of document tokens is not their sum."""
         from sglang_ext.documents.types import IntegrityError
 
         tokens = sum(self.document_tokens().values())
@@ -141,9 +132,7 @@ class DeviceDocuments:
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot over all layers."""
-        return int(sum(self._runner.token_to_kv_pool.get_kv_size_bytes())) // max(
-            1, self._tree.token_to_kv_pool_allocator.size
-        )
+        return self.pool_bytes // max(1, self._tree.token_to_kv_pool_allocator.size)
 
     @property
     def pool_bytes(self) -> int:

@@ -1,10 +1,11 @@
-"""The disk tier: documents on top of SGLang's ``HiCacheStorage``, whichever backend it is.
+"""The disk tier: our own document files, or another of SGLang's storage backends (hicache.py).
 
-Everything that comes up is checked here, against the document's record and each page's CRC, because other
-backends check nothing."""
+Every page that comes up is checked here against the document's record and its CRC, because other backends
+check nothing."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -16,16 +17,20 @@ from pathlib import Path
 import torch
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.page_files import DocumentFiles, PageFile, verify_document
+from sglang_ext.documents.page_files import DocumentFiles, PageFile
 from sglang_ext.documents.page_format import PageError, PageLayout, Record
-from sglang_ext.documents.types import OWN_BACKEND, DiskConfig, StoreInUse
+from sglang_ext.documents.types import DiskConfig, StoreInUse
+from sglang_ext.documents.verification import read_document
 
 logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Faults:
-    """Counts what went wrong by reason, tells ``on_count``, and logs each reason at most once a minute."""
+    """Counts faults by reason, reports each to ``on_count`` and logs each reason at most once a minute.
+
+    Thread-safe."""
 
     def __init__(self, on_count: Callable[[str], None]) -> None:
         self._on_count = on_count
@@ -43,18 +48,20 @@ class Faults:
         self._on_count(reason)
         if not quiet:
             logger.warning(
-                "document cache, %s: %s (further ones of this kind within a minute are only counted)",
-                reason,
-                message,
+                "document cache, %s: %s (more of this kind within a minute are only counted)", reason, message
             )
+
+    def note(self, error: PageError | OSError, action: str) -> None:
+        """Count a failed read under its own reason, or `io`."""
+        self(error.reason if isinstance(error, PageError) else "io", f"{action}: {error}")
 
 
 class DiskTier(ABC):
-    """Called from the store's thread (``find``, ``remove``) and from its IO threads. ``faults`` hears of
-    every miss that should not be.
+    """Called from the store's thread (``find``, ``remove``) and from its IO threads. ``faults`` counts every
+    unexpected miss.
     """
 
-    has_folder = False  # documents can be listed, and the budget is ours to keep
+    has_folder = False  # True: documents can be listed, and this process enforces the budget
 
     def __init__(self, layout: PageLayout, faults: Faults) -> None:
         self.layout = layout
@@ -62,10 +69,10 @@ class DiskTier(ABC):
 
     @abstractmethod
     def find(self, key: str, namespace: str) -> Record | None:
-        """The record, checked; None for a miss. Raises PageError when there is one that must not be used."""
+        """The checked record; None for a miss. Raises OSError, or PageError for an unusable record."""
 
     def begin(self, key: str, namespace: str) -> None:  # noqa: B027 - optional, as the others without a body
-        """A ``write`` follows; called under the store's lock, which orders it against removals."""
+        """Announce a ``write``. Called under the store's lock, which orders it against removals."""
 
     @abstractmethod
     def write(
@@ -76,14 +83,18 @@ class DiskTier(ABC):
         numbers: Sequence[int] | None,
         summary: bytes,
     ) -> bool:
-        """Record bytes, all pages (uint8 [page_bytes]) and the summary (empty: none); ``numbers``: the pages'
-        places in the host pool, None outside it."""
+        """Store a document; False when it was refused, removed meanwhile or the disk failed.
+
+        Args:
+            data: The encoded record.
+            pages: All pages, uint8 [page_bytes] each.
+            numbers: The pages' numbers in the host pool; None when they lie outside it.
+            summary: Bytes stored behind the pages; empty for none.
+        """
 
     @abstractmethod
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
-        """Give a document another record and summary, its pages left as they are. Raises OSError or
-        PageError.
-        """
+        """Give a document another record and summary and keep its pages. Raises OSError or PageError."""
 
     @abstractmethod
     def read_summary(self, record: Record) -> bytes | None:
@@ -92,46 +103,41 @@ class DiskTier(ABC):
     @abstractmethod
     def read(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
-    ) -> list[bool]:
-        """Fill the targets; one answer per block, unchecked."""
+    ) -> str:
+        """Fill the targets, unchecked. Returns an empty string, `missing` where the document is gone, or
+        `unreadable` for an error that has been counted.
+        """
 
     @abstractmethod
     def verify(self, found: PageFile) -> Record:
-        """Read everything of a document. Raises PageError or OSError."""
+        """Read and check a whole document. Raises PageError or OSError."""
 
     @abstractmethod
     def remove(self, key: str, namespace: str, record: Record | None) -> bool:
-        """Whether something was removed. Backends that delete value by value need the record."""
+        """Return whether something was removed. Backends that delete value by value need the record."""
 
     def remove_namespace(self, namespace: str) -> list[str]:
-        """Keys removed beyond those the caller knows of."""
+        """Remove a namespace; the keys removed, which the caller may not have known."""
         return []
 
     def clear(self) -> None:  # noqa: B027
         """Remove everything of this rank."""
 
     def sweep(self) -> None:  # noqa: B027
-        """Give space back; slow, in an IO thread."""
+        """Free the space of removed namespaces. Slow: runs in an IO thread."""
 
     def touch(self, key: str, namespace: str) -> None:  # noqa: B027
-        """Note a use for the order of eviction after a restart."""
+        """Record a use, so that the order of eviction survives a restart."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of the folder or connection."""
-
-    def why_absent(self, record: Record) -> str:
-        """After a read that found nothing: `missing`, or `unreadable` where the cause has been counted."""
-        return "missing"
+        """Release the folder or the connection."""
 
     def load_summary(self, record: Record) -> bytes | None:
-        """The document's summary, checked; None, and counted, where it cannot be used."""
+        """The checked summary; None, and a counted fault, where it cannot be used."""
         try:
             data = self.read_summary(record)
         except (PageError, OSError) as error:
-            self.faults(
-                error.reason if isinstance(error, PageError) else "io",
-                f"reading the summary of document {record.key}: {error}",
-            )
+            self.faults.note(error, f"reading the summary of document {record.key}")
             return None
         if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
             self.faults("crc", f"the summary of document {record.key} fails its CRC")
@@ -141,11 +147,11 @@ class DiskTier(ABC):
     def load(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
     ) -> str:
-        """Fill the targets and check every page; the reason of failure, or an empty string."""
-        answers = self.read(record, blocks, targets, numbers)
-        for block, target, found in zip(blocks, targets, answers, strict=True):
-            if not found:
-                return self.why_absent(record)
+        """Fill the targets and check every page. Returns the reason of failure, or an empty string."""
+        reason = self.read(record, blocks, targets, numbers)
+        if reason:
+            return reason
+        for block, target in zip(blocks, targets, strict=True):
             if page_format.page_crc(record.key, block, target.numpy()) != record.crcs[block]:
                 self.faults("crc", f"page {block} of document {record.key} fails its CRC")
                 return "crc"
@@ -157,31 +163,24 @@ class FileTier(DiskTier):
 
     has_folder = True
 
-    def __init__(self, files: DocumentFiles, layout: PageLayout, faults: Faults, *, fsync: bool) -> None:
+    def __init__(self, config: DiskConfig, layout: PageLayout, faults: Faults) -> None:
+        """Take the rank's folder. Raises StoreInUse when another process owns it."""
         super().__init__(layout, faults)
-        from sglang_ext.documents.file_storage import DocumentFileStorage
-
-        self.files = files
-        self._fsync = fsync
-        self.storage = DocumentFileStorage(files, layout, fsync=fsync, on_fault=faults)
+        self.files = DocumentFiles(Path(str(config.path)), rank=layout.rank, world=layout.world)
+        self._fsync = config.fsync == "document"
+        self.bytes_read = 0  # of pages, over all loads
+        if not self.files.acquire():
+            raise StoreInUse(
+                f"the document folder {config.path} is used by another server: "
+                "give each its own, or stop the other one"
+            )
+        self.files.sweep()
 
     def find(self, key: str, namespace: str) -> Record | None:
-        from sglang_ext.documents.file_storage import RECORD, storage_key
-
-        found = self.files.find(namespace, key)
-        data = None if found is None else self.storage.get(storage_key(namespace, key, RECORD))
-        if found is None or data is None:
+        try:
+            return self.files.read_record(namespace, key, self.layout)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        record = page_format.decode(data.numpy().tobytes(), layout=self.layout, key=key)
-        if record.namespace != namespace:
-            raise PageError(
-                "namespace", f"a document of namespace {record.namespace!r} lies under {namespace!r}"
-            )
-        if found.size != record.file_bytes:
-            raise PageError(
-                "truncated", f"document {key}: {found.size} bytes, a whole file has {record.file_bytes}"
-            )
-        return record
 
     def begin(self, key: str, namespace: str) -> None:
         self.files.begin(namespace, key)
@@ -194,12 +193,13 @@ class FileTier(DiskTier):
         numbers: Sequence[int] | None,
         summary: bytes,
     ) -> bool:
-        from sglang_ext.documents.file_storage import RECORD, SUMMARY, storage_key
-
-        parts: list[int | str] = [RECORD, *range(record.n_pages), *([SUMMARY] if summary else [])]
-        ends = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (data, summary) if part]
-        keys = [storage_key(record.namespace, record.key, part) for part in parts]
-        return self.storage.batch_set(keys, [ends[0], *pages, *ends[1:]])
+        parts = [data, *(page.numpy() for page in pages), *([summary] if summary else [])]
+        try:
+            return self.files.write(record.namespace, record.key, parts, fsync=self._fsync)
+        except OSError as error:
+            reason = "disk_full" if error.errno in _DISK_FULL else "io"
+            self.faults(reason, f"writing document {record.key}: {error}")
+            return False
 
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
         return self.files.replace_summary(old, data, summary, fsync=self._fsync)
@@ -209,11 +209,18 @@ class FileTier(DiskTier):
 
     def read(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
-    ) -> list[bool]:
-        from sglang_ext.documents.file_storage import storage_key
-
-        keys = [storage_key(record.namespace, record.key, block) for block in blocks]
-        return [value is not None for value in self.storage.batch_get(keys, targets)]
+    ) -> str:
+        buffers = [target.numpy() for target in targets]
+        try:
+            self.bytes_read += self.files.read_pages(
+                record.namespace, record.key, self.layout.page_bytes, blocks, buffers
+            )
+        except FileNotFoundError:
+            return "missing"
+        except (PageError, OSError) as error:
+            self.faults.note(error, f"reading document {record.key}")
+            return "unreadable"
+        return ""
 
     def remove(self, key: str, namespace: str, record: Record | None) -> bool:
         return self.files.remove(namespace, key)
@@ -234,38 +241,15 @@ class FileTier(DiskTier):
     def close(self) -> None:
         self.files.release()
 
-    def why_absent(self, record: Record) -> str:
-        return "missing" if self.files.find(record.namespace, record.key) is None else "unreadable"
+    def verify(self, found: PageFile) -> Record:
+        return read_document(self.files, found, self.layout)
 
     # only where there is a folder
 
     def locate(self, key: str, namespace: str | None) -> PageFile | None:
-        """By path, in the namespace or, without one, in each there is."""
+        """Find a document by path, in the namespace or, without one, in each there is."""
         names = self.files.namespaces() if namespace is None else [namespace]
-        return next(
-            (found for found in (self.files.find(name, key) for name in names) if found is not None), None
-        )
+        return next(filter(None, (self.files.find(name, key) for name in names)), None)
 
     def scan(self) -> Iterator[PageFile]:
         return self.files.scan()
-
-    def verify(self, found: PageFile) -> Record:
-        return verify_document(self.files, found, self.layout)
-
-
-def open_disk(
-    config: DiskConfig, layout: PageLayout, faults: Faults, make_other: Callable[[], DiskTier]
-) -> DiskTier:
-    """The tier for a configuration. Raises StoreInUse when another process owns the folder."""
-    if config.backend != OWN_BACKEND:
-        return make_other()
-    from sglang_ext.cpu.torchvision import prepare
-
-    prepare()
-    files = DocumentFiles(Path(str(config.path)), rank=layout.rank, world=layout.world)
-    if not files.acquire():
-        raise StoreInUse(
-            f"the document folder {config.path} is used by another server: give each its own, or stop the other one"
-        )
-    files.sweep()
-    return FileTier(files, layout, faults, fsync=config.fsync == "document")

@@ -1,4 +1,4 @@
-"""What the disk tier holds, in memory: sizes, order of use and a bounded number of records."""
+"""The disk tier's documents, in memory: sizes, order of use and a bounded number of records."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from sglang_ext.documents.page_format import Record
 from sglang_ext.documents.types import IntegrityError
 
 RECORD_CACHE_BYTES = 32 * 2**20
-MAX_FOREIGN = (
-    65_536  # documents remembered of a backend that keeps its own limits; others are asked for again
-)
+# Documents remembered of a backend that keeps its own limits; the backend is asked again for others.
+MAX_FOREIGN = 65_536
 
 
 @dataclass(eq=False, slots=True)
@@ -22,17 +21,16 @@ class DiskEntry:
 
 
 class DiskIndex:
-    """Documents on disk, least recently used first. Not thread-safe: the store's lock is held by every
-    caller.
+    """Documents on disk, least recently used first. Not thread-safe: every caller holds the store's lock.
 
-    ``used`` counts whole files, ``reserved`` those being written; together they stay within ``budget`` (None:
-    the backend's own matter)."""
+    ``used`` counts the bytes of whole files, ``reserved`` those being written; together they stay within
+    ``budget`` (None: the backend enforces its own)."""
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self.used = 0
         self.reserved = 0
-        self.complete = False  # everything that was there at start is known
+        self.complete = False  # the scan at start has ended
         self.evictions = 0
         self._entries: OrderedDict[str, DiskEntry] = OrderedDict()
         self._records: OrderedDict[str, Record] = OrderedDict()
@@ -53,8 +51,8 @@ class DiskIndex:
     def add(
         self, key: str, namespace: str, size: int, record: Record | None = None, *, oldest: bool = False
     ) -> None:
-        """Note a document on disk, or that it changed. ``oldest`` puts it before all others, for those found
-        by the scan.
+        """Add or update a document. ``oldest`` makes it the first to be evicted, for documents found by the
+        scan.
         """
         self.drop(key)
         self._entries[key] = DiskEntry(namespace, size)
@@ -67,6 +65,7 @@ class DiskIndex:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: str) -> DiskEntry | None:
+        """Remove a document from the index and return its entry."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.used -= entry.size
@@ -74,16 +73,18 @@ class DiskIndex:
         return entry
 
     def touch(self, key: str) -> None:
+        """Make a document the most recently used."""
         self._entries.move_to_end(key)
 
     def record(self, key: str) -> Record | None:
+        """The document's record, if it is in memory."""
         record = self._records.get(key)
         if record is not None:
             self._records.move_to_end(key)
         return record
 
     def keep_record(self, record: Record) -> None:
-        """Keep a record of a document on disk in memory, within ``RECORD_CACHE_BYTES``."""
+        """Keep a document's record in memory, within ``RECORD_CACHE_BYTES``."""
         self._forget_record(record.key)
         self._records[record.key] = record
         self._record_bytes += record.record_bytes
@@ -91,11 +92,10 @@ class DiskIndex:
             self._forget_record(next(iter(self._records)))
 
     def over_budget(self, extra: int = 0) -> list[tuple[str, DiskEntry]] | None:
-        """Documents to delete so that ``extra`` more bytes fit, oldest first; None when even all of them
-        would not do.
+        """Documents to delete so that ``extra`` more bytes fit, oldest first; None if deleting all of them
+        were not enough.
 
-        With ``extra`` 0 the answer is as many as there are: a write in progress may be all that is left of a
-        budget made smaller."""
+        With ``extra`` 0 the answer is never None: a write in progress may exceed a budget that shrank."""
         if self.budget is None:
             return []
         surplus = self.used + self.reserved + extra - self.budget
@@ -110,7 +110,7 @@ class DiskIndex:
         return victims
 
     def check(self) -> None:
-        """Raises IntegrityError when a sum is not the sum of its parts or a budget is exceeded."""
+        """Raise IntegrityError when a sum is wrong or a budget is exceeded."""
         if self.used != sum(entry.size for entry in self._entries.values()):
             raise IntegrityError("the bytes on disk are not the sum of the documents'")
         if self._record_bytes != sum(record.record_bytes for record in self._records.values()):
@@ -119,15 +119,11 @@ class DiskIndex:
             raise IntegrityError("more disk bytes were released than reserved")
         if not self._records.keys() <= self._entries.keys():
             raise IntegrityError("a record is kept of a document that is not on disk")
-        # Until the scan ends the sum grows without anything being written; writes wait for it. A write that a
-        # smaller budget overtook is the only thing left then, and goes as soon as it is done.
-        if (
-            self.complete
-            and self.budget is not None
-            and self.used
-            and self.used + self.reserved > self.budget
-        ):
-            raise IntegrityError(f"{self.used + self.reserved} bytes on disk, {self.budget} allowed")
+        # Until the scan ends the sum grows without a write, and writes wait for it. A write overtaken by a
+        # smaller budget may exceed it alone (used == 0), and is deleted as soon as it is done.
+        total = self.used + self.reserved
+        if self.complete and self.budget is not None and self.used and total > self.budget:
+            raise IntegrityError(f"{total} bytes on disk, {self.budget} allowed")
 
     def _forget_record(self, key: str) -> None:
         record = self._records.pop(key, None)

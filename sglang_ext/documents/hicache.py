@@ -1,9 +1,9 @@
-"""SGLang's own storage backends, by their names: sglang-file (its `file`), nixl, mooncake, hf3fs, aibrix,
-eic, simm, mori and dynamic.
+"""Documents on SGLang's own storage backends: sglang-file (its `file`), nixl, mooncake, hf3fs, aibrix, eic,
+simm, mori and dynamic.
 
-They store values of one size, know no documents and mostly cannot delete, so here a document is: its pages,
+These store values of one size, know no documents and mostly cannot delete. A document is stored as its pages,
 then as many values of page size as its summary and its record need. The record comes last and carries every
-page's CRC: what was not finished is not found, what is damaged is a miss. Keys are ``<document key>@<part>``;
+page's CRC: an unfinished document is not found, a damaged one is a miss. Keys are ``<document key>@<part>``;
 the namespace is in the key's digest and in the record."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_ext.documents.page_format import PageError, PageLayout, Record
 from sglang_ext.documents.types import SGLANG_FILE, DiskConfig
 
 logger = logging.getLogger(__name__)
-# As SGLang's cache controller decides it: these take places in the registered host pool instead of tensors.
+# As in SGLang's cache controller: these take indices into the registered host pool instead of tensors.
 _BY_POOL_INDEX = frozenset({"hf3fs", "mooncake", "eic", "nixl", "simm", "mori"})
 _FOLDER_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 _RECORD = "r"
@@ -35,20 +35,16 @@ _SUMMARY = "s"
 
 
 def by_pool_index(config: DiskConfig) -> bool:
-    """Whether this backend reads and writes the host pool by page number; its records then go through spare
-    pages of the pool.
-    """
+    """True if the backend accesses the host pool by index; its records then go through the scratch pages."""
     return config.backend in _BY_POOL_INDEX or (
         config.backend == "dynamic" and bool((config.extra or {}).get("interface_v1"))
     )
 
 
 class HostPoolView:
-    """Our host pool as SGLang's backends see a host pool: pages in page-first order, a token's index = page *
-    page_size + offset.
+    """Our host pool with SGLang's interface: page-first order, token index = page * page_size + offset.
 
-    A page's two halves are its K and its V, each over all layers.
-    """
+    A page's two halves are its K and its V, each over all layers."""
 
     layout = "page_first_direct"
 
@@ -65,7 +61,7 @@ class HostPoolView:
         self.layer_num, self.head_num, self.head_dim = shape.layers, shape.kv_heads, shape.head_dim
         self.start_layer, self.end_layer = 0, shape.layers
         self.size_per_token = shape.page_bytes // shape.block
-        self.device_pool = self  # aibrix asks it for dtype, layers and heads
+        self.device_pool = self  # aibrix reads dtype, layers and heads from it
         self.allocator = None
 
     def get_size_per_token(self) -> int:
@@ -98,7 +94,7 @@ class HostPoolView:
 
 
 class BackendTier(DiskTier):
-    """Documents in one of SGLang's backends. It keeps its own limits; what it drops is a miss here."""
+    """Documents in one of SGLang's backends, which keeps its own limits; what it drops is a miss here."""
 
     def __init__(
         self, config: DiskConfig, layout: PageLayout, faults: Faults, host: HostTier, *, model_name: str
@@ -111,14 +107,11 @@ class BackendTier(DiskTier):
         self._delete = _deleter(self._storage)
         if self._delete is None:
             logger.warning(
-                "the storage backend %s cannot delete: removed documents are no longer served, but their pages stay there until the "
-                "backend drops them. Where removed must mean erased, use the default backend.",
+                "the storage backend %s cannot delete: removed documents are no longer served, but their "
+                "pages stay there until the backend drops them. Where removed must mean erased, use the "
+                "default backend.",
                 config.backend,
             )
-
-    @property
-    def can_delete(self) -> bool:
-        return self._delete is not None
 
     def find(self, key: str, namespace: str) -> Record | None:
         first = self._get_values([f"{key}@{_RECORD}0"])
@@ -129,7 +122,7 @@ class BackendTier(DiskTier):
         if total > len(first):
             more = self._get_values([f"{key}@{_RECORD}{i}" for i in range(1, self._values(total))])
             if more is None:
-                raise PageError("truncated", f"document {key}: a part of its record is gone")
+                raise PageError("truncated", f"document {key}: part of its record is gone")
             data += more
         record = page_format.decode(data, layout=self.layout, key=key)
         if namespace and record.namespace != namespace:
@@ -150,55 +143,54 @@ class BackendTier(DiskTier):
         if self._by_index and numbers is None:
             self.faults(
                 "refused",
-                f"document {record.key} does not fit on host, from where this backend takes its pages",
+                f"document {record.key} does not fit on host, where this backend takes its pages from",
             )
             return False
-        stored = (
-            self._set_pool(keys, numbers)
-            if self._by_index and numbers is not None
-            else self._set_tensors(keys, pages)
-        )
+        by_index = self._by_index and numbers is not None
+        stored = self._set_pool(keys, numbers or ()) if by_index else self._set_tensors(keys, pages)
         stored = (
             stored
             and self._set_values(record.key, _SUMMARY, summary)
             and self._set_values(record.key, _RECORD, data)
         )
         if not stored:
-            self.faults("backend", f"the storage backend did not take document {record.key}")
+            self.faults("backend", f"the storage backend did not store document {record.key}")
         return stored
 
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
-        if self._delete is not None:  # some backends keep what a key holds already
+        if self._delete is not None:  # some backends do not overwrite a key's value
             for i in range(self._values(old.record_bytes)):
                 self._guarded(partial(self._delete, f"{old.key}@{_RECORD}{i}"))
         return self._set_values(record.key, _SUMMARY, summary) and self._set_values(record.key, _RECORD, data)
 
     def read_summary(self, record: Record) -> bytes | None:
-        data = self._get_values(
-            [f"{record.key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))]
-        )
+        parts = range(self._values(record.summary_bytes))
+        data = self._get_values([f"{record.key}@{_SUMMARY}{i}" for i in parts])
         return None if data is None else data[: record.summary_bytes]
 
     def read(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
-    ) -> list[bool]:
+    ) -> str:
         keys = [f"{record.key}@{block}" for block in blocks]
         try:
             if self._by_index:
-                return [bool(answer) for answer in self._storage.batch_get_v1(keys, self._indices(numbers))]
+                found = self._storage.batch_get_v1(keys, self._indices(numbers))
+                return "" if all(found) else "missing"
             answers = self._storage.batch_get(keys, list(targets))
         except Exception as error:  # noqa: BLE001 - whatever another library raises is a miss here
             self.faults("backend", f"reading document {record.key}: {error!r}")
-            return [False] * len(keys)
+            return "unreadable"
         for target, answer in zip(targets, answers, strict=True):
-            if answer is not None and answer.data_ptr() != target.data_ptr():
+            if answer is None:
+                return "missing"
+            if answer.data_ptr() != target.data_ptr():
                 target.copy_(answer.view(torch.uint8))
-        return [answer is not None for answer in answers]
+        return ""
 
     def remove(self, key: str, namespace: str, record: Record | None) -> bool:
         if self._delete is None or record is None:
             return False
-        # The record first: without it nothing of the document is found.
+        # The record goes first: without it nothing of the document is found.
         keys = [f"{key}@{_RECORD}{i}" for i in range(self._values(record.record_bytes))]
         keys += [f"{key}@{block}" for block in range(record.n_pages)]
         keys += [f"{key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))]
@@ -239,13 +231,13 @@ class BackendTier(DiskTier):
         return -(-total // self.layout.page_bytes)
 
     def _indices(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Token indices of host pages, as the v1 interface takes them."""
+        """Token indices of host pages, for the v1 interface."""
         block = self.layout.block
         return (torch.tensor(numbers, dtype=torch.int64)[:, None] * block + torch.arange(block)).flatten()
 
     def _get_values(self, keys: list[str]) -> bytes | None:
-        """Values of page size, joined; None unless all are there. One caller at a time: they share a spare
-        page of the pool.
+        """Read and join values of page size; None unless all are there. One caller at a time, because reads
+        share a scratch page.
         """
         with self._reading:
             return self._read_values(keys)
@@ -280,7 +272,7 @@ class BackendTier(DiskTier):
             )
             name = f"{key}@{part}{i}"
             if self._by_index:
-                scratch = self._host.scratch[1]  # the writer's; the first one is the reader's
+                scratch = self._host.scratch[1]  # the writer's page; page 0 is the reader's
                 self._host.page_view(scratch).copy_(value)
                 if not self._set_pool([name], [scratch]):
                     return False
@@ -333,7 +325,9 @@ def _create(config: DiskConfig, layout: PageLayout, view: HostPoolView, model_na
 
 @contextmanager
 def _folder(path: Path | None) -> Iterator[None]:
-    """SGLang's file backend takes its folder from the environment only, and creates it for rank 0 only."""
+    """Set the folder of SGLang's file backend, which reads it from the environment and creates it for rank 0
+    only.
+    """
     if path is None:
         yield
         return
@@ -350,9 +344,7 @@ def _folder(path: Path | None) -> Iterator[None]:
 
 
 def _deleter(storage: Any) -> Any:
-    """A function that deletes one key, or None. SGLang's interface has none, so each backend that can is
-    known here.
-    """
+    """A function that deletes one key, or None. SGLang's interface has none, so it depends on the backend."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     if isinstance(storage, HiCacheFile):

@@ -1,4 +1,4 @@
-"""The host tier: a pool of pages, whose they are, and who goes first when they run out."""
+"""The host tier: a pool of pages, the documents that own them, and eviction when they run out."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ _COPY_BYTES = 64 * 2**20  # device memory one step of a copy down may take
 
 @dataclass(eq=False, slots=True)
 class HostEntry:
-    """A document with pages on host, or on their way there, or held there by a pin."""
+    """A document with pages on host, with a load in progress, or with a pin."""
 
     key: str
     namespace: str
     token_ids: array[int]
     pages: array[int]  # int64, per block: page number, or -1
     pins: int = 0  # callers that read the pages
-    holds: int = 0  # reads and writes in progress of our own
-    doomed: bool = False  # removed, but still pinned or held
+    in_flight: int = 0  # the store's own reads and writes in progress
+    removed: bool = False  # but still pinned or in flight: see HostTier.pending_removal
     loading: dict[int, LoadPart] = field(default_factory=dict)
     summary: bytes = b""  # the document's analysis, stored with its pages
     copied: Any = None  # torch.cuda.Event after which the pages hold what was put
 
     @property
     def metadata_bytes(self) -> int:
-        """Memory of everything but the pages."""
+        """Memory of everything but the pages, in bytes."""
         return sum(
             sys.getsizeof(part)
             for part in (self, self.key, self.token_ids, self.pages, self.loading, self.summary)
         )
 
     @property
-    def free_to_go(self) -> bool:
-        return self.pins == 0 and self.holds == 0
+    def evictable(self) -> bool:
+        """Nobody reads or writes its pages."""
+        return self.pins == 0 and self.in_flight == 0
 
     def resident(self) -> list[int]:
+        """Numbers of the pages it has."""
         return [page for page in self.pages if page != _ABSENT]
 
     @property
@@ -54,18 +56,23 @@ class HostEntry:
         return any(page != _ABSENT for page in self.pages)
 
     def missing(self) -> list[int]:
+        """Blocks without a page."""
         return [block for block, page in enumerate(self.pages) if page == _ABSENT]
 
     def wait_copied(self) -> None:
-        """Until the device has finished copying into these pages."""
+        """Wait until the device has finished copying into these pages."""
         copied = self.copied
         if copied is not None:
             copied.synchronize()
             self.copied = None
 
+    def parts_loading(self) -> list[LoadPart]:
+        """Loads in progress, each once."""
+        return list({id(part): part for part in self.loading.values()}.values())
+
 
 class HostTier:
-    """Pages and the documents in them. Not thread-safe: the store's lock is held by every caller."""
+    """Pages and the documents in them. Not thread-safe: every caller holds the store's lock."""
 
     def __init__(self, shape: KvShape, *, budget_bytes: int, pin: bool, scratch_pages: int = 0) -> None:
         self.shape = shape
@@ -73,7 +80,7 @@ class HostTier:
         self.limit = self.capacity
         self.evictions = 0
         self.entries: OrderedDict[str, HostEntry] = OrderedDict()  # least recently used first
-        self.doomed: dict[str, HostEntry] = {}
+        self.pending_removal: dict[str, HostEntry] = {}  # removed documents whose pages are still in use
         self._free = list(range(self.capacity - 1, -1, -1))
         self._moving: set[int] = set()  # pages of loads in progress
         self.pool = torch.empty((self.capacity + scratch_pages, *shape.page_shape), dtype=shape.dtype)
@@ -95,18 +102,22 @@ class HostTier:
         return self._bytes[page]
 
     def find(self, key: str) -> HostEntry | None:
-        """Visible or doomed."""
-        return self.entries.get(key) or self.doomed.get(key)
+        """A document's entry, also one that is pending removal."""
+        return self.entries.get(key) or self.pending_removal.get(key)
+
+    def all_entries(self) -> list[HostEntry]:
+        """Visible entries and those pending removal."""
+        return [*self.entries.values(), *self.pending_removal.values()]
 
     def add(self, key: str, namespace: str, token_ids: array[int]) -> HostEntry:
-        """A new entry without pages; ``settle`` drops it again unless it gets some, a pin or a hold."""
+        """A new entry without pages; ``settle`` drops it again unless it gets pages, a pin or a load."""
         entry = HostEntry(key, namespace, token_ids, _absent(self.shape.blocks(len(token_ids))))
         self.entries[key] = entry
         return entry
 
     def allocate(self, count: int, keep: HostEntry) -> list[int] | None:
-        """Page numbers, after evicting least recently used documents where needed; None, and nothing evicted,
-        if that would not do.
+        """Allocate pages, evicting least recently used documents other than ``keep`` where needed. Returns
+        None, and evicts nothing, if that would not be enough.
 
         The caller owns the pages until ``attach`` or ``give_back``.
         """
@@ -115,7 +126,7 @@ class HostTier:
         for entry in self.entries.values():
             if short <= 0:
                 break
-            if entry is not keep and entry.free_to_go:
+            if entry is not keep and entry.evictable:
                 victims.append(entry)
                 short -= len(entry.resident())
         if short > 0:
@@ -127,8 +138,8 @@ class HostTier:
         return pages
 
     def attach(self, entry: HostEntry, blocks: Sequence[int], pages: Sequence[int]) -> None:
-        """Make allocated pages the document's; a block that has one already keeps it, and the page is free
-        again.
+        """Give allocated pages to the document. A block that has a page already keeps it, and the new page is
+        freed.
         """
         for block, page in zip(blocks, pages, strict=True):
             if entry.pages[block] == _ABSENT:
@@ -144,60 +155,63 @@ class HostTier:
             self._free.append(page)
 
     def settle(self, entry: HostEntry) -> None:
-        """After a pin or hold ended: free what was waiting for it. Evicts nothing: IO threads call this."""
-        if entry.free_to_go:
-            if entry.doomed:
+        """Free what waited for a pin, read or write that has ended. Evicts nothing: IO threads call this."""
+        if entry.evictable:
+            if entry.removed:
                 self._free_pages(entry)
-                self.doomed.pop(entry.key, None)
+                self.pending_removal.pop(entry.key, None)
             elif not entry.has_pages and self.entries.get(entry.key) is entry:
                 del self.entries[entry.key]
 
-    def doom(self, entry: HostEntry) -> None:
-        """Remove from sight now, from memory as soon as nobody reads it."""
+    def remove(self, entry: HostEntry) -> None:
+        """Hide the document now and free its pages as soon as nobody uses them."""
         self.entries.pop(entry.key, None)
-        entry.doomed = True
-        self.doomed[entry.key] = entry
+        entry.removed = True
+        self.pending_removal[entry.key] = entry
         self.settle(entry)
 
-    def revive(self, entry: HostEntry) -> None:
-        """The same document came back while its old pages were still read: they are what it would write
-        again.
+    def revive(self, key: str) -> HostEntry | None:
+        """The document's entry. One pending removal becomes visible again: its pages are what the same
+        document would write.
         """
-        del self.doomed[entry.key]
-        entry.doomed = False
-        self.entries[entry.key] = entry
+        entry = self.pending_removal.pop(key, None)
+        if entry is not None:
+            entry.removed = False
+            self.entries[key] = entry
+        return self.entries.get(key)
 
     def set_limit(self, budget_bytes: int) -> None:
+        """Change the budget, evicting what no longer fits. Raises ValueError above the pool's size."""
         limit = max(0, budget_bytes) // self.shape.page_bytes
         if limit > self.capacity:
             raise ValueError(
-                f"the host tier was started with {self.capacity * self.shape.page_bytes} bytes and cannot grow beyond them: "
-                "restart with a larger host budget"
+                f"the host tier was started with {self.capacity * self.shape.page_bytes} bytes and cannot "
+                "grow beyond them: restart with a larger host budget"
             )
         self.limit = limit
         self.shrink()
 
     def shrink(self) -> None:
-        """Evict down to the limit; pinned and held documents stay until they are let go."""
+        """Evict down to the limit. Documents in use stay until they are released."""
         if self.used <= self.limit:
             return
-        for entry in [entry for entry in self.entries.values() if entry.free_to_go]:
+        for entry in [entry for entry in self.entries.values() if entry.evictable]:
             if self.used <= self.limit:
                 return
             self._evict(entry)
 
     def drop(self) -> int:
-        """Evict everything that is free to go; how many documents."""
-        victims = [entry for entry in self.entries.values() if entry.free_to_go]
+        """Evict everything evictable and return the number of documents."""
+        victims = [entry for entry in self.entries.values() if entry.evictable]
         for entry in victims:
             self._evict(entry)
         return len(victims)
 
     def check(self) -> None:
-        """Every page is free, a document's or on its way, exactly once. Raises IntegrityError."""
+        """Raise IntegrityError unless every page has exactly one owner: free, a document or a load."""
         seen: dict[int, str] = {}
         owners = [("free", self._free), ("loading", self._moving)]
-        owners += [(entry.key, entry.resident()) for entry in (*self.entries.values(), *self.doomed.values())]
+        owners += [(entry.key, entry.resident()) for entry in self.all_entries()]
         for owner, pages in owners:
             for page in pages:
                 if page in seen or not 0 <= page < self.capacity:
@@ -208,26 +222,22 @@ class HostTier:
         if len(seen) != self.capacity:
             raise IntegrityError(f"{self.capacity - len(seen)} host pages are lost")
         loading = [
-            page
-            for entry in (*self.entries.values(), *self.doomed.values())
-            for page in _loading_pages(entry)
+            page for entry in self.all_entries() for part in entry.parts_loading() for page in part.pages
         ]
         if sorted(loading) != sorted(self._moving):
-            raise IntegrityError("host pages are on their way for no document")
+            raise IntegrityError("host pages are allocated to no load")
         for entry in self.entries.values():
-            if (
-                entry.doomed
-                or min(entry.pins, entry.holds) < 0
-                or (entry.free_to_go and not entry.resident())
-            ):
+            negative = min(entry.pins, entry.in_flight) < 0
+            if entry.removed or negative or (entry.evictable and not entry.has_pages):
                 raise IntegrityError(f"document {entry.key} should not be in the host tier")
-        for entry in self.doomed.values():
-            if not entry.doomed or entry.free_to_go:
-                raise IntegrityError(f"removed document {entry.key} is held by nobody and still there")
-        if self.used > self.limit and any(entry.free_to_go for entry in self.entries.values()):
-            raise IntegrityError(f"{self.used} host pages in use, {self.limit} allowed, and some could go")
+        for entry in self.pending_removal.values():
+            if not entry.removed or entry.evictable:
+                raise IntegrityError(f"removed document {entry.key} is in use by nobody and still there")
+        if self.used > self.limit and any(entry.evictable for entry in self.entries.values()):
+            raise IntegrityError(f"{self.used} host pages in use, {self.limit} allowed, and some evictable")
 
     def close(self) -> None:
+        """Unregister the pool from CUDA."""
         if self._registered:
             _unregister(self.pool)
             self._registered = False
@@ -247,12 +257,6 @@ def _absent(blocks: int) -> array[int]:
     return array("q", [_ABSENT]) * blocks
 
 
-def _loading_pages(entry: HostEntry) -> list[int]:
-    return [
-        page for part in {id(part): part for part in entry.loading.values()}.values() for page in part.pages
-    ]
-
-
 def fill_pages(
     pool: torch.Tensor,
     shape: KvShape,
@@ -261,8 +265,8 @@ def fill_pages(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    """Copy blocks of a document's K and V, [layers, n, kv_heads, head_dim], into pool pages; what lies behind
-    its end becomes zero.
+    """Copy blocks of a document's K and V, [layers, n, kv_heads, head_dim], into pool pages, padding with
+    zeros behind its end.
 
     From a CUDA device the copies are only enqueued on the current stream.
     """
@@ -308,18 +312,16 @@ def _arrange(target: torch.Tensor, shape: KvShape, k: torch.Tensor, v: torch.Ten
 
 
 def _register(pool: torch.Tensor) -> None:
-    """Pin the pool. ``pin_memory=True`` would round its size up to a power of two."""
+    """Pin the pool's memory. ``pin_memory=True`` would round its size up to a power of two."""
     code = torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)
     if int(code) != 0:
         raise RuntimeError(
-            f"cannot pin {pool.nbytes} bytes of host memory for documents (cudaHostRegister: {int(code)}): lower the host budget, "
-            "or raise the locked-memory limit (ulimit -l)"
+            f"cannot pin {pool.nbytes} bytes of host memory for documents (cudaHostRegister: {int(code)}): "
+            "lower the host budget, or raise the locked-memory limit (ulimit -l)"
         )
 
 
 def _unregister(pool: torch.Tensor) -> None:
     code = torch.cuda.cudart().cudaHostUnregister(pool.data_ptr())
     if int(code) != 0:
-        logger.warning(
-            "cudaHostUnregister failed with %d; the memory comes back when the process ends", int(code)
-        )
+        logger.warning("cudaHostUnregister failed with %d; the memory is freed at exit", int(code))

@@ -1,5 +1,5 @@
-"""Two threads for the disk: reads first, and never more than one write at a time, so that a read always finds
-a thread.
+"""Two IO threads for the disk. Reads go first, and at most one write runs at a time, so that a read always
+finds a thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Job = Callable[[], None]
 
 
 class IoPool:
-    """Runs jobs in order of submission within each kind. A job that raises is logged: jobs account for their
-    own failures.
+    """Runs reads and writes, each kind in order of submission. Thread-safe. A job that raises is only logged:
+    jobs account for their own failures.
     """
 
     def __init__(self, name: str, threads: int = THREADS) -> None:
@@ -34,14 +34,15 @@ class IoPool:
             thread.start()
 
     def read(self, job: Job) -> bool:
-        """False once the pool is closed: the job will not run."""
+        """Queue a read. False once the pool is closed: the job will not run."""
         return self._submit(self._reads, job)
 
     def write(self, job: Job) -> bool:
+        """Queue a write, as ``read``."""
         return self._submit(self._writes, job)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Until nothing is queued or running; False when it takes longer."""
+        """Wait until nothing is queued or running; False on timeout."""
         until = time.monotonic() + timeout_s
         with self._wake:
             while self._reads or self._writes or self._busy:
@@ -50,7 +51,7 @@ class IoPool:
         return True
 
     def close(self) -> None:
-        """Finish the jobs that run and drop the others."""
+        """Finish running jobs and drop queued ones."""
         with self._wake:
             self._closed = True
             self._reads.clear()

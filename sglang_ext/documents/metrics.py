@@ -1,7 +1,6 @@
 """Prometheus metrics of the document tiers, `ragserve_kv_*`, labelled by tier: device, host or disk.
 
-Created on first use, in the process that uses them: SGLang sets prometheus_client's multi-process folder when
-its server starts."""
+Created on first use, because SGLang sets prometheus_client's multi-process folder at server start."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 
 
 class KvMetrics:
-    """One object per process; see :func:`kv_metrics`."""
+    """Metrics of one process; use `kv_metrics`."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram

@@ -1,12 +1,12 @@
-"""Document files in a folder: where they lie, how they are written and removed. No torch, no SGLang.
+"""Document files in a folder: finding, reading, writing and removing them. Imports neither torch nor SGLang.
 
     <root>/rank-0-of-1/<namespace>/<key>.pages      a document: record, pages, summary
     <root>/rank-0-of-1/.tmp/                        files being written; emptied at start
     <root>/rank-0-of-1/.trash/                      removed namespaces; emptied in the background
     <root>/rank-0-of-1/.owner                       locked by the process that owns this rank's folder
 
-A document appears by one rename and disappears by one unlink; a namespace disappears by one rename. So
-whatever kills the process, a document is whole or absent, and one that was removed stays removed."""
+A document appears by one rename and disappears by one unlink; a namespace disappears by one rename. Whatever
+kills the process, a document is whole or absent, and a removed one stays removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IOV_MAX = 512  # buffers of one preadv/pwritev; Linux allows 1024
 
 @dataclass(frozen=True)
 class PageFile:
-    """A document file as a directory listing shows it."""
+    """A document file as listed: its size in bytes and the time of its last use."""
 
     namespace: str
     key: str
@@ -47,17 +47,16 @@ class DocumentFiles:
     def __init__(self, root: Path, *, rank: int, world: int) -> None:
         self.folder = root / f"rank-{rank}-of-{world}"
         self._lock = threading.Lock()  # orders a rename into place against a removal
-        self._writing: dict[
-            tuple[str, str], bool
-        ] = {}  # a document being written -> whether it was removed meanwhile
+        # (namespace, key) of documents being written -> removed meanwhile
+        self._writing: dict[tuple[str, str], bool] = {}
         self._serial = 0
         self._owner: int | None = None
 
     # who owns the folder
 
     def acquire(self, timeout_s: float = 5.0) -> bool:
-        """Become the folder's only owner, waiting for one that is stopping; False when it stays taken.
-        Creates the folder.
+        """Become the folder's only owner, waiting for a stopping process; False when it stays taken. Creates
+        the folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder / ".owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -75,21 +74,24 @@ class DocumentFiles:
             return True
 
     def release(self) -> None:
+        """Give up the folder."""
         if self._owner is not None:
             os.close(self._owner)
             self._owner = None
 
     def sweep(self) -> None:
-        """Delete what killed writers and removed namespaces left. For the owner only."""
+        """Delete what killed writers and removed namespaces left. Owner only."""
         for name in (".tmp", ".trash"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     # finding
 
     def path(self, namespace: str, key: str) -> Path:
+        """Path of a document's file."""
         return self.folder / namespace / f"{key}{SUFFIX}"
 
     def namespaces(self) -> list[str]:
+        """Names of the namespaces that have a folder, sorted."""
         try:
             with os.scandir(self.folder) as entries:
                 return sorted(
@@ -99,7 +101,7 @@ class DocumentFiles:
             return []
 
     def find(self, namespace: str, key: str) -> PageFile | None:
-        """One stat of the path; nothing is read."""
+        """Look for a document by one stat of its path."""
         try:
             stat = os.stat(self.path(namespace, key))
         except (FileNotFoundError, NotADirectoryError):
@@ -107,9 +109,7 @@ class DocumentFiles:
         return PageFile(namespace, key, stat.st_size, stat.st_mtime)
 
     def scan(self, only: str | None = None) -> Iterator[PageFile]:
-        """All documents (of one namespace), by listing folders. A document that disappears meanwhile is left
-        out.
-        """
+        """List all documents (of one namespace). A document that disappears meanwhile is left out."""
         for namespace in self.namespaces() if only is None else [only]:
             try:
                 with os.scandir(self.folder / namespace) as entries:
@@ -124,8 +124,8 @@ class DocumentFiles:
     # reading
 
     def read_raw_record(self, namespace: str, key: str) -> tuple[bytes, int]:
-        """(the record's bytes, only their length checked; the file's size). Raises PageError or OSError (not
-        found: a plain miss).
+        """Read a record, checking only its length. Returns its bytes and the file's size. Raises PageError or
+        OSError (FileNotFoundError: a plain miss).
         """
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -136,7 +136,7 @@ class DocumentFiles:
         return data, size
 
     def read_record(self, namespace: str, key: str, layout: PageLayout | None) -> Record:
-        """The record, checked against the file it heads. Raises as ``read_raw_record``."""
+        """Read a record and check it against its file. Raises as ``read_raw_record``."""
         data, size = self.read_raw_record(namespace, key)
         record = page_format.decode(data, layout=layout, key=key)
         if record.namespace != namespace:
@@ -150,11 +150,10 @@ class DocumentFiles:
     def read_pages(
         self, namespace: str, key: str, page_bytes: int, blocks: Sequence[int], targets: Sequence[Any]
     ) -> int:
-        """Fill each target (a writable buffer of ``page_bytes``) with its block; returns the bytes read of
-        pages, and no others are read.
+        """Fill each target (a writable buffer of ``page_bytes``) with its block; no other pages are read.
 
-        Raises PageError when the file ends too early. The pages are not checked here: whoever uses them
-        compares ``page_crc``."""
+        Returns the bytes of pages read. Raises PageError when the file ends too early, OSError. The caller
+        checks ``page_crc``."""
         done = 0
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             start = page_format.record_length(_read_exactly(file, page_format.FIXED_BYTES))
@@ -164,9 +163,7 @@ class DocumentFiles:
         return done
 
     def read_summary(self, record: Record) -> bytes:
-        """The bytes after the pages, unchecked. Raises PageError when the file ends too early, OSError as the
-        others.
-        """
+        """Read the bytes behind the pages, unchecked. Raises OSError, PageError when the file ends early."""
         with open(self.path(record.namespace, record.key), "rb", buffering=0) as file:
             file.seek(record.summary_start)
             data = _read_exactly(file, record.summary_bytes)
@@ -175,7 +172,7 @@ class DocumentFiles:
         return data
 
     def replace_summary(self, old: Record, record: bytes, summary: bytes, *, fsync: bool) -> bool:
-        """Write the document anew with another record and summary and the same pages. As ``write``."""
+        """Rewrite the document with another record and summary and the same pages, as ``write``."""
         with (
             open(self.path(old.namespace, old.key), "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -189,13 +186,13 @@ class DocumentFiles:
     # writing and removing
 
     def begin(self, namespace: str, key: str) -> None:
-        """Announce a write that follows: a removal from now on makes it come to nothing."""
+        """Announce a write: a removal from now on cancels it."""
         with self._lock:
             self._writing[namespace, key] = False
 
     def write(self, namespace: str, key: str, parts: Sequence[Any], *, fsync: bool) -> bool:
-        """Write a document's file from its parts (buffers). False when it was removed meanwhile; raises
-        OSError, leaving nothing behind.
+        """Write a document's file from its parts (buffers), atomically. Returns False when it was removed
+        meanwhile; raises OSError, leaving nothing behind.
         """
         with self._lock:
             self._serial += 1
@@ -226,7 +223,7 @@ class DocumentFiles:
                 temporary.unlink()
 
     def remove(self, namespace: str, key: str) -> bool:
-        """Whether there was one. A write of it in progress comes to nothing."""
+        """Remove a document, cancelling a write in progress; True if there was one."""
         with self._lock:
             was_writing = self._writing.get((namespace, key)) is False  # True: removed before
             if was_writing:
@@ -238,7 +235,7 @@ class DocumentFiles:
             return True
 
     def remove_namespace(self, namespace: str) -> list[str]:
-        """The keys removed. The space comes back with ``sweep_trash``."""
+        """Remove a namespace and return the keys removed. ``sweep_trash`` frees the space."""
         folder = self.folder / namespace
         with self._lock:
             removed = {key for (name, key), gone in self._writing.items() if name == namespace and not gone}
@@ -255,16 +252,17 @@ class DocumentFiles:
         return sorted(removed)
 
     def sweep_trash(self) -> None:
+        """Delete the files of removed namespaces."""
         shutil.rmtree(self.folder / ".trash", ignore_errors=True)
 
     def touch(self, namespace: str, key: str) -> None:
-        """Note a use, so that the order of use survives a restart."""
+        """Record a use in the file's time, so that the order of eviction survives a restart."""
         with suppress(OSError):  # the file is gone or the folder read-only: only the order suffers
             os.utime(self.path(namespace, key))
 
 
 def ranks(root: Path) -> list[DocumentFiles]:
-    """The ranks that have a folder under ``root``."""
+    """The files of each rank that has a folder under ``root``."""
     try:
         names = sorted(os.listdir(root))
     except FileNotFoundError:
@@ -273,24 +271,8 @@ def ranks(root: Path) -> list[DocumentFiles]:
     return [DocumentFiles(root, rank=int(match[1]), world=int(match[2])) for match in matches]
 
 
-def verify_document(files: DocumentFiles, found: PageFile, layout: PageLayout | None) -> Record:
-    """Read a whole document and check every page. Raises PageError or OSError."""
-    record = files.read_record(found.namespace, found.key, layout)
-    buffer = bytearray(record.page_bytes)
-    for block in range(record.n_pages):
-        files.read_pages(record.namespace, record.key, record.page_bytes, [block], [buffer])
-        if page_format.page_crc(record.key, block, buffer) != record.crcs[block]:
-            raise PageError("crc", f"page {block} fails its CRC")
-    if (
-        record.summary_bytes
-        and page_format.summary_crc(record.key, files.read_summary(record)) != record.summary_crc
-    ):
-        raise PageError("crc", "the summary fails its CRC")
-    return record
-
-
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(index of the first, count) of each run of consecutive blocks."""
+    """Yield (index of the first, count) of each run of consecutive blocks."""
     start = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:

@@ -1,10 +1,9 @@
-"""Page format, version 3: a document's record, and the check of each of its pages. No torch, no SGLang: the
-CLI reads it too.
+"""Page format, version 3: a document's record, and the CRCs of its pages. Imports neither torch nor SGLang,
+because the CLI reads it too.
 
-A document file is its record, padded to 4,096 bytes, its pages, each ``page_bytes``, and its summary, if it
-has one: bytes that this module does not look into (`sglang_ext.analysis` does), known by their length and
-CRC. Other storage backends keep the record as a value of its own. Integers are little-endian; README.md has
-the table."""
+A document file consists of its record, padded to 4,096 bytes, its pages, ``page_bytes`` each, and an optional
+summary: opaque bytes that `sglang_ext.analysis` encodes, with their length and CRC in the record. Other
+storage backends keep the record as values of its own. Integers are little-endian; README.md has the table."""
 
 from __future__ import annotations
 
@@ -28,20 +27,21 @@ FIXED_BYTES = _FIXED.size
 _CRC_OFFSET = 16
 MAX_RECORD_BYTES = 64 * 2**20  # 14 million tokens: a larger length field is damage, not a document
 
-
 _KEY = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 
 def valid_key(key: str) -> bool:
+    """True for 1 to 128 letters, digits, '_' or '-': a key becomes a file name."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def valid_namespace(namespace: str) -> bool:
+    """True for a name that the protocol allows: it becomes a folder name."""
     return isinstance(namespace, str) and NAMESPACE.fullmatch(namespace) is not None
 
 
 class PageError(Exception):
-    """A record or page that must not be used. ``reason`` is one of those in README.md, for counters."""
+    """A record or page that must not be used. ``reason`` is a counter's label, listed in README.md."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class PageError(Exception):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What decides whether pages can be used by this process at all."""
+    """Model, rank and shape that pages must have for this process to use them."""
 
     fingerprint: str
     rank: int
@@ -63,6 +63,7 @@ class PageLayout:
     page_bytes: int
 
     def sizes(self) -> tuple[int, ...]:
+        """Every number of the layout, in the order that ``decode`` compares."""
         return (
             self.dtype_code,
             self.rank,
@@ -77,8 +78,8 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class Record:
-    """One document: whose it is, its token ids (int32), the CRC-32 of every page (uint32), and the length and
-    CRC-32 of its summary.
+    """A document's record: key, namespace, token ids (int32), the CRC-32 of every page (uint32), and length
+    and CRC-32 of its summary.
     """
 
     key: str
@@ -100,12 +101,12 @@ class Record:
 
     @property
     def summary_start(self) -> int:
-        """Where in a document file the summary begins."""
+        """Offset of the summary in a document file."""
         return self.record_bytes + self.n_pages * self.page_bytes
 
 
 def token_array(token_ids: Any) -> array[int]:
-    """int32 array of any sequence of ints. Raises ValueError for an id that is not one."""
+    """Convert a sequence of ints to an int32 array. Raises ValueError for an id that does not fit."""
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
     if isinstance(token_ids, array) and token_ids.typecode == "q":
@@ -121,25 +122,27 @@ def token_array(token_ids: Any) -> array[int]:
 
 
 def record_bytes(namespace: str, key: str, n_tokens: int, n_pages: int) -> int:
-    """Bytes of a record, padding included."""
+    """Size of a record in bytes, padding included."""
     used = FIXED_BYTES + 4 * n_pages + 4 * n_tokens + len(namespace.encode()) + len(key.encode())
     return -(-used // ALIGN) * ALIGN
 
 
 def pages_of_file(size: int, namespace: str, key: str, *, block: int, page_bytes: int) -> int:
-    """Most pages that a document file of ``size`` bytes can have, from its size alone; exact where its
-    summary is less than a page.
+    """Largest number of pages that a document file of ``size`` bytes can have; exact where its summary is
+    smaller than a page.
     """
+
+    def least_bytes(pages: int) -> int:
+        return record_bytes(namespace, key, (pages - 1) * block + 1, pages) + pages * page_bytes
+
     pages = size // page_bytes
-    while (
-        pages > 0 and record_bytes(namespace, key, (pages - 1) * block + 1, pages) + pages * page_bytes > size
-    ):
+    while pages > 0 and least_bytes(pages) > size:
         pages -= 1
     return pages
 
 
 def page_crc(key: str, block: int, data: Any) -> int:
-    """CRC-32 of a page's bytes, seeded with its document and number: a page in another's place fails it too."""
+    """CRC-32 of a page's bytes, seeded with its document and number, so that a misplaced page fails it."""
     return zlib.crc32(data, zlib.crc32(f"{key}/{block}".encode()))
 
 
@@ -149,6 +152,7 @@ def summary_crc(key: str, data: Any) -> int:
 
 
 def digest(text: str) -> bytes:
+    """SHA-256, 32 bytes."""
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -160,7 +164,7 @@ def encode(
     layout: PageLayout,
     summary: bytes = b"",
 ) -> bytes:
-    """The record, padded; its own CRC covers all of it. ``summary``: the bytes that will follow the pages."""
+    """Encode a padded record with its own CRC. ``summary`` will follow the pages. Raises ValueError."""
     n_tokens, n_pages = len(token_ids), len(crcs)
     total = record_bytes(namespace, key, n_tokens, n_pages)
     if total > MAX_RECORD_BYTES:
@@ -198,27 +202,26 @@ def encode(
 
 
 def record_length(fixed: bytes) -> int:
-    """Bytes of the record that starts with these ``FIXED_BYTES``. Raises PageError when they start none."""
+    """Length of the record that starts with these ``FIXED_BYTES``. Raises PageError if they start none."""
     if len(fixed) < FIXED_BYTES:
-        raise PageError("truncated", f"a record starts with {FIXED_BYTES} bytes, here are {len(fixed)}")
+        raise PageError("truncated", f"{len(fixed)} bytes, a record starts with {FIXED_BYTES}")
     magic, version, total = _FIXED.unpack(fixed[:FIXED_BYTES])[:3]
     if magic != MAGIC:
         raise PageError("magic", "not a document file of this project")
     if version != VERSION:
         raise PageError("version", f"format version {version}, this program reads {VERSION}")
     if total % ALIGN or not FIXED_BYTES <= total <= MAX_RECORD_BYTES:
-        raise PageError("record", f"a record of {total} bytes cannot be")
+        raise PageError("record", f"an impossible record length of {total} bytes")
     return int(total)
 
 
 def decode(data: bytes, *, layout: PageLayout | None, key: str | None = None) -> Record:
-    """The record in ``data`` (at least ``record_length`` bytes).
-
-    Raises PageError unless it is whole and, where given, of this layout and key. Checked in the order of
-    README.md's table."""
+    """Decode and check the record in ``data`` (at least ``record_length`` bytes), in the order of README.md's
+    table. Raises PageError unless it is whole and, where given, has this layout and key.
+    """
     total = record_length(data[:FIXED_BYTES])
     if len(data) < total:
-        raise PageError("truncated", f"the record has {total} bytes, here are {len(data)}")
+        raise PageError("truncated", f"{len(data)} bytes of a record of {total}")
     body = bytearray(data[:total])
     (
         _,

@@ -11,17 +11,17 @@ from sglang_ext.documents.page_format import Record
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import LoadPart, LoadTicket
 
-_PART_BYTES = 2 * 2**20  # below this a second thread costs more than it brings
+_PART_BYTES = 2 * 2**20  # below this a second thread costs more than it saves
 
 
 class Promoter:
-    """Every method wants the store's lock held; the reads themselves run without it."""
+    """Every method requires the store's lock; the reads themselves run without it."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
 
     def load(self, key: str, blocks: Sequence[int] | None) -> LoadTicket:
-        """Raises IndexError for a block the document does not have."""
+        """Start loading blocks (None: all). Raises IndexError for a block the document does not have."""
         tiers, host = self._tiers, self._tiers.host
         entry = host.entries.get(key)
         on_disk = tiers.find_on_disk(key, None) is not None
@@ -37,10 +37,9 @@ class Promoter:
         return ticket
 
     def close(self) -> None:
-        """End the loads that will not run any more."""
-        host = self._tiers.host
-        for entry in [*host.entries.values(), *host.doomed.values()]:
-            for part in {id(part): part for part in entry.loading.values()}.values():
+        """End the loads that will not run any more with reason `closed`."""
+        for entry in self._tiers.host.all_entries():
+            for part in entry.parts_loading():
                 self._end(entry, part, "closed")
 
     def _load_entry(
@@ -51,13 +50,12 @@ class Promoter:
         if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < len(entry.pages):
             tiers.host.settle(entry)
             raise IndexError(
-                f"document {entry.key} has blocks 0 to {len(entry.pages) - 1}, asked for {wanted[0]} to {wanted[-1]}"
+                f"document {entry.key} has blocks 0 to {len(entry.pages) - 1}, "
+                f"asked for {wanted[0]} to {wanted[-1]}"
             )
         absent = [block for block in wanted if entry.pages[block] < 0]
         missing = [block for block in absent if block not in entry.loading]
-        parts = list(
-            {id(part): part for block in absent if (part := entry.loading.get(block)) is not None}.values()
-        )
+        parts = [part for part in entry.parts_loading() if any(block in part.blocks for block in absent)]
         own: list[LoadPart] = []
         if missing:
             if record is None:
@@ -69,7 +67,7 @@ class Promoter:
             starts = range(0, len(missing), per_part)
             own = [LoadPart(missing[at : at + per_part], pages[at : at + per_part]) for at in starts]
             for part in own:
-                entry.holds += 1
+                entry.in_flight += 1
                 entry.loading.update(dict.fromkeys(part.blocks, part))
         ticket = LoadTicket([*parts, *own])
         ticket.own(own)
@@ -92,12 +90,12 @@ class Promoter:
             tiers.metrics.load_seconds.observe(time.perf_counter() - started)
             with tiers.lock:
                 failed = bool(reason)
-                if reason == "missing" and not entry.doomed:
+                if reason == "missing" and not entry.removed:
                     tiers.faults("missing", f"document {entry.key} is gone from the disk")
                 self._end(entry, part, reason)
                 if not failed and tiers.disk is not None:
                     tiers.disk.touch(entry.key, entry.namespace)
-                elif failed and not entry.doomed and tiers.index.record(entry.key) is record:
+                elif failed and not entry.removed and tiers.index.record(entry.key) is record:
                     tiers.forget(entry.key)
                 tiers.refresh()
 
@@ -109,15 +107,14 @@ class Promoter:
         if reason:
             host.give_back(part.pages)
             if all(entry.pages[block] >= 0 for block in part.blocks):
-                reason = ""  # put again while it was loading
-            elif entry.doomed:
+                reason = ""  # put again during the load
+            elif entry.removed:
                 reason = "removed"
         else:
             host.attach(entry, part.blocks, part.pages)
             part.bytes_ = len(part.pages) * tiers.shape.page_bytes
-            tiers.moved["from_disk"] += part.bytes_
-            tiers.metrics.moved.labels("from_disk").inc(part.bytes_)
-        entry.holds -= 1
+            tiers.count_moved("from_disk", part.bytes_)
+        entry.in_flight -= 1
         part.reason = reason
         host.settle(entry)
         part.finished.set()

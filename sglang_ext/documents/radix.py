@@ -1,8 +1,8 @@
-"""SGLang's radix cache with composed requests beside ordinary ones.
+"""SGLang's radix cache, extended by composed requests and documents.
 
-Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots
-are freed when it ends. A document request's KV enters the tree under the document's key, and is handed to
-`on_document` before that, for the other tiers."""
+Composed KV is approximate and private: a composed request never matches and never enters the tree, and its
+slots are freed when it ends. A document request's KV enters the tree under the document's key; before that
+`on_document` receives it for the other tiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class DocumentRadixCache(RadixCache):
-    """Drop-in for `RadixCache`; what is not composed takes the original path."""
+    """Drop-in for `RadixCache`; requests that are not composed take the original path."""
 
     is_composed: Callable[[Any], bool] = staticmethod(lambda req: False)
     on_document: Callable[[Any, torch.Tensor], None] = staticmethod(lambda req, slots: None)
@@ -44,8 +44,7 @@ class DocumentRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.before_release(req, kv_len_to_handle)
         if self.is_composed(req):
-            # One call: with pages the composed slots and the extended ones may share a page, which is freed
-            # once per call.
+            # One call: composed and extended slots may share a page, and each call frees a page once.
             self.token_to_kv_pool_allocator.free(
                 self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
             )
@@ -81,9 +80,7 @@ class DocumentRadixCache(RadixCache):
         self.document_tokens = 0
 
     def remove_key(self, extra_key: str) -> bool:
-        """Free every node under this extra key that no running request has locked. Whether that was all of
-        them.
-        """
+        """Free every node under this extra key that no running request has locked; True if none remains."""
         roots = [node for node in self.root_node.children.values() if node.key.extra_key == extra_key]
         nodes = [node for root in roots for node in _subtree(root)]
         free = [node for node in nodes if node.lock_ref == 0]  # a locked node's parents are locked as well
@@ -99,8 +96,8 @@ class DocumentRadixCache(RadixCache):
         return torch.cat([node.value for node in nodes]) if nodes else torch.empty(0, dtype=torch.int64)
 
     def peek(self, ids: array[int], extra_key: str) -> int:
-        """How many of the first ``ids`` are cached under this key. SGLang's own look-up would split nodes and
-        make them young.
+        """Number of leading ``ids`` cached under this key. SGLang's own lookup would split nodes and refresh
+        their LRU time.
         """
         key, node, found = RadixKey(ids, extra_key=extra_key), self.root_node, 0
         while len(key):
@@ -115,12 +112,12 @@ class DocumentRadixCache(RadixCache):
         return found
 
     def document(self, ids: array[int], extra_key: str) -> tuple[list[torch.Tensor], TreeNode] | None:
-        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Makes it
-        young, as a look-up does.
+        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Refreshes
+        its LRU time, as a lookup does.
 
-        SGLang's own look-up joins the parts on the device and halves its way through the ids, for each of a
-        request's documents. The last node may hold a token more than the document: one was decoded while
-        SGLang had yet to learn that the document's request was over."""
+        SGLang's own lookup would concatenate the parts on the device and bisect the ids, for each of a
+        request's documents. The last node may hold one token more than the document: it was decoded before
+        SGLang knew that the document's request had ended."""
         node, at, parts, now = self.root_node, 0, [], time.monotonic()
         while at < len(ids):
             rest = ids[at:] if at else ids
@@ -151,14 +148,12 @@ class DocumentRadixCache(RadixCache):
 
 
 def is_document_key(extra_key: str | None) -> bool:
-    """Whether KV under this key is a document's; namespaces and requests have keys of another form."""
+    """True for a document's key; the keys of namespaces and requests have another form."""
     return extra_key is not None and _DOCUMENT_KEY.fullmatch(extra_key) is not None
 
 
 def _is_private(req: Any) -> bool:
-    """Whether what this request computes is for nobody else, by its strategy or because it was removed before
-    it was cached.
-    """
+    """True if the request's KV must not be cached, by its strategy or because it was removed before."""
     return bool(getattr(req, "ragserve_private", False))
 
 

@@ -1,23 +1,21 @@
-"""Figures and proofs about the tiers."""
+"""Figures about the tiers, for `TierStore.stat`."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from typing import Any
 
-from sglang_ext.documents.disk import DiskTier
-from sglang_ext.documents.page_files import PageFile
-from sglang_ext.documents.page_format import PageError, pages_of_file
+from sglang_ext.documents.page_format import pages_of_file
 from sglang_ext.documents.tiers import Tiers
-from sglang_ext.documents.types import BadDocument, DiskConfig, VerifyReport
+from sglang_ext.documents.types import DiskConfig
 from sglang_ext.documents.writeback import WriteBack
 
 
 def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str, Any]:
-    """As ``TierStore.stat``; the store's lock is held."""
+    """See ``TierStore.stat``. Requires the store's lock."""
     host, index, page_bytes = tiers.host, tiers.index, tiers.shape.page_bytes
-    everyone = (*host.entries.values(), *host.doomed.values())
+    everyone = host.all_entries()
+    metadata = sum(entry.metadata_bytes for entry in everyone)
     figures: dict[str, Any] = {
         "host": {
             "bytes": host.used * page_bytes,
@@ -26,7 +24,7 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "pages": host.used,
             "documents": sum(1 for entry in host.entries.values() if entry.resident()),
             "pinned_documents": sum(1 for entry in everyone if entry.pins),
-            "metadata_bytes": (metadata := sum(entry.metadata_bytes for entry in everyone)),
+            "metadata_bytes": metadata,
             "metadata_share": _share(metadata, host.used * page_bytes),
             "namespaces": _host_namespaces(tiers),
         },
@@ -60,24 +58,8 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
     return figures
 
 
-def verify(disk: DiskTier | None, listed: Sequence[PageFile], integrity: str) -> VerifyReport:
-    """Read these documents whole; one that was removed since it was listed is left out."""
-    documents, pages, total, bad = 0, 0, 0, []
-    for found in listed if disk is not None else ():
-        try:
-            record = disk.verify(found)  # type: ignore[union-attr]  # there is nothing to list without it
-        except FileNotFoundError:
-            continue
-        except (PageError, OSError) as error:
-            reason = error.reason if isinstance(error, PageError) else "io"
-            bad.append(BadDocument(found.namespace, found.key, f"{reason}: {error}"))
-            continue
-        documents, pages, total = documents + 1, pages + record.n_pages, total + record.file_bytes
-    return VerifyReport(documents, pages, total, tuple(bad), integrity)
-
-
 def _share(metadata: int, pages: int) -> float:
-    """Of the KV alone; what a tier without KV keeps besides counts for nothing."""
+    """Metadata bytes per byte of KV; 0 for a tier without KV."""
     return round(metadata / pages, 5) if pages else 0.0
 
 

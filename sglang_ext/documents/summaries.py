@@ -1,6 +1,4 @@
-"""Summaries of documents (bytes; `sglang_ext.analysis` knows what they say): kept beside the pages on host,
-stored with them on disk.
-"""
+"""Summaries of documents: bytes that `sglang_ext.analysis` encodes, kept with the pages on host and disk."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from sglang_ext.documents.tiers import Tiers
 
 @dataclass
 class SummaryTicket:
-    """The progress of reading a summary; ``data`` is final once ``done()``, None where there is none that can
-    be used.
-    """
+    """Progress of reading a summary. ``data`` is final once ``done()``; None where no summary is usable."""
 
     data: bytes | None = None
     finished: threading.Event = field(default_factory=threading.Event)
@@ -26,21 +22,21 @@ class SummaryTicket:
 
     @classmethod
     def known(cls, data: bytes | None) -> SummaryTicket:
-        """One that is done."""
+        """A finished ticket."""
         ticket = cls(data)
         ticket.finished.set()
         return ticket
 
 
 class Summaries:
-    """Every method wants the store's lock held; reads and writes themselves run in the IO threads without it."""
+    """Reads and stores summaries. Every method requires the store's lock; the IO itself runs without it."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._replacing: dict[str, bytes] = {}  # what is to be stored with a document that is on disk already
+        self._replacing: dict[str, bytes] = {}  # to be stored with documents that are on disk already
 
     def get(self, key: str) -> SummaryTicket:
-        """From host or from disk."""
+        """Start reading a document's summary, from host or from disk."""
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
         if entry is not None and entry.summary:
@@ -49,18 +45,13 @@ class Summaries:
             return SummaryTicket.known(self._replacing[key])
         record = tiers.record(key) if tiers.find_on_disk(key, None) is not None else None
         ticket = SummaryTicket()
-        if (
-            record is None
-            or not record.summary_bytes
-            or tiers.io is None
-            or not tiers.io.read(lambda: self._read(record, ticket))
-        ):
+        if record is None or not record.summary_bytes or tiers.io is None:
             return SummaryTicket.known(None)
-        return ticket
+        return ticket if tiers.io.read(lambda: self._read(record, ticket)) else SummaryTicket.known(None)
 
     def put(self, key: str, data: bytes) -> bool:
-        """Keep a summary with a document that is in a tier; whether there is one. What is on disk without it
-        is written anew.
+        """Keep a summary with a document; False if the document is in no tier. A file on disk without a
+        summary is written anew.
         """
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
@@ -85,9 +76,7 @@ class Summaries:
             ticket.finished.set()
 
     def _replace(self, key: str, data: bytes) -> None:
-        """An IO job: store the document with its summary, unless it was removed meanwhile or does not fit any
-        more.
-        """
+        """An IO job: rewrite the document with its summary, unless it was removed or no longer fits."""
         tiers, disk, reserved = self._tiers, self._tiers.disk, 0
         try:
             with tiers.lock:
@@ -100,7 +89,7 @@ class Summaries:
                 ):
                     return
                 if key not in tiers.index:
-                    return  # it had to make room itself
+                    return  # evicted itself to make room
                 layout = tiers.layout
                 encoded = page_format.encode(key, old.namespace, old.token_ids, old.crcs, layout, data)
                 new = replace(old, summary_bytes=len(data), summary_crc=page_format.summary_crc(key, data))
@@ -117,10 +106,7 @@ class Summaries:
                 elif done:
                     disk.remove(key, old.namespace, new)
         except (PageError, OSError) as error:
-            tiers.faults(
-                error.reason if isinstance(error, PageError) else "io",
-                f"storing the summary of document {key}: {error}",
-            )
+            tiers.faults.note(error, f"storing the summary of document {key}")
         finally:
             with tiers.lock:
                 tiers.index.reserved -= reserved

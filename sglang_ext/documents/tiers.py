@@ -1,29 +1,33 @@
-"""What the parts of the store share: the tiers, the lock over them, and the operations that touch both host
-and disk accounting.
-"""
+"""State shared by the parts of the store: the tiers, the lock over them, and operations on both tiers."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sglang_ext.documents.disk import DiskTier, Faults, FileTier
 from sglang_ext.documents.disk_index import DiskEntry, DiskIndex
-from sglang_ext.documents.host import HostTier
+from sglang_ext.documents.host import HostEntry, HostTier
 from sglang_ext.documents.io_pool import IoPool
 from sglang_ext.documents.metrics import KvMetrics
 from sglang_ext.documents.page_files import PageFile
-from sglang_ext.documents.page_format import PageError, PageLayout, Record, valid_key, valid_namespace
+from sglang_ext.documents.page_format import (
+    PageError,
+    PageLayout,
+    Record,
+    token_array,
+    valid_key,
+    valid_namespace,
+)
 from sglang_ext.documents.types import KvShape
 
-logger = logging.getLogger(__name__)
 _SCAN_BATCH = 256
 
 
 class Tiers:
-    """Every method but ``scan`` and ``sweep`` wants ``lock`` held."""
+    """Every method but ``open``, ``scan`` and ``sweep`` requires ``lock``."""
 
     def __init__(
         self,
@@ -46,27 +50,58 @@ class Tiers:
         self.io = IoPool("ragserve-kv") if disk is not None else None
         self.counts: Counter[str] = Counter()  # hits_device, hits_host, hits_disk, misses, dropped_writes
         self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk
-        self.writing: set[str] = (
-            set()
-        )  # not to be found by path: neither finished nor, when removed meanwhile, ever to be
+        # documents whose file is being written: not to be found by path until then, or ever if removed
+        self.writing: set[str] = set()
         self.closed = False
         self._stopping = False
-        self._trashed = self._swept = (
-            0  # removals of whole namespaces, and how many of them have given their space back
-        )
+        self._trashed = self._swept = 0  # removals of whole namespaces; those whose space has been freed
         self._host_evictions = 0
 
+    @contextmanager
+    def open(self, *, changing: bool = False) -> Iterator[Tiers]:
+        """Hold the lock of a store that is not closed, else raise RuntimeError. ``changing`` refreshes the
+        metrics afterwards.
+        """
+        with self.lock:
+            if self.closed:
+                raise RuntimeError("the document store is closed")
+            yield self
+            if changing:
+                self.refresh()
+
+    def find(self, key: str, token_ids: Sequence[int], namespace: str) -> tuple[HostEntry | None, bool]:
+        """Find a document that can be served and record its use: its host entry, and whether it was found.
+
+        Not found: a block of it is in no tier, or the key stands for other token ids (a fault) or another
+        namespace."""
+        entry = self.host.entries.get(key)
+        on_disk = self.find_on_disk(key, namespace) is not None
+        record = self.record(key) if entry is None and on_disk else None
+        known = entry or record
+        if known is None or namespace != known.namespace:
+            return None, False
+        try:
+            same = known.token_ids == token_array(token_ids)
+        except ValueError:
+            same = False
+        if not same:
+            self.faults("tokens", f"document {key} was asked for with other token ids")
+            return None, False
+        if entry is not None:
+            self.host.entries.move_to_end(key)
+        if on_disk:
+            self.index.touch(key)
+        return entry, on_disk or (entry is not None and not entry.missing())
+
     def find_on_disk(self, key: str, namespace: str | None) -> DiskEntry | None:
-        """Without reading a document file: from the index, or by its path. Other backends are asked."""
+        """Find a document in the index, or by its path, without reading its file; other backends are queried.
+        Without a namespace every namespace is tried.
+        """
         known = self.index.get(key)
         if known is not None:
             return known if namespace in (None, known.namespace) else None
-        if (
-            self.disk is None
-            or key in self.writing
-            or not valid_key(key)
-            or not (namespace is None or valid_namespace(namespace))
-        ):
+        valid = valid_key(key) and (namespace is None or valid_namespace(namespace))
+        if self.disk is None or key in self.writing or not valid:
             return None
         if not isinstance(self.disk, FileTier):
             record = self._read_record(key, namespace or "")
@@ -83,12 +118,14 @@ class Tiers:
         if found is None:
             return None
         self.index.add(key, found.namespace, found.size)
-        if self.index.complete:  # it came from elsewhere; until the scan's end nobody knows the sum
+        if self.index.complete:  # put there by another program; before the scan's end the sum is unknown
             self.make_disk_room(0)
         return self.index.get(key)
 
     def record(self, key: str) -> Record | None:
-        """The checked record of a document in the index. One that must not be used is forgotten: a miss."""
+        """The checked record of a document in the index. A record that must not be used is a miss, and the
+        document is forgotten.
+        """
         entry, record = self.index.get(key), self.index.record(key)
         if entry is None or record is not None:
             return record
@@ -100,7 +137,7 @@ class Tiers:
         return record
 
     def forget(self, key: str) -> bool:
-        """Take a document off the disk, whatever is left of it there. Whether it was known."""
+        """Delete whatever the disk has of a document; True if the index knew it."""
         record = self.index.record(key)
         entry = self.index.drop(key)
         if entry is None or self.disk is None:
@@ -112,8 +149,8 @@ class Tiers:
         return True
 
     def make_disk_room(self, extra: int) -> bool:
-        """Delete least recently used documents until ``extra`` more bytes fit into the disk budget; False
-        when they cannot.
+        """Delete least recently used documents until ``extra`` more bytes fit into the disk budget; False if
+        they cannot.
         """
         victims = self.index.over_budget(extra)
         if victims is None:
@@ -124,16 +161,21 @@ class Tiers:
             self.metrics.evictions.labels("disk").inc()
         return True
 
+    def count_moved(self, direction: str, bytes_: int) -> None:
+        """Count bytes moved `to_host`, `to_disk` or `from_disk`."""
+        self.moved[direction] += bytes_
+        self.metrics.moved.labels(direction).inc(bytes_)
+
     def refresh(self) -> None:
-        """Bring the gauges and the host's eviction counter up to date."""
+        """Update the gauges and the host's eviction counter."""
         self.metrics.bytes.labels("host").set(self.host.used * self.shape.page_bytes)
         self.metrics.bytes.labels("disk").set(self.index.used)
         self.metrics.evictions.labels("host").inc(self.host.evictions - self._host_evictions)
         self._host_evictions = self.host.evictions
 
     def scan(self) -> None:
-        """Learn what the folder holds, oldest first in the order of eviction, then enforce the budget. Reads
-        no document. An IO job.
+        """List the folder into the index, oldest first in the order of eviction, then enforce the budget.
+        Reads no document. An IO job; takes the lock itself.
         """
         disk = self.disk
         if not isinstance(disk, FileTier):
@@ -151,11 +193,9 @@ class Tiers:
                 if self._stopping:
                     return
                 for found in batch:
-                    # Removals hold the lock too: what is still there now is there.
-                    if (
-                        found.key not in self.index
-                        and disk.files.find(found.namespace, found.key) is not None
-                    ):
+                    # removals take the lock, too: a file that is there now was not removed since the listing
+                    there = disk.files.find(found.namespace, found.key) is not None
+                    if there and found.key not in self.index:
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
         with self.lock:
             self.index.complete = True
@@ -165,17 +205,17 @@ class Tiers:
 
     @property
     def trash(self) -> bool:
-        """Removed namespaces still take space that no budget counts."""
+        """True while removed namespaces take space that no budget counts."""
         return self._trashed != self._swept
 
     def note_trash(self) -> None:
-        """A namespace was moved aside: delete it in an IO thread."""
+        """Delete a namespace that was moved aside, in an IO thread."""
         self._trashed += 1
         if self.io is not None:
             self.io.write(self.sweep)
 
     def sweep(self) -> None:
-        """Delete what was moved aside. An IO job; takes the lock itself."""
+        """Delete namespaces that were moved aside. An IO job; takes the lock itself."""
         with self.lock:
             seen = self._trashed
         if self.disk is not None:
@@ -184,6 +224,7 @@ class Tiers:
             self._swept = max(self._swept, seen)
 
     def stop(self) -> None:
+        """End the scan early."""
         self._stopping = True
 
     def _read_record(self, key: str, namespace: str) -> Record | None:
@@ -191,28 +232,9 @@ class Tiers:
             return None
         try:
             return self.disk.find(key, namespace)
-        except PageError as error:
-            self.faults(error.reason, f"document {key}: {error}")
-        except OSError as error:
-            self.faults("io", f"reading the record of document {key}: {error}")
+        except (PageError, OSError) as error:
+            self.faults.note(error, f"reading the record of document {key}")
         return None
-
-
-class Locked:
-    """``with`` the lock held and the store open. RuntimeError where it was closed."""
-
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-
-    def __enter__(self) -> Tiers:
-        self._tiers.lock.acquire()
-        if self._tiers.closed:
-            self._tiers.lock.release()
-            raise RuntimeError("the document store is closed")
-        return self._tiers
-
-    def __exit__(self, *exc: object) -> None:
-        self._tiers.lock.release()
 
 
 def _batches(found: list[PageFile]) -> Iterator[list[PageFile]]:

@@ -1,8 +1,8 @@
-"""Plain types of the document cache: shapes, what a document is, what a lookup and a load answer.
+"""Plain types of the document cache: shapes, document metadata, load tickets, configuration.
 
-Words: a *page* holds one *block* (``block`` consecutive tokens) of one document, over all layers, K and V. A
-*document* is known by its key, a digest of namespace, model, tokenizer and token ids; the token ids are
-compared all the same."""
+A *page* holds one *block* (``block`` consecutive tokens) of one document, over all layers, K and V. A
+*document* is identified by its key, a digest of namespace, model, tokenizer and token ids; lookups compare
+the token ids as well."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ SGLANG_FILE = "sglang-file"  # SGLang's own backend called `file`, which checks 
 
 
 class IntegrityError(RuntimeError):
-    """A page is in no place or in two, or a counter disagrees with what it counts: a bug, never the user's
-    fault.
-    """
+    """A page has no owner or two, or a counter is wrong: a bug, never the user's fault."""
 
 
 class StoreInUse(RuntimeError):
-    """Another process owns the folder: two would break each other's byte budget."""
+    """Another process owns the folder; two would break each other's byte budget."""
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """One rank's KV of a token: ``kv_heads`` are the rank's own heads, ``block`` the tokens of a page."""
+    """Shape of one rank's KV: ``kv_heads`` of this rank, ``block`` tokens per page. Raises ValueError."""
 
     layers: int
     kv_heads: int
@@ -51,9 +49,7 @@ class KvShape:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """[2 (K, V), layers, kv_heads, block, head_dim]: K first, then V; one head's block of one layer is
-        contiguous.
-        """
+        """[2 (K, V), layers, kv_heads, block, head_dim]; one head's block of one layer is contiguous."""
         return (2, self.layers, self.kv_heads, self.block, self.head_dim)
 
     @property
@@ -61,11 +57,11 @@ class KvShape:
         return self.layers * 2 * self.kv_heads * self.block * self.head_dim * self.dtype.itemsize
 
     def blocks(self, n_tokens: int) -> int:
-        """Pages of a document of ``n_tokens``; the last one is padded with zeros."""
+        """Number of pages of a document of ``n_tokens``; the last one is padded with zeros."""
         return -(-n_tokens // self.block)
 
     def layout(self, fingerprint: str, rank: int, world: int) -> PageLayout:
-        """What the page format must find in a record for its pages to be ours."""
+        """Layout that a record must have for this rank to use its pages."""
         return PageLayout(
             fingerprint=fingerprint,
             rank=rank,
@@ -81,8 +77,8 @@ class KvShape:
 
 @dataclass(frozen=True)
 class DocumentMeta:
-    """``token_ids`` are the document's alone, ``fingerprint`` that of model, tokenizer and KV dtype. Raises
-    ValueError when malformed.
+    """Identity of a document: its own ``token_ids`` and the ``fingerprint`` of model, tokenizer and KV
+    dtype. Raises ValueError when malformed.
     """
 
     key: str
@@ -109,17 +105,15 @@ class DiskConfig:
     path: Path | None
     """Folder of `file` and `sglang-file`; None where the backend keeps its pages elsewhere."""
     budget_bytes: int = 64 * 2**30
-    """File bytes this rank may use, records included. Other backends keep their own limits."""
+    """File bytes that this rank may use, records included. Other backends keep their own limits."""
     backend: str = OWN_BACKEND
     """`file` (ours: checked document files), `sglang-file` (SGLang's), or another name of SGLang's
     StorageBackendFactory: nixl, mooncake, hf3fs, aibrix, eic, simm, mori, dynamic."""
     queue_bytes: int = 256 * 2**20
-    """Page bytes waiting to be written. Further documents wait on host, without a place in the queue, until
-    there is room.
-    """
+    """Limit of the write queue, in page bytes. Beyond it documents wait on host until there is room."""
     fsync: Literal["none", "document"] = "none"
-    """`none`: after a power cut a torn file is a miss (its CRCs say so). `document`: each file reaches the
-    medium before it is counted.
+    """`none`: after a power cut a torn file is a miss, recognised by its CRCs. `document`: each file is
+    synced before it counts as stored.
     """
     extra: dict[str, Any] | None = None
     """Passed to other backends as SGLang's ``hicache_storage_backend_extra_config``."""
@@ -131,47 +125,34 @@ class DiskConfig:
             raise ValueError(f"the {self.backend} backend needs a folder: set DiskConfig.path")
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Where a document is. Every block is on host or on disk, or both; a document that misses a block is a
-    miss as a whole.
-    """
-
-    n_tokens: int
-    blocks_on_host: torch.Tensor  # bool [blocks]
-    blocks_on_disk: torch.Tensor  # bool [blocks]
-    namespace: str
-
-
 class LoadTicket:
-    """The progress of one ``load``. ``ok`` and ``bytes_`` are final once ``done()``."""
+    """Progress of one ``load``. ``ok`` and ``bytes_`` are final once ``done()``."""
 
     def __init__(self, parts: Sequence[LoadPart] = (), reason: str = "") -> None:
         self._parts = tuple(parts)
         self._reason = reason
 
     def done(self) -> bool:
+        """True once every part has ended."""
         return all(part.finished.is_set() for part in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until done; False when it takes longer. Not for the scheduler's loop."""
+        """Block until done; False on timeout. Not for the scheduler's loop."""
         return all(part.finished.wait(timeout_s) for part in self._parts)
 
     @property
     def ok(self) -> bool:
-        """All blocks asked for are on host."""
+        """True when all requested blocks are on host."""
         return not self.reason and self.done()
 
     @property
     def reason(self) -> str:
-        """Why it failed: no_room, unknown, not_on_disk, closed or a fault; empty otherwise."""
+        """Reason of failure: no_room, unknown, not_on_disk, removed, closed or a fault; empty otherwise."""
         return self._reason or next((part.reason for part in self._parts if part.reason), "")
 
     @property
     def bytes_(self) -> int:
-        """Page bytes moved from disk for this ticket, those that another ticket had asked for before left
-        out.
-        """
+        """Page bytes moved from disk for this ticket, without those that an earlier ticket requested."""
         return sum(part.bytes_ for part in self._parts if part.counted_by is self)
 
     def own(self, parts: Sequence[LoadPart]) -> None:
@@ -182,7 +163,7 @@ class LoadTicket:
 
 @dataclass(eq=False)
 class LoadPart:
-    """Some blocks of one document on their way up; several tickets may wait for one part."""
+    """Blocks of one document being loaded together; several tickets may wait for one part."""
 
     blocks: list[int]
     pages: list[int]
@@ -190,25 +171,3 @@ class LoadPart:
     reason: str = ""
     bytes_: int = 0
     counted_by: LoadTicket | None = None
-
-
-@dataclass(frozen=True)
-class BadDocument:
-    namespace: str
-    key: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What ``verify`` read. ``integrity`` is empty, or what the accounting got wrong."""
-
-    documents: int
-    pages: int
-    bytes_: int
-    bad: tuple[BadDocument, ...] = ()
-    integrity: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return not self.bad and not self.integrity

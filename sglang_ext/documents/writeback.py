@@ -1,8 +1,8 @@
-"""Write-through: documents on their way to disk, in bounded memory and without ever making the caller wait.
+"""Write-through to disk, in bounded memory and without making the caller wait.
 
-A document on host is written from its host pages, which stay until then. When the queue is full it waits on
-host for its turn, and is lost to the disk (counted as ``dropped_writes``) only if the host must evict it
-first. A document that found no room on host is copied aside if the queue has room for it, or dropped."""
+A document on host is written from its host pages, which stay until then. When the queue is full, the document
+waits on host for its turn; it is not written (and counted in ``dropped_writes``) only if the host must evict
+it first. A document without room on host is copied aside if the queue has room for it, else dropped."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class _Write:
     bytes_: int
     entry: HostEntry | None = None
     staged: torch.Tensor | None = None  # uint8 [pages, page_bytes]
-    summary: bytes = b""  # of a staged document; others have it on host
+    summary: bytes = b""  # of a staged document; other documents have it on host
     cancelled: bool = False
     started: bool = False
 
 
 class WriteBack:
-    """Every method but ``drain`` wants the store's lock held."""
+    """The write queue. Every method but ``drain`` requires the store's lock."""
 
     def __init__(
         self, tiers: Tiers, *, queue_bytes: int, late_summary: Callable[[str, bytes], object]
     ) -> None:
-        """``late_summary``: called with the lock held for a document whose summary came while it was being
-        written without.
+        """``late_summary(key, data)`` is called under the lock for a document whose summary arrived while the
+        document was being written without it.
         """
         self._tiers = tiers
         self._late_summary = late_summary
@@ -52,19 +52,19 @@ class WriteBack:
 
     @property
     def waiting(self) -> int:
-        """Documents on host that wait for room in the queue."""
+        """Number of documents on host that wait for room in the queue."""
         return len(self._waiting)
 
     def has(self, key: str) -> bool:
-        """Whether the document is in the queue or waits for it."""
+        """True if the document is in the queue or waits for it."""
         return key in self._writes or key in self._waiting
 
     def room(self) -> int:
-        """Page bytes the queue takes before further documents have to wait."""
+        """Page bytes that the queue accepts before documents have to wait."""
         return max(0, self._limit - self.queued_bytes)
 
     def offer(self, entry: HostEntry) -> None:
-        """Write a document that is whole on host, now or when there is room."""
+        """Queue a document that is complete on host, now or when there is room."""
         if entry.key in self._writes or entry.key in self._tiers.index:
             return
         size = len(entry.pages) * self._tiers.shape.page_bytes
@@ -75,7 +75,7 @@ class WriteBack:
             return
         self._waiting.pop(entry.key, None)
         write = _Write(entry.key, entry.namespace, entry.token_ids, size, entry=entry)
-        entry.holds += 1
+        entry.in_flight += 1
         self._submit(write)
 
     def offer_aside(
@@ -86,7 +86,7 @@ class WriteBack:
         v: torch.Tensor,
         summary: bytes = b"",
     ) -> bool:
-        """Write a document that has no room on host; False when the queue has none either."""
+        """Queue a copy of a document that has no room on host; False when the queue has no room either."""
         tiers = self._tiers
         if meta.key in self._writes or meta.key in tiers.index:
             return True
@@ -112,7 +112,7 @@ class WriteBack:
         return True
 
     def cancel(self, key: str) -> bool:
-        """The document was removed: do not write it. Whether it was on its way."""
+        """Drop a removed document from the queue; True if it was queued or waiting."""
         was_waiting = key in self._waiting
         self._waiting.pop(key, None)
         write = self._writes.pop(key, None)
@@ -124,11 +124,11 @@ class WriteBack:
         return True
 
     def keys(self, namespace: str | None = None) -> list[str]:
-        """Documents in the queue or waiting for it; those that wait are on host, too."""
+        """Keys of the documents in the queue. Documents that wait for it are on host."""
         return [write.key for write in self._writes.values() if namespace in (None, write.namespace)]
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is written; False when it takes longer."""
+        """Wait until everything is written; False on timeout."""
         until = time.monotonic() + timeout_s
         io = self._tiers.io
         if io is None:
@@ -143,7 +143,7 @@ class WriteBack:
                 return False
 
     def check(self) -> None:
-        """Raises IntegrityError when the queue holds more than it may or counts wrongly."""
+        """Raise IntegrityError when the queue exceeds its limit or counts wrongly."""
         largest = max((write.bytes_ for write in self._writes.values()), default=0)
         if self.queued_bytes > max(self._limit, largest) and self._writes:
             raise IntegrityError(f"{self.queued_bytes} bytes wait to be written, {self._limit} allowed")
@@ -172,7 +172,7 @@ class WriteBack:
                 if not tiers.make_disk_room(record.file_bytes):
                     tiers.faults(
                         "too_large",
-                        f"document {write.key} needs {record.file_bytes} bytes on disk, more than the budget has",
+                        f"document {write.key} needs {record.file_bytes} bytes, more than the disk budget",
                     )
                     return
                 reserved = record.file_bytes
@@ -188,9 +188,8 @@ class WriteBack:
                     tiers.index.reserved -= reserved
                     reserved = 0
                     tiers.index.add(write.key, write.namespace, record.file_bytes, record)
-                    tiers.make_disk_room(0)  # the budget may have become smaller meanwhile
-                    tiers.moved["to_disk"] += record.file_bytes
-                    tiers.metrics.moved.labels("to_disk").inc(record.file_bytes)
+                    tiers.make_disk_room(0)  # the budget may have shrunk meanwhile
+                    tiers.count_moved("to_disk", record.file_bytes)
                     if write.entry is not None and write.entry.summary and not summary:
                         self._late_summary(write.key, write.entry.summary)
         finally:
@@ -203,17 +202,17 @@ class WriteBack:
     def _prepare(self, write: _Write) -> tuple[Record, bytes, list[torch.Tensor], list[int] | None, bytes]:
         tiers = self._tiers
         layout = tiers.layout
+        numbers: list[int] | None = None
+        views = list(write.staged) if write.staged is not None else []
+        summary = write.summary
         if write.entry is not None:
             write.entry.wait_copied()
-            numbers: list[int] | None = list(write.entry.pages)
-            views = [tiers.host.page_view(page) for page in write.entry.pages]
-        else:
-            numbers = None
-            views = list(write.staged) if write.staged is not None else []
+            numbers = list(write.entry.pages)
+            views = [tiers.host.page_view(page) for page in numbers]
+            summary = write.entry.summary
         crcs = array(
             "I", (page_format.page_crc(write.key, block, view.numpy()) for block, view in enumerate(views))
         )
-        summary = write.summary if write.entry is None else write.entry.summary
         data = page_format.encode(write.key, write.namespace, write.token_ids, crcs, layout, summary)
         crc = page_format.summary_crc(write.key, summary) if summary else 0
         record = Record(
@@ -228,7 +227,7 @@ class WriteBack:
         if write.started:
             self._tiers.writing.discard(write.key)
         if write.entry is not None:
-            write.entry.holds -= 1
+            write.entry.in_flight -= 1
             self._tiers.host.settle(write.entry)
 
     def _pump(self) -> None:

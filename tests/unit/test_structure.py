@@ -33,7 +33,7 @@ HEAVY = (
     "pypdfium2",
     "trafilatura",
 )
-MAX_LINES = 510
+MAX_LINES = 450
 BESIDE_SGLANG = (
     "ragserve.engine.",
     "ragserve.cache.folder",

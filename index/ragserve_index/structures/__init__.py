@@ -1,4 +1,4 @@
-"""The index types a namespace may have, and which structure serves one at a given size."""
+"""The index types of namespaces, and the structure that serves each type at a given size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any, get_args
 
 from ragserve_index.errors import InvalidRequest
 from ragserve_index.structures.base import Floats, Ids, IdSelection, Results, Structure, load_faiss
+from ragserve_index.structures.flat import Flat, Sq8
+from ragserve_index.structures.hnsw import Hnsw
+from ragserve_index.structures.ivf import Ivf, lists_for
 from ragserve_index.types import IndexType
 
 INDEX_TYPES: tuple[str, ...] = get_args(IndexType)
@@ -26,9 +29,7 @@ __all__ = [
 
 
 def check_type(index_type: str) -> str:
-    """The type itself if it is on the list. Raises InvalidRequest: no FAISS factory string gets further than
-    here.
-    """
+    """Return the type if it is known, else raise InvalidRequest. No FAISS factory string passes."""
     if index_type not in INDEX_TYPES:
         raise InvalidRequest(
             f"No index type {index_type!r}.",
@@ -40,13 +41,7 @@ def check_type(index_type: str) -> str:
 
 
 def create(index_type: str, dim: int, n: int, sample: Callable[[int], Floats]) -> Structure:
-    """An empty structure for ``n`` vectors; ``sample(m)`` gives up to m of them [m, dim] to train on, evenly
-    spread.
-    """
-    from ragserve_index.structures.flat import Flat, Sq8
-    from ragserve_index.structures.hnsw import Hnsw
-    from ragserve_index.structures.ivf import Ivf, lists_for
-
+    """An empty structure for ``n`` vectors; ``sample(m)`` returns up to m of them, [m, dim], to train on."""
     if index_type == "hnsw":
         return Hnsw.empty(dim)
     if index_type == "sq8" and n >= Sq8.TRAIN_FROM:
@@ -57,31 +52,16 @@ def create(index_type: str, dim: int, n: int, sample: Callable[[int], Floats]) -
 
 
 def why_rebuild(index_type: str, structure: Structure) -> str | None:
-    """Why the structure should be built anew at its present size; None when it should not."""
-    from ragserve_index.structures.flat import Flat, Sq8
-    from ragserve_index.structures.hnsw import Hnsw
-    from ragserve_index.structures.ivf import Ivf
-
-    if isinstance(structure, Hnsw):
-        return structure.wants_building()
-    if isinstance(structure, Sq8 | Ivf):
-        return structure.wants_training()
+    """Why the structure should be rebuilt at its present size; None if it should not."""
     for kind in (Sq8, Ivf):
         if isinstance(structure, Flat) and index_type == kind.name and structure.count >= kind.TRAIN_FROM:
             return f"there are {structure.count:,} vectors now, enough to train {index_type} on"
-    return None
+    return structure.why_rebuild()
 
 
 def load(name: str, index: Any, state: dict[str, Any]) -> Structure:
-    """The structure called ``name`` around an index that FAISS has read. Raises ValueError when the two do
-    not fit.
-    """
+    """The structure ``name`` around an index that FAISS has read. Raises ValueError if they do not match."""
     faiss = load_faiss()
-
-    from ragserve_index.structures.flat import Flat, Sq8
-    from ragserve_index.structures.hnsw import Hnsw
-    from ragserve_index.structures.ivf import Ivf
-
     expected = {
         "flat": (faiss.IndexIDMap2, faiss.IndexFlat),
         "sq8": (faiss.IndexIDMap2, faiss.IndexScalarQuantizer),
@@ -97,7 +77,7 @@ def load(name: str, index: Any, state: dict[str, Any]) -> Structure:
         or (inner is not None and not isinstance(found, inner))
         or index.metric_type != faiss.METRIC_INNER_PRODUCT
     ):
-        raise ValueError(f"a {type(index).__name__} is no {name}")
+        raise ValueError(f"a {type(index).__name__} is not a {name} index")
     if name == "hnsw":
         return Hnsw(index)
     if name == "flat":

@@ -1,6 +1,4 @@
-"""What an index structure can do, and what a filter selects. Structures hold vectors and ids, and know
-nothing of SQLite.
-"""
+"""The interface of index structures, and the selection of a filter. Structures know nothing of SQLite."""
 
 from __future__ import annotations
 
@@ -20,20 +18,19 @@ Results = tuple[Floats, Ids]
 
 @cache
 def load_faiss() -> Any:
-    """The module, imported at the first use; Any, because the stubs it brings miss half of it."""
+    """Import FAISS at the first use. Typed Any, because its stubs lack half of it."""
     import faiss
 
     return faiss
 
 
-BITMAP_MAX_IDS = (
-    1 << 26
-)  # 8 MiB of bits; beyond it a hash set is smaller than a bitmap over all ids ever given
+# 8 MiB of bits. Beyond it a hash set is smaller than a bitmap over all ids ever used.
+BITMAP_MAX_IDS = 1 << 26
 
 
 class IdSelection:
-    """The ids a search may return: ascending, unique, all of them in the index. May be shared between
-    threads.
+    """The ids that a search may return: ascending, unique, all in the index. May be shared
+    between threads.
     """
 
     def __init__(self, ids: Ids) -> None:
@@ -45,12 +42,11 @@ class IdSelection:
         return len(self.ids)
 
     def selector(self) -> Any:
-        """A faiss.IDSelector over the ids, made once. FAISS only reads it, so threads may share it, unlike
-        search parameters.
+        """A faiss.IDSelector over the ids, made once. Threads may share it, unlike search parameters: FAISS
+        only reads it.
         """
         if self._selector is None:
             faiss = load_faiss()
-
             top = int(self.ids[-1]) if len(self.ids) else 0
             if top < BITMAP_MAX_IDS:
                 bits = np.zeros((top // 8 + 1) * 8, dtype=bool)
@@ -61,7 +57,7 @@ class IdSelection:
         return self._selector
 
     def positions(self, owner: object, generation: int, id_map: Ids) -> Ids:
-        """Where the ids stand in ascending ``id_map``, remembered for one state of one structure."""
+        """Positions of the ids in ascending ``id_map``, cached for one generation of one structure."""
         found = self._positions
         if found is None or found[0] is not owner or found[1] != generation:
             places = np.searchsorted(id_map, self.ids).astype(np.int64)
@@ -79,57 +75,63 @@ class Structure(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
+    def __init__(self, index: Any) -> None:
+        self.index = index  # the FAISS index, to save or to copy to a GPU
+        self.dim = int(index.d)
         self.generation = 0  # grows with each change
 
     @property
-    @abstractmethod
     def count(self) -> int:
-        """Vectors a search can find."""
+        """Number of vectors that a search can find."""
+        return int(self.index.ntotal)
 
     @property
     def tombstones(self) -> int:
-        """Removed vectors that still take space."""
+        """Number of removed vectors that still take space."""
         return 0
-
-    @property
-    @abstractmethod
-    def index(self) -> Any:
-        """The FAISS index, to save or to copy to a GPU."""
 
     @abstractmethod
     def ids(self) -> Ids:
-        """All ids a search can find, ascending."""
+        """All ids that a search can find, ascending."""
 
-    @abstractmethod
     def add(self, ids: Ids, vectors: Floats) -> None:
-        """Add vectors [n, dim]; ids ascending, above all that were ever added, never used before."""
+        """Add vectors [n, dim]. Ids are ascending and above all that were ever added."""
+        self.index.add_with_ids(vectors, ids)
+        self.generation += 1
 
     @abstractmethod
     def remove(self, ids: Ids) -> int:
-        """Remove those of the ids that are there; how many were."""
+        """Remove the ids that are present and return their number."""
 
     @abstractmethod
     def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
-        """The k best per query, k at most the number of candidates: ``count``, or the selection's length.
-        Never fewer than k.
+        """The k best per query. k is at most the number of candidates (``count``, or the selection's length),
+        and never fewer than k are found.
         """
 
+    def why_rebuild(self) -> str | None:
+        """Why the structure should be rebuilt at its present size; None if it should not."""
+        return None
+
     def state(self) -> dict[str, Any]:
-        """What, beside FAISS's own bytes, it takes to load it again; JSON."""
+        """JSON that, with FAISS's own bytes, restores the structure."""
         return {}
 
     def write(self, sink: Callable[[bytes], int]) -> None:
         """Serialise into ``sink``, piece by piece."""
         faiss = load_faiss()
-
         faiss.write_index(self.index, faiss.PyCallbackIOWriter(sink, 1 << 22))
 
 
+def id_map_of(index: Any) -> Ids:
+    """The ids of an IndexIDMap: a view of FAISS's own array, valid until the next change."""
+    n = index.id_map.size()
+    return load_faiss().rev_swig_ptr(index.id_map.data(), n) if n else np.empty(0, dtype=np.int64)
+
+
 def search_plain(index: Any, queries: Floats, k: int) -> Results:
-    """``index.search(queries, k)`` without the Python wrapper's conversions, which cost 2 us: as much as a
-    fiftieth of a graph search.
+    """``index.search(queries, k)`` without the Python wrapper's conversions, which cost 2 us: 2 % of a graph
+    search.
     """
     if queries.dtype != np.float32 or not queries.flags.c_contiguous or queries.shape[1] != index.d or k < 1:
         return index.search(queries, k)  # has its own checks
@@ -141,9 +143,8 @@ def search_plain(index: Any, queries: Floats, k: int) -> Results:
 
 
 def search_positions(storage: Any, id_map: Ids, queries: Floats, k: int, positions: Ids) -> Results:
-    """Exact search over the rows at ``positions`` of an IndexFlat, and only over them: no scan of the others."""
+    """Exact search over the rows at ``positions`` of an IndexFlat, without scanning the others."""
     faiss = load_faiss()
-
     scores, found = storage.search(
         queries, k, params=faiss.SearchParameters(sel=faiss.IDSelectorArray(positions))
     )

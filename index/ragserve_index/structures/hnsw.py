@@ -1,9 +1,9 @@
 """A navigable graph: approximate, fast at any size, slow to build. FAISS cannot remove from it.
 
-Removed vectors become tombstones: they still carry searches through the graph, a selector keeps them out of
-the results, and the graph is built anew when they are more than a fifth of it. Selective filters are where
-graphs fail (the few selected are too far apart to be met), so a small selection is scored exactly, and a
-larger one widens the search in proportion."""
+Removed vectors become tombstones: searches still walk over them, a selector keeps them out of the results,
+and the graph is rebuilt when they are more than a fifth of it. Graphs fail with selective filters (the few
+selected nodes are too far apart to be reached), so a small selection is scored exactly, and a larger one
+widens the search in proportion."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ragserve_index.structures.base import (
     IdSelection,
     Results,
     Structure,
+    id_map_of,
     load_faiss,
     search_plain,
     search_positions,
@@ -25,6 +26,8 @@ from ragserve_index.structures.base import (
 
 
 class Hnsw(Structure):
+    """An HNSW graph with tombstones."""
+
     name = "hnsw"
     M = 32  # neighbours of a node (twice that at the bottom)
     EF_CONSTRUCTION = 128
@@ -35,9 +38,7 @@ class Hnsw(Structure):
 
     def __init__(self, index: Any, tombstones: Ids | None = None) -> None:
         faiss = load_faiss()
-
-        super().__init__(index.d)
-        self._index = index
+        super().__init__(index)
         inner = faiss.downcast_index(index.index)
         inner.hnsw.efConstruction = self.EF_CONSTRUCTION
         inner.hnsw.efSearch = self.EF_SEARCH
@@ -49,41 +50,26 @@ class Hnsw(Structure):
 
     @classmethod
     def empty(cls, dim: int) -> Hnsw:
+        """A graph without nodes."""
         faiss = load_faiss()
-
         # IndexIDMap, not IDMap2: nothing is looked up by id, and the map back would cost 50 bytes a vector
         return cls(faiss.IndexIDMap(faiss.IndexHNSWFlat(dim, cls.M, faiss.METRIC_INNER_PRODUCT)))
 
     @property
-    def index(self) -> Any:
-        return self._index
-
-    @property
     def count(self) -> int:
-        return int(self._index.ntotal) - len(self._dead)
+        return super().count - len(self._dead)
 
     @property
     def tombstones(self) -> int:
         return len(self._dead)
 
-    def _id_map(self) -> Ids:
-        faiss = load_faiss()
-
-        n = self._index.id_map.size()
-        return faiss.rev_swig_ptr(self._index.id_map.data(), n) if n else np.empty(0, dtype=np.int64)
-
     def ids(self) -> Ids:
-        return np.setdiff1d(self._id_map(), self._dead, assume_unique=True)
-
-    def add(self, ids: Ids, vectors: Floats) -> None:
-        self._index.add_with_ids(vectors, ids)
-        self.generation += 1
+        return np.setdiff1d(id_map_of(self.index), self._dead, assume_unique=True)
 
     def remove(self, ids: Ids) -> int:
         faiss = load_faiss()
-
         before = len(self._dead)
-        self._dead = np.union1d(self._dead, np.intersect1d(ids, self._id_map()))
+        self._dead = np.union1d(self._dead, np.intersect1d(ids, id_map_of(self.index)))
         self._alive_selector = (
             faiss.IDSelectorNot(faiss.IDSelectorBatch(self._dead)) if len(self._dead) else None
         )
@@ -94,25 +80,24 @@ class Hnsw(Structure):
         if selection is None and k * self.EXACT_SHARE <= self.count:
             scores, ids = self._graph(queries, k, self._alive_selector, self.count)
         elif selection is not None and len(selection) > max(
-            self.EXACT_MAX, self._index.ntotal // self.EXACT_SHARE, k * self.EXACT_SHARE
+            self.EXACT_MAX, self.index.ntotal // self.EXACT_SHARE, k * self.EXACT_SHARE
         ):
             scores, ids = self._graph(queries, k, selection.selector(), len(selection))
         else:
             return self._exact(queries, k, selection)
-        if (ids[:, -1] < 0).any():  # parts of the graph may be out of reach
+        if (ids[:, -1] < 0).any():  # parts of the graph may be unreachable
             return self._exact(queries, k, selection)
         return scores, ids
 
     def _graph(self, queries: Floats, k: int, selector: Any, candidates: int) -> Results:
         if selector is None:
-            return search_plain(self._index, queries, k)
+            return search_plain(self.index, queries, k)
         faiss = load_faiss()
-
-        width = math.ceil(self.EF_SEARCH * self._index.ntotal / candidates)
-        return self._index.search(queries, k, params=faiss.SearchParametersHNSW(efSearch=width, sel=selector))
+        width = math.ceil(self.EF_SEARCH * self.index.ntotal / candidates)
+        return self.index.search(queries, k, params=faiss.SearchParametersHNSW(efSearch=width, sel=selector))
 
     def _exact(self, queries: Floats, k: int, selection: IdSelection | None) -> Results:
-        id_map = self._id_map()
+        id_map = id_map_of(self.index)
         positions = (
             np.searchsorted(id_map, self.ids())
             if selection is None
@@ -120,7 +105,7 @@ class Hnsw(Structure):
         )
         return search_positions(self._storage, id_map, queries, k, positions)
 
-    def wants_building(self) -> str | None:
-        if len(self._dead) * self.TOMBSTONE_SHARE > self._index.ntotal:
-            return f"{len(self._dead):,} of its {self._index.ntotal:,} nodes are tombstones"
+    def why_rebuild(self) -> str | None:
+        if len(self._dead) * self.TOMBSTONE_SHARE > self.index.ntotal:
+            return f"{len(self._dead):,} of its {self.index.ntotal:,} nodes are tombstones"
         return None

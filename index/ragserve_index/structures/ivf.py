@@ -1,9 +1,8 @@
-"""Inverted lists: vectors grouped by their nearest of ``nlist`` centroids, a search looks into the ``nprobe``
-nearest groups.
+"""Inverted lists: vectors grouped by the nearest of ``nlist`` centroids; a search probes ``nprobe`` groups.
 
 A plain ``IndexIVFFlat`` with our ids in its lists and a hashtable direct map, so that ``remove_ids`` finds
 them. It must never be wrapped in ``IndexIDMap2``: removal from a list moves its last entry into the gap, and
-the wrapper's positions then name other vectors."""
+the wrapper's positions would then refer to other vectors."""
 
 from __future__ import annotations
 
@@ -29,23 +28,23 @@ def lists_for(n: int) -> int:
 
 
 def probes_for(nlist: int) -> int:
-    """Lists a search looks into: a thirty-second of them, at least 16."""
+    """Number of lists that a search probes: a thirty-second of them, at least 16."""
     return min(nlist, max(16, nlist // 32))
 
 
 class Ivf(Structure):
+    """Inverted lists over vectors as float32."""
+
     name = "ivf"
-    # from here on 4 sqrt(n) lists have the 39 points each that k-means wants; below, flat answers in a
-    # millisecond
+    # From here on 4 sqrt(n) lists have the 39 points each that k-means needs; below, flat is fast enough.
     TRAIN_FROM = 25_000
     POINTS_PER_LIST = 64
-    RETRAIN_GROWTH = 4  # more vectors than this many times the trained number: twice the lists
+    RETRAIN_GROWTH = 4  # at this many times the trained number: twice the lists
     RETRAIN_SHRINK = 8
-    CANDIDATES_PER_RESULT = 8  # selected vectors that the lists looked into should hold, per result wanted
+    CANDIDATES_PER_RESULT = 8  # selected vectors that the probed lists should hold, per result
 
     def __init__(self, index: Any, trained_on: int) -> None:
-        super().__init__(index.d)
-        self._index = index
+        super().__init__(index)
         self.trained_on = trained_on
         self._nlist = int(index.nlist)
         self._nprobe = index.nprobe = probes_for(self._nlist)
@@ -54,30 +53,18 @@ class Ivf(Structure):
     def train(cls, sample: Floats, n: int) -> Ivf:
         """An empty structure with centroids for ``n`` vectors from ``sample`` [m, dim]."""
         faiss = load_faiss()
-
         dim = sample.shape[1]
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists_for(n), faiss.METRIC_INNER_PRODUCT)
-        index.cp.spherical = (
-            True  # centroids of normalised vectors, normalised: inner product ranks them as distance would
-        )
+        index.cp.spherical = True  # normalised centroids: inner product ranks them as distance would
         index.cp.max_points_per_centroid = cls.POINTS_PER_LIST
         index.cp.seed = 1234
         index.train(sample)
         index.set_direct_map_type(faiss.DirectMap.Hashtable)
         return cls(index, n)
 
-    @property
-    def index(self) -> Any:
-        return self._index
-
-    @property
-    def count(self) -> int:
-        return int(self._index.ntotal)
-
     def ids(self) -> Ids:
         faiss = load_faiss()
-
-        lists = self._index.invlists
+        lists = self.index.invlists
         parts = [
             faiss.rev_swig_ptr(lists.get_ids(i), size)
             for i in range(self._nlist)
@@ -85,39 +72,29 @@ class Ivf(Structure):
         ]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
 
-    def add(self, ids: Ids, vectors: Floats) -> None:
-        self._index.add_with_ids(vectors, ids)
-        self.generation += 1
-
     def remove(self, ids: Ids) -> int:
         faiss = load_faiss()
-
         self.generation += 1
-        return int(
-            self._index.remove_ids(faiss.IDSelectorArray(ids))
-        )  # the hashtable takes no other selector
+        return int(self.index.remove_ids(faiss.IDSelectorArray(ids)))  # the hashtable takes no other selector
 
     def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
         faiss = load_faiss()
-
         nlist, nprobe = self._nlist, self._nprobe
         candidates = self.count if selection is None else len(selection)
-        # As many candidates as an unfiltered search would score, and enough for k: a selective filter looks
-        # into more lists, up to all.
+        # As many candidates as an unfiltered search would score, and enough for k: a selective filter probes
+        # more lists, up to all.
         wanted = max(nprobe * self.count, nlist * k * self.CANDIDATES_PER_RESULT) / max(1, candidates)
         if selection is None and wanted <= nprobe:
-            scores, ids = search_plain(self._index, queries, k)
+            scores, ids = search_plain(self.index, queries, k)
         else:
             selector = None if selection is None else selection.selector()
             nprobe = min(nlist, math.ceil(wanted))
-            scores, ids = self._index.search(
+            scores, ids = self.index.search(
                 queries, k, params=faiss.SearchParametersIVF(nprobe=nprobe, sel=selector)
             )
-        if (
-            nprobe < nlist and (ids[:, -1] < 0).any()
-        ):  # the lists were too empty for some query: look into all of them
+        if nprobe < nlist and (ids[:, -1] < 0).any():  # too few vectors in the probed lists: probe all
             selector = None if selection is None else selection.selector()
-            scores, ids = self._index.search(
+            scores, ids = self.index.search(
                 queries, k, params=faiss.SearchParametersIVF(nprobe=nlist, sel=selector)
             )
         return scores, ids
@@ -125,7 +102,7 @@ class Ivf(Structure):
     def state(self) -> dict[str, Any]:
         return {"trained_on": self.trained_on}
 
-    def wants_training(self) -> str | None:
+    def why_rebuild(self) -> str | None:
         if (
             self.count >= self.trained_on * self.RETRAIN_GROWTH
             or self.count < self.trained_on // self.RETRAIN_SHRINK

@@ -169,7 +169,7 @@ def test_what_cannot_be_warmed_is_an_item_with_its_reason(
     items = {item.source: (item.state, item.reason or "") for item in warmer.jobs.items(job.job_id)}
     assert (items["d0"][0], items["d2"][0]) == ("warmed", "warmed")
     assert items["d1"] == ("failed", "cannot compute this one")
-    assert items["d3"] == ("skipped", "it is not indexed any more")
+    assert items["d3"] == ("skipped", "it is no longer indexed")
     assert "the engine takes 592" in items["long"][1]
     assert {source for source, _ in report.failures} == {"d1", "d3", "long"}
     assert report.progress.done == 5

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,33 @@ from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
 FINGERPRINT = "model-a/tokenizer-a"
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, block=4)  # pages of 512 bytes
 LARGE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The tiers that have a document."""
+
+    blocks_on_host: torch.Tensor  # bool [blocks]
+    on_disk: bool
+
+
+def look_up(store: TierStore, key: str, ids: Sequence[int], namespace: str = "default") -> Resident | None:
+    """Find a document as the scheduler does; None for a miss."""
+    pages = store.host_pages(key, ids, namespace)
+    if pages is None:
+        return None
+    return Resident(torch.from_numpy(pages) >= 0, store.where(key, namespace)[1] == "disk")
+
+
+def pages_of(store: TierStore, key: str, blocks: Sequence[int]) -> list[int]:
+    """Page numbers of these blocks, also of a removed document that is pinned; KeyError for one
+    not on host.
+    """
+    entry = store._tiers.host.find(key)
+    if entry is None or any(entry.pages[block] < 0 for block in blocks):
+        raise KeyError(key)
+    entry.wait_copied()
+    return [entry.pages[block] for block in blocks]
 
 
 class Sample:
@@ -56,14 +84,20 @@ class Sample:
     def put(self, store: TierStore) -> None:
         store.put(self.meta, self.k, self.v)
 
-    def found(self, store: TierStore) -> Any:
-        return store.lookup(self.key, self.ids, self.namespace)
+    def found(self, store: TierStore) -> Resident | None:
+        return look_up(store, self.key, self.ids, self.namespace)
+
+    def resident(self, store: TierStore) -> Resident:
+        """As ``found``, for a document that must be there."""
+        resident = self.found(store)
+        assert resident is not None
+        return resident
 
     def assert_pages(self, store: TierStore, blocks: Sequence[int] | None = None) -> None:
         """These blocks are on host, bit for bit what was put, and zero behind the document's end."""
         blocks = range(self.blocks) if blocks is None else blocks
         block = self.shape.block
-        for index, page in zip(blocks, store.pages(self.key, list(blocks)).tolist(), strict=True):
+        for index, page in zip(blocks, pages_of(store, self.key, blocks), strict=True):
             n = min(block, self.meta.n_tokens - index * block)
             for half, source in enumerate((self.k, self.v)):
                 stored = store.pool[page][half].transpose(1, 2)  # [layers, block, kv_heads, head_dim]

@@ -1,5 +1,5 @@
-"""The same documents through SGLang's storage interface: its own file backend, and one that works on the pool
-by address.
+"""The same documents on SGLang's storage backends: its own file backend, and one that works on the pool by
+address.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from sglang_ext.documents.disk import FileTier
-from sglang_ext.documents.file_storage import RECORD, storage_key
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig
-from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
+from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed, look_up
 
 
 @pytest.fixture(params=["sglang-file", "dynamic"])
@@ -58,10 +55,10 @@ def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, 
     store.close()
     store = _open(config)
     for document in documents:
-        resident = document.found(store)
-        assert bool(resident.blocks_on_disk.all())
+        resident = document.resident(store)
+        assert resident.on_disk
         assert not resident.blocks_on_host.any()
-        assert store.lookup(document.key, document.ids, "nobody") is None
+        assert look_up(store, document.key, document.ids, "nobody") is None
         assert document.load_and_check(store, [0])
         assert document.load_and_check(store)
     assert store.remove(documents[1].key)
@@ -133,38 +130,3 @@ def test_a_backend_that_cannot_delete_says_so(caplog: pytest.LogCaptureFixture) 
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="Unknown storage backend 'nonesuch'"):
         _open({"path": None, "backend": "nonesuch"})
-
-
-def test_our_backend_keeps_the_interfaces_promises(tmp_path: Path) -> None:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-
-    document, other = Sample(1, 18), Sample(2, 18)
-    with opened(tmp_path) as store:
-        for each in (document, other):
-            each.put(store)
-        flushed(store)
-        tier = store._tiers.disk
-        assert isinstance(tier, FileTier)
-        storage = tier.storage
-        assert isinstance(storage, HiCacheStorage)
-        keys = [storage_key("default", each.key, block) for each in (document, other) for block in (4, 0)]
-        assert storage.batch_exists(keys) == 4
-        assert storage.exists(storage_key("default", document.key, RECORD))
-        assert not storage.exists(storage_key("default", document.key, 5))
-        assert not storage.exists(storage_key("elsewhere", document.key, 0))
-        targets = [torch.empty(SHAPE.page_bytes, dtype=torch.uint8) for _ in keys]
-        assert [value.data_ptr() for value in storage.batch_get(keys, targets)] == [
-            target.data_ptr() for target in targets
-        ]
-        fresh = storage.batch_get(keys)
-        assert all(torch.equal(a, b) for a, b in zip(fresh, targets, strict=True))
-        assert storage.get(storage_key("default", "unknown", 0)) is None
-        assert storage.set(keys[0], fresh[0])  # there already
-        assert not storage.set(
-            storage_key("default", "unknown", 0), fresh[0]
-        )  # a document is written as a whole
-        assert store.stat()["faults"] == {"refused": 1}
-        assert storage.delete(keys[0])
-        assert [path.stem for path in files_of(tmp_path)] == [other.key]
-        storage.clear()
-        assert files_of(tmp_path) == []

@@ -11,7 +11,7 @@ import torch
 
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, KvShape
-from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed
+from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, pages_of
 
 pytestmark = pytest.mark.gpu
 SHAPE = KvShape(32, 8, 128, torch.bfloat16, 16)  # Llama-3.1-8B
@@ -38,7 +38,7 @@ def test_kv_from_the_device_survives_all_tiers(tmp_path: Path) -> None:
     for document in documents:
         assert document.load_and_check(store)
         store.pin(document.key)
-        pages = store.pages(document.key, range(document.blocks))
+        pages = pages_of(store, document.key, range(document.blocks))
         assert torch.equal(store.pool[pages].cuda().cpu(), store.pool[pages])
         store.unpin(document.key)
     store.close()

@@ -17,7 +17,16 @@ import torch
 from sglang_ext.documents import page_format
 from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
 from sglang_ext.documents.tier_store import TierStore
-from tests.unit.documents.document_samples import SHAPE, Sample, bytes_under, files_of, flushed, opened
+from tests.conftest import EXHAUSTIVE
+from tests.unit.documents.document_samples import (
+    SHAPE,
+    Sample,
+    bytes_under,
+    files_of,
+    flushed,
+    look_up,
+    opened,
+)
 
 PAGE = SHAPE.page_bytes
 
@@ -157,7 +166,7 @@ def test_a_document_moved_into_another_namespace_is_a_miss(tmp_path: Path) -> No
     path.rename(path.parent.parent / "theirs" / path.name)
     with opened(tmp_path) as store:
         flushed(store)
-        assert store.lookup(document.key, document.ids, "theirs") is None
+        assert look_up(store, document.key, document.ids, "theirs") is None
         assert store.stat()["faults"] == {"namespace": 1}
         assert files_of(tmp_path) == []
 
@@ -289,7 +298,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_documents_or_none(tmp_path: 
                     document.put(store)
 
     whole = 0
-    for _ in range(25):
+    for _ in range(100 if EXHAUSTIVE else 12):
         pid, reading = _in_child(work)
         assert os.read(reading, 1) == b"r"
         _pause(chance.uniform(0, 0.04))

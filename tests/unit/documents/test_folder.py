@@ -47,9 +47,9 @@ def test_figures_and_verification_agree_with_the_folder(tmp_path: Path) -> None:
 
 def test_what_is_removed_offline_is_gone_for_the_next_server(tmp_path: Path) -> None:
     documents = _fill(tmp_path)
-    assert offline.remove(tmp_path, documents[0].key)
-    assert not offline.remove(tmp_path, documents[0].key)
-    assert not offline.remove(tmp_path, documents[1].key, namespace="space-0")
+    texts = [documents[0].ids, documents[1].ids]
+    assert offline.remove_texts(tmp_path, texts, namespace="space-0") == 1
+    assert offline.remove_texts(tmp_path, texts, namespace="space-0") == 0
     assert offline.clear(tmp_path, namespace="space-1") == 2
     with opened(tmp_path) as store:
         assert [document.found(store) is not None for document in documents] == [
@@ -71,7 +71,7 @@ def test_a_running_server_keeps_its_folder(tmp_path: Path) -> None:
         assert offline.stat(tmp_path)["in_use"]
         assert offline.verify(tmp_path).ok
         with pytest.raises(offline.FolderInUse):
-            offline.remove(tmp_path, documents[0].key)
+            offline.remove_texts(tmp_path, [documents[0].ids], namespace="space-0")
         with pytest.raises(offline.FolderInUse):
             offline.clear(tmp_path)
         assert documents[0].load_and_check(store)
@@ -82,12 +82,13 @@ def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a namespace"):
         offline.clear(tmp_path, namespace="..")
     with pytest.raises(ValueError, match="not a namespace"):
-        offline.remove(tmp_path, "../../key")
+        offline.remove_texts(tmp_path, [[1]], namespace="../..")
 
 
 def test_neither_torch_nor_sglang_is_imported(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from sglang_ext.documents import folder; folder.stat(Path(sys.argv[1])); "
+        "import sys; from pathlib import Path; from sglang_ext.documents import folder; "
+        "folder.stat(Path(sys.argv[1])); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'sglang')))"
     )
     repository = Path(__file__).resolve().parents[3]

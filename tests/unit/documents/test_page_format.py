@@ -6,7 +6,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.documents import page_format
@@ -36,7 +36,6 @@ def _encode(
     return page_format.encode(key, namespace, array("i", token_ids), crcs, layout)
 
 
-@settings(max_examples=60, deadline=None)
 @given(token_lists, names, st.from_regex(r"\A[0-9a-f]{16,64}\Z"), st.integers(0, 4096))
 def test_record_comes_back_as_it_was_written(
     token_ids: list[int], namespace: str, key: str, more: int
@@ -53,7 +52,6 @@ def test_record_comes_back_as_it_was_written(
     assert len(data) % page_format.ALIGN == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), names, st.sampled_from([512, 4096, 163_840]))
 def test_page_count_follows_from_the_file_size(n_tokens: int, namespace: str, page_bytes: int) -> None:
     pages = -(-n_tokens // 4)
@@ -61,7 +59,6 @@ def test_page_count_follows_from_the_file_size(n_tokens: int, namespace: str, pa
     assert page_format.pages_of_file(size, namespace, KEY, block=4, page_bytes=page_bytes) == pages
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
     record = bytearray(_encode(list(range(100))))
@@ -71,14 +68,12 @@ def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
         page_format.decode(bytes(record), layout=LAYOUT, key=KEY)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 4095))
 def test_any_truncation_is_refused(length: int) -> None:
     with pytest.raises(PageError):
         page_format.decode(_encode([1, 2, 3])[:length], layout=LAYOUT, key=KEY)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(min_size=0, max_size=600))
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(PageError):

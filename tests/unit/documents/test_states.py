@@ -15,7 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sglang_ext.documents.page_format import ALIGN
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, LoadTicket
-from tests.unit.documents.document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of
+from tests.conftest import EXHAUSTIVE
+from tests.unit.documents.document_samples import (
+    FINGERPRINT,
+    SHAPE,
+    Sample,
+    bytes_under,
+    files_of,
+    look_up,
+    pages_of,
+)
 
 PAGE = SHAPE.page_bytes
 HOST_PAGES = 24
@@ -75,16 +84,16 @@ class TierMachine(RuleBasedStateMachine):
         ):
             self.sure = self.live - self.evicted - self.damaged
 
-    @rule(number=numbers, named=st.booleans())
-    def lookup(self, number: int, named: bool) -> None:
+    @rule(number=numbers)
+    def lookup(self, number: int) -> None:
         document = DOCUMENTS[number]
-        resident = self.store.lookup(document.key, document.ids, document.namespace if named else None)
+        resident = document.found(self.store)
         if number not in self.live:
             assert resident is None
         if number in self.sure:
             assert resident is not None
         if resident is not None:
-            assert bool((resident.blocks_on_host | resident.blocks_on_disk).all())
+            assert resident.on_disk or bool(resident.blocks_on_host.all())
             blocks = resident.blocks_on_host.nonzero().flatten().tolist()
             if blocks:
                 document.assert_pages(self.store, blocks)
@@ -93,8 +102,8 @@ class TierMachine(RuleBasedStateMachine):
     def lookup_as_someone_else(self, number: int, other: int) -> None:
         document, stranger = DOCUMENTS[number], DOCUMENTS[other]
         if number != other:
-            assert self.store.lookup(document.key, stranger.ids) is None
-        assert self.store.lookup(document.key, document.ids, "nobody") is None
+            assert look_up(self.store, document.key, stranger.ids, document.namespace) is None
+        assert look_up(self.store, document.key, document.ids, "nobody") is None
 
     @rule(number=numbers, some=st.none() | st.lists(st.integers(0, 15), max_size=4), wait=st.booleans())
     def load(self, number: int, some: list[int] | None, wait: bool) -> None:
@@ -146,7 +155,7 @@ class TierMachine(RuleBasedStateMachine):
     def _read_pinned(self, document: Sample) -> None:
         for block in range(document.blocks):
             try:
-                self.store.pages(document.key, [block])
+                pages_of(self.store, document.key, [block])
             except KeyError:
                 continue
             document.assert_pages(self.store, [block])
@@ -264,10 +273,8 @@ def _size(path: Path) -> int:
 
 
 TierMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=300 if EXHAUSTIVE else 40,
     stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -1,4 +1,6 @@
-"""Filters: what the grammar takes, and that SQL and a plain Python reading of it select the same documents."""
+"""Filters: what the grammar takes, and that SQL and a plain Python reading of it select the same
+documents.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from ragserve.errors import InvalidRequest
 from ragserve_index import And, Eq, In, IndexStore, Not, Or, Range, parse_filter
+from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import TYPES, exact, item, make, overlap, texts, vectors_of
 
 FIELDS = ("a", "b c", "ä.x", "$[0]", "source", "title")
@@ -131,8 +134,7 @@ def varied(
 
 
 @settings(
-    max_examples=150,
-    deadline=None,
+    max_examples=1000 if EXHAUSTIVE else 75,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(node=filters)
@@ -146,7 +148,6 @@ def test_sql_selects_what_python_selects(
 
 
 @given(node=filters)
-@settings(max_examples=50, deadline=None)
 def test_json_and_back(node: Any) -> None:
     assert parse_filter(node.model_dump_json()) == parse_filter(json.loads(node.model_dump_json())) == node
 

@@ -15,6 +15,7 @@ import pytest
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index import IndexStore, JobStore, jobs
+from ragserve_index.types import JobItem
 
 HERE = Path(__file__).parent
 
@@ -22,6 +23,19 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def job_store(store: IndexStore) -> JobStore:
     return JobStore(store)
+
+
+def outcome(
+    source: str,
+    state: str = "indexed",
+    reason: str | None = None,
+    *,
+    chunks: int = 0,
+    tokens: int = 0,
+    size: int = 0,
+    doc_id: str | None = None,
+) -> JobItem:
+    return JobItem(source, state, reason, chunks, tokens, size, doc_id)
 
 
 def test_a_job_from_start_to_end(job_store: JobStore) -> None:
@@ -35,8 +49,10 @@ def test_a_job_from_start_to_end(job_store: JobStore) -> None:
     claimed = job_store.claim("w1", 60)
     assert claimed is not None
     assert (claimed.job_id, claimed.state, claimed.worker) == (job.job_id, "running", "w1")
-    job_store.update_item(job.job_id, "a", "indexed", chunks=3, tokens=30, size=300, doc_id="doc_a")
-    job_store.update_item(job.job_id, "b", "failed", reason="encrypted")
+    job_store.update_items(
+        job.job_id,
+        [outcome("a", chunks=3, tokens=30, size=300, doc_id="doc_a"), outcome("b", "failed", "encrypted")],
+    )
     job_store.add_items(job.job_id, ["d", "a"])
     assert [item.source for item in job_store.items(job.job_id)] == ["a", "b", "c", "d"]
     assert [item.source for item in job_store.items(job.job_id, "pending")] == ["c", "d"]
@@ -116,7 +132,7 @@ def test_unknown_jobs_and_states(job_store: JobStore) -> None:
         lambda: job_store.get("job_x"),
         lambda: job_store.items("job_x"),
         lambda: job_store.add_items("job_x", ["a"]),
-        lambda: job_store.update_item("job_x", "a", "indexed"),
+        lambda: job_store.update_items("job_x", [outcome("a")]),
         lambda: job_store.finish("job_x", "done"),
         lambda: job_store.request_cancel("job_x"),
         lambda: job_store.cancel_requested("job_x"),
@@ -126,9 +142,9 @@ def test_unknown_jobs_and_states(job_store: JobStore) -> None:
         assert caught.value.code == "job_not_found"
     job = job_store.create("n", {}, ["a"])
     with pytest.raises(NotFound, match="no item 'b'"):
-        job_store.update_item(job.job_id, "b", "indexed")
+        job_store.update_items(job.job_id, [outcome("b")])
     for bad in (
-        lambda: job_store.update_item(job.job_id, "a", "eaten"),
+        lambda: job_store.update_items(job.job_id, [outcome("a", "eaten")]),
         lambda: job_store.finish(job.job_id, "running"),
         lambda: job_store.list(state="eaten"),
         lambda: job_store.list(limit=0),
@@ -168,9 +184,10 @@ _WORKER = """
 import sys, time
 from pathlib import Path
 from ragserve_index import IndexStore, JobStore
+from ragserve_index.types import JobItem
 store = JobStore(IndexStore(Path(sys.argv[1])))
 job = store.claim("worker", 0.3)
-store.update_item(job.job_id, "a", "indexed", chunks=1)
+store.update_items(job.job_id, [JobItem("a", "indexed", None, 1, 0, 0, None)])
 print(job.job_id, flush=True)
 while store.heartbeat(job.job_id, "worker", 0.3):
     time.sleep(0.05)

@@ -101,7 +101,7 @@ def test_evicting_and_clearing_wait_for_what_still_reads_host_pages(
     runtime: Any, body: dict[str, Any]
 ) -> None:
     assert answer(runtime, body)["success"]
-    assert runtime.tiers.lookup("d" * 32, list(range(10)), "n") is None
+    assert runtime.tiers.host_pages("d" * 32, list(range(10)), "n") is None
 
 
 @pytest.mark.parametrize("operation", ["stat", "flush", "check"])

@@ -1,12 +1,12 @@
-"""One namespace's index in this process: opened from its file, kept up with the registry, built anew, saved.
+"""One namespace's index in this process: opened from its file, kept up with the registry, rebuilt, saved.
 
 The registry is the truth and the index follows it. A version is applied as a whole under the write lock, so
 that a search, which holds the read lock, always sees one committed version. Three locks, always taken in this
 order:
 
-* ``_building``: one rebuild at a time; held for as long as training takes, while searches and updates go on;
+* ``_building``: one rebuild at a time; held during training, while searches and updates go on;
 * ``updating``: one thread at a time changes or saves the structure;
-* ``lock``: readers search, the writer changes or swaps the structure.
+* ``lock``: readers search, the writer changes or replaces the structure.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from threading import Lock, RLock
 
 import numpy as np
 
-from ragserve_index import index_files as files
-from ragserve_index import registry, structures, vectors
+from ragserve_index import registry, structures
 from ragserve_index.database import Database
 from ragserve_index.errors import InvalidRequest
 from ragserve_index.gpu import GpuMirror
+from ragserve_index.index import file_format, vectors
+from ragserve_index.index.file_format import Damaged
+from ragserve_index.index.index_file import IndexFile
 from ragserve_index.locks import ReadWriteLock
-from ragserve_index.saved import SavedIndex
 from ragserve_index.structures import Floats, Ids, IdSelection, Results, Structure
 from ragserve_index.structures.base import load_faiss
 
@@ -36,11 +37,11 @@ _LOWEST = np.finfo(np.float32).min  # FAISS's own score of "no result"
 
 
 class Behind(Exception):
-    """The index is not at the version asked for. Never reaches a user: the caller catches up and asks again."""
+    """The index is not at the requested version. Internal: the caller catches up and searches again."""
 
 
-class LiveIndex:
-    """Thread-safe. ``version`` is the committed version that searches see, -1 while nothing is loaded."""
+class NamespaceIndex:
+    """Thread-safe. ``version`` is the committed version that searches see; -1 while nothing is loaded."""
 
     def __init__(
         self, database: Database, directory: Path, ns: registry.Namespace, gpu: GpuMirror | None
@@ -49,19 +50,15 @@ class LiveIndex:
         self.name = ns.name
         self.dim = ns.dim
         self.index_type = ns.index_type
-        self.file = SavedIndex(database, directory, ns)
+        self.file = IndexFile(database, directory, ns)
         self.version = -1
         self.changed = 0
-        self.file_unfit = (
-            False  # there is no file of use, or a rebuilt structure should replace an equally new one
-        )
+        self.file_unfit = False  # no usable file, or one that a rebuilt structure should replace
         self.structure: Structure | None = None
         self.lock = ReadWriteLock()
         self.updating = RLock()
-        self._saved_changed: int | None = (
-            None  # `changed` as of the file, 0 without one; None: not looked yet
-        )
-        self._saved_version = 0  # likewise
+        # (`changed`, `version`) of the file, zeros without one; None: not read yet
+        self._saved: tuple[int, int] | None = None
         self._wanted_type = ns.index_type
         self._building = Lock()
         self._stamp: int | None = None
@@ -73,13 +70,11 @@ class LiveIndex:
     def search(
         self, queries: Floats, k: int, version: int, selection: IdSelection | None
     ) -> tuple[Floats, Ids, int]:
-        """Scores [n, k], ids [n, k] (-1 padded) and the version they are of.
+        """Search. Returns scores [n, k], ids [n, k] (padded with -1) and their version.
 
-        Without a selection at ``version`` or later, with one exactly at ``version``. Raises Behind when the
-        index is elsewhere, and InvalidRequest for queries that are not finite."""
-        lock = self.lock
-        lock.acquire_read()
-        try:
+        Without a selection the version is at least ``version``, with one exactly that. Raises Behind when the
+        index is not there, InvalidRequest for queries that are not finite."""
+        with self.lock.reading():
             structure, at = self.structure, self.version
             if structure is None or at < version or (selection is not None and at != version):
                 raise Behind
@@ -94,10 +89,7 @@ class LiveIndex:
                 scores, ids = self._gpu.search(structure, queries, min(k, candidates))
             else:
                 scores, ids = _search(structure, queries, min(k, candidates), selection)
-        finally:
-            lock.release_read()
-        # A NaN or an infinity in a query makes its scores NaN or infinite, or leaves it without results:
-        # cheaper to see here than before.
+        # A query that is not finite has scores that are not, or no results: cheaper to check than the query.
         if candidates:
             one = len(scores) == 1
             sound = (
@@ -116,17 +108,17 @@ class LiveIndex:
     # following the registry
 
     def catch_up(self) -> None:
-        """Bring the index to the registry's newest version; opens it if need be. Raises NotFound when the
+        """Bring the index to the registry's newest version, opening it if need be. Raises NotFound when the
         namespace is gone.
         """
         with self.updating, self._database.read() as connection:
             self.follow(connection)
 
     def follow(self, connection: sqlite3.Connection) -> registry.Namespace:
-        """Bring the index to the version that this read transaction sees; the namespace as it is there.
+        """Bring the index to the version of this read transaction and return the namespace's row.
 
-        While the caller holds ``updating`` from before the transaction began, the index stays at exactly that
-        version."""
+        If the caller has held ``updating`` since before the transaction began, the index is exactly at that
+        version, and stays there."""
         with self.updating:
             ns = registry.namespace_by_id(connection, self.namespace_id)
             if ns is None:
@@ -146,8 +138,8 @@ class LiveIndex:
             self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
 
     def _apply(self, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
-        """Apply what was committed since, as a whole: from the change log, or by comparing ids where the log
-        no longer reaches back.
+        """Apply all commits since the index's version: from the change log, or by comparing ids where the log
+        does not reach back that far.
         """
         structure, changes = self.structure, ns.changed - self.changed
         if structure is None:
@@ -160,26 +152,26 @@ class LiveIndex:
         removed = registry.expand(gone.fetchall()) if log_reaches else None
         added: Iterable[tuple[Ids, Floats]] = vectors.slabs(connection, ns, self.version)
         if changes <= vectors.SLAB:
-            added = list(added)  # read before searches have to wait
+            added = list(added)  # read before searches are blocked
         try:
             with self.lock.writing():
-                whole = (
+                whole = True
+                if removed is not None:
                     _change(structure, removed, added)
-                    if removed is not None
-                    else self._reconcile(structure, connection, ns, self.version)
-                )
+                else:
+                    whole = self._reconcile(structure, connection, ns, self.version)
                 if not whole or structure.count != ns.n_chunks:
-                    raise files.Damaged(
+                    raise Damaged(
                         f"it holds {structure.count} vectors at version {ns.version} instead of {ns.n_chunks}"
                     )
                 self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
         except BaseException as error:
-            self.structure = None  # half changed: the next search opens it anew
+            self.structure = None  # half changed: the next search reopens it
             self.version = -1
-            if not isinstance(error, files.Damaged):
+            if not isinstance(error, Damaged):
                 raise
             log.error(
-                "namespace %s: the index in memory cannot be right (%s); building it anew from the registry",
+                "namespace %s: the index in memory cannot be right (%s); rebuilding it from the registry",
                 ns.name,
                 error,
             )
@@ -189,8 +181,8 @@ class LiveIndex:
     def _reconcile(
         self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace, version: int
     ) -> bool:
-        """Make the ids of a structure of ``version`` those of ``ns`` by comparing the sets. False when the
-        two have no common past.
+        """Bring a structure of ``version`` to ``ns`` by comparing id sets. False when the structure is not an
+        earlier state of the namespace.
         """
         ranges = connection.execute(
             "SELECT first_id, n_chunks FROM documents WHERE namespace_id = ? AND n_chunks > 0", (ns.id,)
@@ -201,10 +193,9 @@ class LiveIndex:
             np.setdiff1d(wanted, have, assume_unique=True),
         )
         if len(missing) and len(have) and missing[0] < have[-1]:
-            return False  # ids only grow: no later version leaves a gap among old ones
-        return _change(structure, gone, vectors.slabs(connection, ns, version)) and structure.count == len(
-            wanted
-        )
+            return False  # ids only grow: no later version adds one among old ones
+        _change(structure, gone, vectors.slabs(connection, ns, version))
+        return structure.count == len(wanted)
 
     def _build(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure:
         structure = structures.create(
@@ -214,21 +205,21 @@ class LiveIndex:
             structure.add(ids, rows)
         return structure
 
-    # keeping it fit
+    # maintenance
 
     def maintain(self) -> None:
-        """Build the index anew if it has outgrown its training or carries too many tombstones. Searches go on
+        """Rebuild the index if it has outgrown its training or has too many tombstones. Searches go on
         meanwhile.
         """
         if self._why_rebuild() is None:
             return
         with self._building:
-            reason = self._why_rebuild()  # someone else may have done it while we waited
+            reason = self._why_rebuild()  # another thread may have done it during the wait
             if reason is not None and not self._adopt():
                 self._rebuild(reason)
 
     def rebuild(self, reason: str) -> None:
-        """Build the index anew from the registry, whatever state it is in. Searches go on meanwhile."""
+        """Rebuild the index from the registry, whatever state it is in. Searches go on meanwhile."""
         with self._building:
             self._rebuild(reason)
 
@@ -241,7 +232,7 @@ class LiveIndex:
         return structures.why_rebuild(self.index_type, structure)
 
     def _rebuild(self, reason: str) -> None:
-        log.info("namespace %s: building its %s index anew: %s", self.name, self.index_type, reason)
+        log.info("namespace %s: rebuilding its %s index: %s", self.name, self.index_type, reason)
         while True:
             with self._database.read() as connection:
                 ns = registry.namespace_by_id(connection, self.namespace_id)
@@ -253,12 +244,12 @@ class LiveIndex:
                 return
 
     def _adopt(self) -> bool:
-        """Take over the saved index if another process has saved a fit one since we read it."""
+        """Load the saved index if another process has saved a fit one since this one read it."""
         try:
-            footer = files.read_footer(self.file.path)
-        except files.Damaged:
+            footer = file_format.read_footer(self.file.path)
+        except Damaged:
             return False
-        if footer is None or footer.changed <= (self._saved_changed or 0):
+        if footer is None or footer.changed <= (self._saved or (0, 0))[0]:
             return False
         with self._database.read() as connection:
             ns = registry.namespace_by_id(connection, self.namespace_id)
@@ -268,8 +259,8 @@ class LiveIndex:
         return self._bring_in(structure, ns)
 
     def _bring_in(self, structure: Structure, ns: registry.Namespace) -> bool:
-        """Put a structure of ``ns`` in place of the present one, caught up with what was committed while it
-        was made.
+        """Replace the structure by one of ``ns``, caught up with commits since. False if that is
+        impossible.
         """
         with self.updating, self._database.read() as connection:
             now = registry.namespace_by_id(connection, self.namespace_id)
@@ -283,10 +274,10 @@ class LiveIndex:
     # its file
 
     def _load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure | None:
-        """The saved structure, caught up to ``ns``; None when there is none of use, and then the log says
-        why.
+        """Read the saved structure and catch up to ``ns``; None, with the reason logged, if it is
+        unusable.
         """
-        self.file_unfit, self._saved_changed, self._saved_version = True, 0, 0
+        self.file_unfit, self._saved = True, (0, 0)
         try:
             found = self.file.load(connection, ns)
             if found is None:
@@ -298,65 +289,64 @@ class LiveIndex:
                 return None
             structure, footer = found
             if not self._reconcile(structure, connection, ns, footer.version):
-                raise files.Damaged("its vectors are not those of the registry")
-        except files.Damaged as error:
+                raise Damaged("its vectors are not those of the registry")
+        except Damaged as error:
             log.warning(
-                "namespace %s: %s cannot be used (%s); building it anew from the registry",
+                "namespace %s: %s cannot be used (%s); rebuilding the index from the registry",
                 ns.name,
                 self.file.path,
                 error,
             )
             return None
-        self.file_unfit, self._saved_changed, self._saved_version = False, footer.changed, footer.version
+        self.file_unfit, self._saved = False, (footer.changed, footer.version)
         return structure
 
     def unsaved(self, ns: registry.Namespace) -> int:
-        """Vectors added or removed since the file was written."""
-        if self._saved_changed is None:
+        """Number of vectors added or removed since the file was written."""
+        if self._saved is None:
             there = self.file.ours_on_disk()
-            self._saved_changed, self._saved_version = (
-                (0, 0) if there is None else (there.changed, there.version)
-            )
-        return ns.changed - self._saved_changed
+            self._saved = (0, 0) if there is None else (there.changed, there.version)
+        return ns.changed - self._saved[0]
 
     def needs_upkeep(self) -> bool:
+        """True if the index should be rebuilt or saved."""
         return self.file_unfit or self._why_rebuild() is not None
 
     def save(self) -> bool:
-        """Write the index to its file unless what is there is as new. Whether it wrote. Searches go on
-        meanwhile.
+        """Write the index to its file unless the file is as new; True if it wrote. Searches go on meanwhile.
 
-        Raises StorageFull or Unavailable, and then leaves the old file as it was.
+        Raises StorageFull or Unavailable, leaving the old file as it was.
         """
         with self.updating:
             structure = self.structure
-            if (
-                structure is None
-                or self.index_type != self._wanted_type
-                or (self.version == self._saved_version and not self.file_unfit)
-            ):
+            saved = (self._saved or (0, 0))[1] == self.version and not self.file_unfit
+            if structure is None or self.index_type != self._wanted_type or saved:
                 return False
             there = self.file.save(
                 structure, self.version, self._stamp, self.changed, self.index_type, force=self.file_unfit
             )
             self.file_unfit = False
-            self._saved_changed, self._saved_version = (
-                (self.changed, self.version) if there is None else (there.changed, there.version)
-            )
+            newest = self if there is None else there
+            self._saved = (newest.changed, newest.version)
         return there is None
 
+    def bring_up_and_save(self) -> None:
+        """Catch up, rebuild if due, and save. Raises NotFound, StorageFull or Unavailable."""
+        self.catch_up()
+        self.maintain()
+        self.save()
 
-def _change(structure: Structure, removed: Ids, added: Iterable[tuple[Ids, Floats]]) -> bool:
+
+def _change(structure: Structure, removed: Ids, added: Iterable[tuple[Ids, Floats]]) -> None:
     if len(removed):
         structure.remove(removed)
     for ids, rows in added:
         structure.add(ids, rows)
-    return True
 
 
 def _search(structure: Structure, queries: Floats, k: int, selection: IdSelection | None) -> Results:
-    """FAISS spreads queries over threads, never one query: for one, a team of threads only costs,
-    milliseconds when cores are busy.
+    """Search a single query on the calling thread alone: FAISS spreads queries over threads, never one query,
+    and waking its threads costs milliseconds when cores are busy.
     """
     if len(queries) > 1:
         return structure.search(queries, k, selection)

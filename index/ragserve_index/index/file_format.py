@@ -1,12 +1,10 @@
-"""Saved indexes: one file per namespace, FAISS's own bytes followed by a footer that says what they are and
-proves they are whole.
+"""Format of an index file: FAISS's own bytes, then a footer that identifies them and proves them whole.
 
     FAISS payload | footer, JSON | footer length uint32 | CRC-32 of footer and length uint32 | b"RGSVIDX1"
 
-The footer carries size and CRC-32 of the payload. Both are checked before FAISS parses a byte: its reader
-trusts lengths it finds in the file. A file is written under a temporary name, synced and renamed, so a name
-always leads to a whole file; a process killed on the way leaves only a temporary file, which the next save
-removes."""
+The footer has size and CRC-32 of the payload. Both are checked before FAISS parses a byte, because its reader
+trusts lengths in the file. A file is written under a temporary name, synced and renamed, so a name always
+leads to a whole file; a killed process leaves only a temporary file, which the next start removes."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ _BLOCK = 1 << 20
 
 
 class Damaged(Exception):
-    """The file is no whole index of ours; the message says why. Never reaches a user: the index is rebuilt."""
+    """The file is not a whole index of ours; the message says why. Internal: the index is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a saved index is: whose, of which version, of which kind; ``stamp`` is the version's random mark
-    in the registry.
+    """Identity of a saved index: namespace, version, type; ``stamp`` is the version's random number in the
+    registry.
     """
 
     namespace_uid: str
@@ -57,11 +55,12 @@ class Footer:
 
 
 def index_path(directory: Path, namespace_id: int) -> Path:
+    """Path of a namespace's index file."""
     return directory / f"ns-{namespace_id:06d}.faiss"
 
 
 class _Counted:
-    """Writes through and keeps size and CRC of what went by."""
+    """Passes writes through and keeps their size and CRC."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -76,8 +75,8 @@ class _Counted:
 
 
 def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], None]) -> int:
-    """Write atomically; ``save`` gets a callable that takes the payload piece by piece. Returns the file's
-    bytes. Raises StorageFull.
+    """Write a file atomically. ``save`` receives a callable that takes the payload piece by piece. Returns
+    the file's size in bytes. Raises StorageFull or Unavailable.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -112,7 +111,7 @@ def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], N
 
 
 def read_footer(path: Path) -> Footer | None:
-    """The footer, or None without a file. Reads only the file's end. Raises Damaged."""
+    """Read the footer from the file's end; None without a file. Raises Damaged."""
     try:
         with path.open("rb") as file:
             return _footer(file)
@@ -129,7 +128,7 @@ def _footer(file: BinaryIO) -> Footer:
     file.seek(size - _TAIL.size)
     length, crc, magic = _TAIL.unpack(file.read(_TAIL.size))
     if magic != _MAGIC:
-        raise Damaged("its end is missing, or it is no index of ours")
+        raise Damaged("its end is missing, or it is not an index of ours")
     if length > size - _TAIL.size:
         raise Damaged("its footer does not fit into it")
     file.seek(size - _TAIL.size - length)
@@ -146,7 +145,7 @@ def _footer(file: BinaryIO) -> Footer:
 
 
 def verify(path: Path) -> Footer | None:
-    """The footer after checking every byte of the payload; None without a file. Raises Damaged."""
+    """Check every byte of the file and return its footer; None without a file. Raises Damaged."""
     try:
         with path.open("rb") as file:
             footer = _footer(file)
@@ -168,16 +167,16 @@ def verify(path: Path) -> Footer | None:
 
 
 def remove_leftovers(directory: Path, list_known: Callable[[], set[Path]]) -> None:
-    """Remove temporary files of killed savers, and index files of namespaces that are gone. Waits for a save
-    under way.
+    """Remove temporary files of killed processes, and index files of dropped namespaces. Waits for a save in
+    progress.
     """
     with file_lock(directory / ".lock"):
-        known = list_known()  # under the lock, so a namespace made since cannot have saved yet
+        known = list_known()  # under the lock, so a namespace created since cannot have saved yet
         for path in [
             *directory.glob("ns-*.tmp"),
             *(p for p in directory.glob("ns-*.faiss") if p not in known),
         ]:
             log.warning(
-                "removing %s, left behind by a process that was killed or a namespace that was dropped", path
+                "removing %s, left by a process that was killed or a namespace that was dropped", path
             )
             path.unlink(missing_ok=True)

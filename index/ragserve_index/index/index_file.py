@@ -1,37 +1,34 @@
-"""A namespace's index file: whether it is this registry's, reading it, writing it unless a newer one is
-there.
-"""
+"""A namespace's index file: read it if it is this registry's, write it unless a newer one is there."""
 
 from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
 
-from ragserve_index import index_files as files
 from ragserve_index import registry, structures
 from ragserve_index.database import Database
+from ragserve_index.index import file_format
+from ragserve_index.index.file_format import Damaged, Footer
 from ragserve_index.locks import file_lock
 from ragserve_index.structures import Structure
 from ragserve_index.structures.base import load_faiss
 
 
-class SavedIndex:
+class IndexFile:
     """The file of one namespace. Several processes may read and write it at once."""
 
     def __init__(self, database: Database, directory: Path, ns: registry.Namespace) -> None:
-        self.path = files.index_path(directory, ns.id)
+        self.path = file_format.index_path(directory, ns.id)
         self._lock = directory / ".lock"
         self._namespace_id = ns.id
         self._uid = ns.uid
         self._dim = ns.dim
         self._database = database
 
-    def load(
-        self, connection: sqlite3.Connection, ns: registry.Namespace
-    ) -> tuple[Structure, files.Footer] | None:
-        """The structure as it was saved; None without a file. Raises Damaged for one that cannot be used."""
+    def load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[Structure, Footer] | None:
+        """Read the saved structure; None without a file. Raises Damaged for a file that cannot be used."""
         with file_lock(self._lock):  # nobody replaces the file between its check and its reading
-            footer = files.verify(self.path)
+            footer = file_format.verify(self.path)
             if footer is None:
                 return None
             self._must_be_ours(footer, connection, ns)
@@ -40,40 +37,32 @@ class SavedIndex:
                     footer.structure, load_faiss().read_index(str(self.path)), footer.state
                 )
             except (ValueError, KeyError, RuntimeError) as error:
-                raise files.Damaged(str(error)) from error
+                raise Damaged(str(error)) from error
         if structure.dim != self._dim:
-            raise files.Damaged(f"its vectors have {structure.dim} components instead of {self._dim}")
+            raise Damaged(f"its vectors have {structure.dim} components instead of {self._dim}")
         return structure, footer
 
     def status(self, connection: sqlite3.Connection, ns: registry.Namespace) -> str:
-        """ "current", "behind", "missing", or "damaged: why", after checking every byte."""
+        """Check every byte of the file. Returns `current`, `behind`, `missing`, or `damaged: reason`."""
         try:
-            footer = files.verify(self.path)
+            footer = file_format.verify(self.path)
             if footer is None:
                 return "missing"
             if footer.namespace_uid == ns.uid and footer.index_type != ns.index_type:
                 return "behind"
             self._must_be_ours(footer, connection, ns)
-        except files.Damaged as error:
+        except Damaged as error:
             return f"damaged: {error}"
         return "current" if footer.version == ns.version else "behind"
 
-    def _must_be_ours(
-        self, footer: files.Footer, connection: sqlite3.Connection, ns: registry.Namespace
-    ) -> None:
-        """Raises Damaged unless the file holds a version of this namespace that the registry has been
-        through.
-        """
+    def _must_be_ours(self, footer: Footer, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+        """Raise Damaged unless the file holds a version of this namespace that the registry went through."""
         if footer.namespace_uid != ns.uid or footer.dim != ns.dim:
-            raise files.Damaged("it is another namespace's")
+            raise Damaged("it is another namespace's")
         if footer.index_type != ns.index_type:
-            raise files.Damaged(
-                f"it is of type {footer.index_type}, the namespace now of type {ns.index_type}"
-            )
+            raise Damaged(f"it has type {footer.index_type}, the namespace now has type {ns.index_type}")
         if registry.stamp_of(connection, ns.id, footer.version) != footer.stamp:
-            raise files.Damaged(
-                f"its version {footer.version} is not the registry's, which is at {ns.version}"
-            )
+            raise Damaged(f"its version {footer.version} is not the registry's, which is at {ns.version}")
 
     def save(
         self,
@@ -84,17 +73,17 @@ class SavedIndex:
         index_type: str,
         *,
         force: bool = False,
-    ) -> files.Footer | None:
-        """Write it, and forget the change log up to it. Returns the footer of the file there if that is newer
-        and was left as it is.
+    ) -> Footer | None:
+        """Write the file and prune the change log up to its version. Returns the footer of a file that is as
+        new and was kept, else None.
 
-        ``force`` replaces a file of the same version. Raises StorageFull or Unavailable, and then the old
-        file is as it was."""
+        ``force`` replaces a file of the same version. Raises StorageFull or Unavailable, leaving the old file
+        as it was."""
         with file_lock(self._lock):
             there = self.ours_on_disk()
             if there is not None and (there.version > version or (there.version == version and not force)):
                 return there
-            footer = files.Footer(
+            footer = Footer(
                 namespace_uid=self._uid,
                 version=version,
                 stamp=stamp,
@@ -105,14 +94,14 @@ class SavedIndex:
                 count=structure.count,
                 state=structure.state(),
             )
-            files.write(self.path, footer, structure.write)
+            file_format.write(self.path, footer, structure.write)
         self._prune_log(version)
         return None
 
-    def ours_on_disk(self) -> files.Footer | None:
-        """The footer, if the file is this registry's; the payload is not read."""
+    def ours_on_disk(self) -> Footer | None:
+        """The footer if the file is this registry's, without reading the payload; None otherwise."""
         try:
-            footer = files.read_footer(self.path)
+            footer = file_format.read_footer(self.path)
             if footer is None:
                 return None
             with self._database.read() as connection:
@@ -120,13 +109,13 @@ class SavedIndex:
                 if ns is None:
                     return None
                 self._must_be_ours(footer, connection, ns)
-        except files.Damaged:
+        except Damaged:
             return None
         return footer
 
     def _prune_log(self, version: int) -> None:
-        """An index in another process that is older than ``version`` compares ids from now on instead of
-        reading the log.
+        """Delete the change log up to ``version``. Indexes of other processes that are older compare ids from
+        now on.
         """
         with self._database.write() as connection:
             connection.execute(

@@ -1,4 +1,4 @@
-"""Vectors out of SQLite, in slabs that fit FAISS's ``add``."""
+"""Vectors read from SQLite, in slabs for FAISS's ``add``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from ragserve_index import registry
 from ragserve_index.structures import Floats, Ids
 
-SLAB = 16_384  # vectors that go from SQLite into FAISS at a time
+SLAB = 16_384  # vectors read at a time
 
 
 def slabs(
     connection: sqlite3.Connection, ns: registry.Namespace, after: int = -1
 ) -> Iterator[tuple[Ids, Floats]]:
-    """Ids [n] ascending and vectors [n, dim] float32 of all that was written after version ``after`` and is
-    still there.
+    """Yield ids [n], ascending, and vectors [n, dim] float32 that were written after version ``after`` and
+    still exist.
     """
     rows = connection.execute(
-        # ids grow with versions: this order, which the table's index gives without sorting, is ascending in
-        # ids too
-        "SELECT first_id, n, data FROM vectors WHERE namespace_id = ? AND version > ? ORDER BY version, first_id",
+        # ids grow with versions: the order that the table's index gives is ascending in ids, too
+        "SELECT first_id, n, data FROM vectors WHERE namespace_id = ? AND version > ?"
+        " ORDER BY version, first_id",
         (ns.id, after),
     )
     ranges: list[tuple[int, int]] = []
@@ -40,7 +40,9 @@ def slabs(
 
 
 def sample(connection: sqlite3.Connection, ns: registry.Namespace, m: int) -> Floats:
-    """At most ``m`` of the namespace's vectors [<= m, dim], every so-manieth: the same for the same content."""
+    """At most ``m`` of the namespace's vectors [<= m, dim]: every stride-th row, deterministic
+    for a content.
+    """
     stride = max(1, -(-ns.n_chunks // m))
     picked: list[Floats] = []
     seen = 0

@@ -1,0 +1,3 @@
+"""The vector index of each namespace: in memory (namespace_index), on disk (index_file), all of
+them (pool).
+"""

@@ -1,0 +1,108 @@
+"""Removed documents are gone from every tier, and namespaces are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.documents import page_format
+from sglang_ext.documents.types import DocumentMeta
+from tests.unit.documents.document_samples import (
+    FINGERPRINT,
+    SHAPE,
+    Sample,
+    files_of,
+    flushed,
+    look_up,
+    opened,
+)
+
+PAGE = SHAPE.page_bytes
+FILE_4 = page_format.ALIGN + 4 * PAGE  # a document of 4 pages
+
+
+def test_removed_means_removed_from_every_tier(tmp_path: Path) -> None:
+    document, other = Sample(1, 16), Sample(2, 16)
+    with opened(tmp_path) as store:
+        document.put(store)
+        other.put(store)
+        assert store.remove(document.key)  # perhaps before it was written
+        flushed(store)
+        assert document.found(store) is None
+        assert [path.stem for path in files_of(tmp_path)] == [other.key]
+        document.put(store)
+        flushed(store)
+        store.drop_host()
+        assert store.remove(document.key)
+        assert not store.remove(document.key)
+        assert len(files_of(tmp_path)) == 1
+    with opened(tmp_path) as store:
+        assert document.found(store) is None
+        assert store.remove(other.key)  # before or after the scan has seen it
+        assert files_of(tmp_path) == []
+
+
+def test_a_pinned_document_is_readable_until_unpinned_but_found_by_nobody(tmp_path: Path) -> None:
+    document = Sample(1, 16)
+    with opened(tmp_path) as store:
+        document.put(store)
+        flushed(store)
+        store.pin(document.key)
+        assert store.remove(document.key)
+        assert document.found(store) is None
+        assert store.load(document.key).reason == "unknown"
+        with pytest.raises(KeyError):
+            store.pin(document.key)
+        document.assert_pages(store)
+        store.check_integrity()
+        document.put(store)  # the same text comes back while the old pages are read
+        assert document.found(store) is not None
+        flushed(store)
+        assert store.remove(document.key)
+        store.unpin(document.key)
+        assert store.stat()["host"]["pages"] == 0
+        store.check_integrity()
+
+
+def test_namespaces_never_see_each_other(tmp_path: Path) -> None:
+    mine, theirs = Sample(1, 16, namespace="mine"), Sample(1, 16, namespace="theirs")
+    assert list(mine.ids) == list(theirs.ids)
+    assert mine.key != theirs.key
+    with opened(tmp_path) as store:
+        mine.put(store)
+        flushed(store)
+        assert theirs.found(store) is None
+        for dropped in (False, True):
+            if dropped:
+                store.drop_host()
+            assert look_up(store, mine.key, mine.ids, "theirs") is None  # even with the right key
+            assert mine.found(store) is not None
+        theirs.put(store)
+        flushed(store)
+        assert [path.stem for path in files_of(tmp_path) if path.parent.name == "theirs"] == [theirs.key]
+        assert store.stat()["disk"]["namespaces"]["mine"] == {"documents": 1, "bytes": FILE_4, "pages": 4}
+        assert store.remove_namespace("mine") == 1
+        assert mine.found(store) is None
+        flushed(store)
+        assert [path.parent.name for path in files_of(tmp_path)] == ["theirs"]
+        assert theirs.load_and_check(store)
+        with pytest.raises(ValueError, match="another document"):
+            store.put(DocumentMeta(theirs.key, "mine", theirs.ids, 16, FINGERPRINT), theirs.k, theirs.v)
+    with opened(tmp_path) as store:
+        assert store.remove_namespace("theirs") == 1
+        assert theirs.found(store) is None
+        flushed(store)
+        assert files_of(tmp_path) == []
+
+
+def test_clear_empties_both_tiers(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for i in range(5):
+            Sample(i, 16, namespace=f"space-{i % 2}").put(store)
+        store.clear()
+        flushed(store)
+        figures = store.stat()
+        assert (figures["host"]["bytes"], figures["disk"]["bytes"]) == (0, 0)
+        assert (figures["host"]["documents"], figures["disk"]["documents"]) == (0, 0)
+        assert files_of(tmp_path) == []
