@@ -1,10 +1,9 @@
-"""The whole product in one go: ingest real documents, serve them, ask three questions, show what came back
-and how long it took.
+"""The whole product in one run: ingest real documents, serve them, ask three questions, print the answers.
 
     scripts/demo            ingest, serve, ask, stop
-    scripts/demo --serve    the same, but the server stays up
+    scripts/demo --serve    the same, but leave the server running
 
-Exits with 1 if anything failed.
+Exits with 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--serve", action="store_true", help="leave the server running")
+    parser.add_argument("--data-dir", type=Path, default=REPO / "ragserve-data", help="folder of the index")
     parser.add_argument(
-        "--data-dir", type=Path, default=REPO / "ragserve-data", help="where the index is kept"
-    )
-    parser.add_argument(
-        "--port", type=int, default=0, help="default: a free one, 30000 with --serve if it is free"
+        "--port", type=int, default=0, help="default: any free port, but 30000 with --serve if free"
     )
     options = parser.parse_args()
     started = time.monotonic()
@@ -55,12 +52,12 @@ def main() -> int:
         with running_server(data_dir=options.data_dir, port=port, outlive=options.serve) as server:
             memory = server.resident_bytes() / 2**30
             console.print(
-                f"{server.url} is ready after {server.start_s:.1f} s; all its processes hold {memory:.1f} GiB"
+                f"{server.url} is ready after {server.start_s:.1f} s; its processes use {memory:.1f} GiB"
             )
             with server.client() as client:
                 for i, question in enumerate(QUESTIONS):
                     console.rule(f"[bold]{question}" + (" (streamed)" if i == 1 else ""))
-                    show(streamed(client, question) if i == 1 else asked(client, question))
+                    show((ask_streaming if i == 1 else ask)(client, question))
             console.rule()
             console.print(f"Everything worked, in {time.monotonic() - started:.0f} s.")
             if options.serve:
@@ -73,29 +70,18 @@ def main() -> int:
 
 
 class DemoFailed(Exception):
-    """An answer that is not one."""
+    """The server gave no usable answer."""
 
 
 def ingest(data_dir: Path) -> None:
-    """Through the command line, as a user would; unchanged files cost a hash."""
+    """Ingest the corpus with the command line. A second run finds the files unchanged."""
     console.rule("[bold]ingest examples/corpus")
-    command = [
-        sys.executable,
-        "-m",
-        "ragserve.cli",
-        "ingest",
-        str(CORPUS),
-        "--recursive",
-        "--namespace",
-        NAMESPACE,
-        "--data-dir",
-        str(data_dir),
-    ]
-    subprocess.run(command, check=True)
+    options = ["--recursive", "--namespace", NAMESPACE, "--data-dir", str(data_dir)]
+    subprocess.run([sys.executable, "-m", "ragserve.cli", "ingest", str(CORPUS), *options], check=True)
 
 
-def asked(client: httpx.Client, question: str) -> dict[str, Any]:
-    """POST /rag/query, answered as one JSON object."""
+def ask(client: httpx.Client, question: str) -> dict[str, Any]:
+    """POST /rag/query and print the answer; the response is one JSON object."""
     response = client.post("/rag/query", json={"query": question, "namespace": NAMESPACE})
     if response.is_error:
         raise DemoFailed(response.text)
@@ -104,8 +90,8 @@ def asked(client: httpx.Client, question: str) -> dict[str, Any]:
     return answer
 
 
-def streamed(client: httpx.Client, question: str) -> dict[str, Any]:
-    """POST /rag/query as server-sent events, printed as they come."""
+def ask_streaming(client: httpx.Client, question: str) -> dict[str, Any]:
+    """POST /rag/query and print the answer while it is generated; the response is server-sent events."""
     answer: dict[str, Any] = {}
     with client.stream(
         "POST", "/rag/query", json={"query": question, "namespace": NAMESPACE, "stream": True}
@@ -122,6 +108,7 @@ def streamed(client: httpx.Client, question: str) -> dict[str, Any]:
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and data of each server-sent event."""
     name = ""
     for line in response.iter_lines():
         if line.startswith("event:"):
@@ -131,33 +118,29 @@ def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def show(answer: dict[str, Any]) -> None:
-    """Citations, tokens and milliseconds of one answer."""
+    """Print citations, tokens and milliseconds of one answer."""
     if not answer.get("answer", "").strip() or not answer.get("citations"):
-        raise DemoFailed(f"no answer, or one without a citation: {answer}")
+        raise DemoFailed(f"no answer, or no citation: {answer}")
     for citation in answer["citations"]:
         where = Path(citation["source"]).name + (f", page {citation['page']}" if citation["page"] else "")
-        console.print(
-            f"  [cyan]\\[{citation['index']}] {where}[/], characters {citation['start']}-{citation['end']}, score {citation['score']:.2f}"
-        )
-    usage, context, timings = answer["usage"], answer["context"], answer["timings"]
-    console.print(
-        f"  tokens: {usage['prompt']} prompt, {usage['cached']} cached, {usage['completion']} answer; strategy {context['strategy']}"
-    )
-    stages = ", ".join(
-        f"{name.removesuffix('_ms')} {value:.1f}" for name, value in timings.items() if value is not None
-    )
-    console.print(f"  milliseconds: {stages}")
+        span = f"characters {citation['start']}-{citation['end']}, score {citation['score']:.2f}"
+        console.print(f"  [cyan]\\[{citation['index']}] {where}[/], {span}")
+    usage, timings = answer["usage"], answer["timings"]
+    counts = f"{usage['prompt']} prompt, {usage['cached']} cached, {usage['completion']} answer"
+    console.print(f"  tokens: {counts}; strategy {answer['context']['strategy']}")
+    stages = {name.removesuffix("_ms"): ms for name, ms in timings.items() if ms is not None}
+    console.print("  milliseconds: " + ", ".join(f"{name} {ms:.1f}" for name, ms in stages.items()))
 
 
 def goodbye(server: RunningServer) -> None:
-    console.print(
-        f"The server stays up at [bold]{server.url}[/] (process {server.process.pid}, log {server.log})."
-    )
-    console.print(f"Stop it with: kill {server.process.pid}")
+    """Say where the server is and how to stop it."""
+    pid = server.process.pid
+    console.print(f"The server keeps running at [bold]{server.url}[/] (process {pid}, log {server.log}).")
+    console.print(f"Stop it with: kill {pid}")
 
 
 def _default_port() -> int:
-    """SGLang's port where it is free, so that clients find us; otherwise any."""
+    """SGLang's port if it is free, so that clients find the server; otherwise any."""
     import socket
 
     with socket.socket() as probe:

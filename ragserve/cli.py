@@ -1,22 +1,30 @@
-"""The command line. Each command lives in a module of `ragserve.commands`, which imports what is heavy only
-when it runs.
-"""
+"""The command line. Each command is a module of `ragserve.commands` and imports heavy packages when run."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import typer
 
 from ragserve import __version__
 from ragserve.errors import RagserveError
 
-app = typer.Typer(
-    name="ragserve",
-    help=__doc__.split("\n")[0] if __doc__ else None,
-    no_args_is_help=True,
-    add_completion=False,
+# in the order of `ragserve --help`
+COMMANDS = (
+    "serve",
+    "ingest",
+    "docs",
+    "query",
+    "cache",
+    "doctor",
+    "evaluate",
+    "calibrate",
+    "calibrate_decode",
+    "calibrate_heads",
+    "bench",
 )
+app = typer.Typer(name="ragserve", no_args_is_help=True, add_completion=False)
 
 
 def _version(show: bool) -> None:
@@ -35,38 +43,12 @@ def _root(
 
 
 def _register() -> None:
-    from ragserve.commands import (
-        bench,
-        cache,
-        calibrate,
-        calibrate_decode,
-        calibrate_heads,
-        docs,
-        doctor,
-        evaluate,
-        ingest,
-        query,
-        serve,
-    )
-
-    for module in (
-        serve,
-        ingest,
-        docs,
-        query,
-        cache,
-        doctor,
-        evaluate,
-        calibrate,
-        calibrate_decode,
-        calibrate_heads,
-        bench,
-    ):
-        module.register(app)
+    for name in COMMANDS:
+        import_module(f"ragserve.commands.{name}").register(app)
 
 
 def main() -> None:
-    """Entry point: a known error prints its message and what to do, without a traceback, and exits with 1."""
+    """Run the command line. A `RagserveError` prints message and hint, no traceback, and exits with 1."""
     _register()
     try:
         app()

@@ -69,7 +69,7 @@ class Client:
                 f"{self.url!r} is not a URL: {error}", hint="Give something like http://127.0.0.1:30000."
             ) from error
         if response.is_error:
-            raise _error(response)
+            raise error_of(response)
         if not response.content:
             return None
         try:
@@ -134,7 +134,8 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _error(response: httpx.Response) -> errors.RagserveError:
+def error_of(response: httpx.Response) -> errors.RagserveError:
+    """The error that an error response stands for."""
     kind = _BY_STATUS.get(
         response.status_code, errors.RagserveError if response.status_code >= 500 else errors.InvalidRequest
     )

@@ -16,10 +16,10 @@ from pydantic_settings import (
 )
 
 from ragserve.errors import InvalidRequest
+from ragserve.files import bundled
 from ragserve.strategy_spec import StrategySpec, parse
 
-_REPO = Path(__file__).resolve().parent.parent
-DEFAULT_MODEL = str(_REPO / "examples" / "models" / "ragserve-tiny")
+DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
 _WITHOUT_OPTIONS = ("full", "prefix", "auto")

@@ -1,20 +1,21 @@
-"""What can go wrong, as one tree; every error says what happened and what to do.
+"""The tree of errors. Each says what happened and what to do.
 
     RagserveError (500)
-    ├── InvalidRequest (400)         the request is malformed or out of range
+    ├── InvalidRequest (400)         malformed request, or a value out of range
     │   └── PromptTooLong (400)      question (and history) leave no room in the model's context
     ├── Unauthorized (401)           missing or wrong API key
     ├── NotFound (404)               namespace, document or job
     ├── Conflict (409)               e.g. a namespace embedded with another model
     ├── TooLarge (413)               a body or file over its limit
-    ├── UnsupportedDocument (415)    no parser for it, encrypted, corrupt, empty
+    ├── UnsupportedDocument (415)    no parser, encrypted, corrupt or empty
     ├── TooManyRequests (429)        the engine's queue is full
     ├── EngineError (502)            the engine answered with an error
     ├── Unavailable (503)            not ready yet, shutting down, or the engine is gone
     └── StorageFull (507)            the disk is full
 
-The HTTP body of each, and the data of an SSE `error` event, is ``{"error": {...}}`` as
-:meth:`RagserveError.body` gives it: the shape of OpenAI's errors with a hint and the request id added."""
+The HTTP body of an error, and the data of an SSE ``error`` event, is ``{"error": {...}}`` from
+`RagserveError.body`: the shape of OpenAI's errors with a hint and the request id added.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +38,7 @@ __all__ = [
 
 
 class RagserveError(Exception):
-    """Base of all errors that a user may see. ``code`` is stable and machine-readable, ``hint`` says what to
-    do.
-    """
+    """Base of all errors that users see. ``code`` is stable, for machines; ``hint`` says what to do."""
 
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"

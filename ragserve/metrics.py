@@ -1,7 +1,8 @@
-"""Prometheus metrics of the product, `ragserve_*`, beside SGLang's on /metrics.
+"""Prometheus metrics of the product, ``ragserve_*``, served beside SGLang's on ``/metrics``.
 
-Created on first use, not at import: SGLang sets the multi-process directory of prometheus_client when its
-server starts, and metrics made before that would not be collected."""
+They are created on first use, not at import: SGLang sets prometheus_client's multi-process directory when its
+server starts, and metrics created before that would not be collected.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """One object per process; see :func:`metrics`."""
+    """The metrics of a process; get them from `metrics`."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -51,7 +52,7 @@ def metrics() -> Metrics:
 
 
 def exposition() -> tuple[bytes, str]:
-    """(body, content type) of /metrics where no SGLang server in this process serves it."""
+    """(body, content type) of ``/metrics`` when no SGLang server in this process serves it."""
     import os
 
     from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from sglang_ext.state import current
 
-SGLANG_VERSION = "0.5.16"
-
 
 @dataclass(frozen=True, slots=True)
 class Hook:

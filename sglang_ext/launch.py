@@ -12,7 +12,6 @@ from typing import Any
 
 from sglang_ext import processes
 
-SGLANG_VERSION = "0.5.16"
 GRACEFUL_SHUTDOWN_S = 10
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.protocol import CACHE_BACKEND
+from sglang_ext.protocol import CACHE_BACKEND, SGLANG_VERSION
 
 _loaded = False
 
@@ -83,6 +83,6 @@ def require_loaded() -> None:
     ]
     if problems:
         raise RuntimeError(
-            f"ragserve is written for SGLang {hooks.SGLANG_VERSION}, and this one differs:\n  "
+            f"ragserve is written for SGLang {SGLANG_VERSION}, and this one differs:\n  "
             + "\n  ".join(problems)
         )

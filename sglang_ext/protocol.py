@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+SGLANG_VERSION = "0.5.16"  # the version that `sglang_ext` is written for
 PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
 # in custom_params: true asks for it; in meta_info: what came (see `sglang_ext.distribution`)

@@ -166,14 +166,18 @@ def as_html(title: str, sections: Profile) -> bytes:
 </head>
 <body>
 <header><a href="/">Country profiles</a>
-<nav><ul>{menu}<li><a href="/login">Log in</a></li><li><a href="/subscribe">Subscribe to our newsletter</a></li></ul></nav></header>
-<div class="cookie" role="dialog">We use cookies to improve your experience. <button>Accept all</button> <button>Reject</button></div>
+<nav><ul>{menu}<li><a href="/login">Log in</a></li>\
+<li><a href="/subscribe">Subscribe to our newsletter</a></li></ul></nav></header>
+<div class="cookie" role="dialog">We use cookies to improve your experience. \
+<button>Accept all</button> <button>Reject</button></div>
 <main><article>
 <h1>{escaped}</h1>
 {chr(10).join(body)}
 </article></main>
-<aside><h3>Popular today</h3><ul><li><a href="/ads">Advertise with us</a></li><li><a href="/quiz">Take the flag quiz</a></li></ul></aside>
-<footer>{html.escape(SOURCE)} <a href="/privacy">Privacy</a> <a href="/imprint">Imprint</a> <a href="#top">Back to top</a></footer>
+<aside><h3>Popular today</h3><ul><li><a href="/ads">Advertise with us</a></li>\
+<li><a href="/quiz">Take the flag quiz</a></li></ul></aside>
+<footer>{html.escape(SOURCE)} <a href="/privacy">Privacy</a> <a href="/imprint">Imprint</a> \
+<a href="#top">Back to top</a></footer>
 </body>
 </html>
 """

@@ -22,6 +22,7 @@ from ragserve.cache import folder, lock
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
 from ragserve.errors import NotFound, RagserveError, Unavailable
+from ragserve.files import write_json
 from ragserve_index import Eviction, EvictionLog, IndexStore
 from ragserve_index.evictions import by_namespace
 
@@ -125,12 +126,7 @@ def note_engine(settings: Settings, tokenizer: str) -> None:
         return
     path = _folder(settings) / _NOTE
     tokenizers = list(dict.fromkeys([*_noted(path).get("tokenizers", []), tokenizer]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(
-        json.dumps({"storage": settings.kv_storage, "tokenizers": tokenizers}), encoding="utf-8"
-    )
-    temporary.replace(path)
+    write_json(path, {"storage": settings.kv_storage, "tokenizers": tokenizers})
 
 
 def clean_files(settings: Settings, store: IndexStore) -> bool:

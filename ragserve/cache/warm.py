@@ -18,7 +18,7 @@ from ragserve.engine.base import GenerateRequest
 from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress
-from ragserve.ingest.jobs.lease import run_leased
+from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem
@@ -98,26 +98,15 @@ class Warmer:
         """Run a job to its end, as `Ingestor.run` does. Raises ``StorageFull`` when the disk is full, and
         what keeps the engine from it.
         """
-        started = time.monotonic()
-        progress = Progress()
-        notify = on_progress or (lambda _: None)
-
-        def work(job: Job, should_stop: Callable[[], bool]) -> None:
-            progress.total = job.n_items
-            for outcome in ("warmed", "unchanged", "failed", "skipped"):
-                setattr(progress, outcome, job.counts.get(outcome, 0))
-            _WarmRun(self, job, progress, should_stop, notify).run()
-
-        def finish(job: Job, state: str, error: str | None) -> None:
-            self.jobs.finish(job.job_id, state, error)
-
-        job, state = run_leased(self.jobs, job_id, work, finish, stop=stop or threading.Event(), wait=wait)
-        failures = tuple(
-            (item.source, item.reason or "")
-            for item in self.jobs.items(job_id)
-            if item.state in ("failed", "skipped")
+        return run_leased(
+            self.jobs,
+            job_id,
+            lambda run: _WarmRun(self, run).run(),
+            failures=("failed", "skipped"),
+            on_progress=on_progress,
+            stop=stop,
+            wait=wait,
         )
-        return JobReport(job_id, job.namespace, state, time.monotonic() - started, progress, failures)
 
     def tidy(self) -> int:
         """Warm-ups leave nothing behind; returns 0."""
@@ -153,20 +142,13 @@ class Warmer:
 class _WarmRun:
     """One run of one job."""
 
-    def __init__(
-        self,
-        warmer: Warmer,
-        job: Job,
-        progress: Progress,
-        should_stop: Callable[[], bool],
-        notify: Callable[[Progress], None],
-    ) -> None:
+    def __init__(self, warmer: Warmer, run: JobRun) -> None:
         self._warmer = warmer
-        self._job = job
-        self._progress = progress
-        self._should_stop = should_stop
-        self._notify = notify
-        self._start = warmer.where(job.namespace, [])
+        self._job = run.job
+        self._progress = run.progress
+        self._should_stop = run.should_stop
+        self._notify = run.notify
+        self._start = warmer.where(run.job.namespace, [])
         self._size = 0  # of all documents of the job that are, or are to be, in the lasting tier
 
     def run(self) -> None:
@@ -174,7 +156,7 @@ class _WarmRun:
         every document.
         """
         self._warmer.check()
-        self._notify(self._progress)
+        self._notify()
         before: _Group | None = None
         for group in self._groups():
             if self._should_stop():
@@ -346,4 +328,4 @@ class _WarmRun:
         progress.current = item.source
         outcome = JobItem(item.source, state, reason, item.computed, item.tokens, item.size, item.doc_id)
         self._warmer.jobs.update_items(self._job.job_id, [outcome])
-        self._notify(progress)
+        self._notify()

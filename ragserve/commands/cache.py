@@ -1,4 +1,4 @@
-"""`ragserve cache`: what the document cache holds, whether it is sound, and emptying it."""
+"""`ragserve cache`: report, verify or clear the document cache."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from ragserve.client import Client
 from ragserve.errors import Conflict
 
 _app = typer.Typer(
-    help="The cache of documents' KV: of a running server with --url, else the files of a data folder.",
+    help="The cache of documents' KV: with --url all tiers of a running server, else the files on disk.",
     no_args_is_help=True,
 )
 
 Url = Annotated[
     str | None,
-    typer.Option(envvar="RAGSERVE_URL", help="Ask this server: all tiers. Without it, the files on disk."),
+    typer.Option(envvar="RAGSERVE_URL", help="Address of a running server. Default: read the files on disk."),
 ]
-ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its API key.")]
-DataDir = Annotated[
-    Path, typer.Option(envvar="RAGSERVE_DATA_DIR", help="Data folder, where no server is asked.")
-]
+ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")]
+DataDir = Annotated[Path, typer.Option(envvar="RAGSERVE_DATA_DIR", help="Data folder; ignored with --url.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,23 +30,21 @@ def register(app: typer.Typer) -> None:
 
 @_app.command("stat")
 def stat(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
-    """Bytes and documents per tier and namespace, as JSON."""
-    from ragserve.cache import folder as offline
+    """Print bytes and documents per tier and namespace, as JSON."""
+    from ragserve.cache import folder
 
-    _print(_ask(url, api_key, "GET", "") if url else offline.stat(data_dir / "kv"))
+    _print(_call(url, api_key, "GET", "") if url else folder.stat(data_dir / "kv"))
 
 
 @_app.command("verify")
 def verify(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
-    """Read every page and check it. Exits with 3 where one is bad; a server treats those documents as not
-    cached.
-    """
-    from ragserve.cache import folder as offline
+    """Read and check every page. Exits with 3 if any is bad; a server treats such documents as not cached."""
+    from ragserve.cache import folder
 
     if url:
-        report = _ask(url, api_key, "POST", "/verify")
+        report = _call(url, api_key, "POST", "/verify")
     else:
-        found = offline.verify(data_dir / "kv")
+        found = folder.verify(data_dir / "kv")
         report = {"documents": found.documents, "pages": found.pages, "bytes": found.bytes_}
         report["bad"] = [f"{bad.namespace}/{bad.key}: {bad.reason}" for bad in found.bad]
     _print(report)
@@ -58,23 +54,20 @@ def verify(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ra
 
 @_app.command("clear")
 def clear(url: Url = None, api_key: ApiKey = None, data_dir: DataDir = Path("ragserve-data")) -> None:
-    """Remove all cached KV; it is computed again when needed. Documents stay indexed."""
-    from ragserve.cache import folder as offline
+    """Remove all cached KV. It is computed again when needed; documents stay indexed."""
+    from ragserve.cache import folder
 
     if url:
-        _ask(url, api_key, "DELETE", "")
+        _call(url, api_key, "DELETE", "")
         return
     try:
-        offline.clear(data_dir / "kv")
-    except offline.FolderInUse as error:
-        raise Conflict(
-            f"A server uses {data_dir / 'kv'}.",
-            hint="Ask it: --url http://127.0.0.1:30000.",
-            code="cache_in_use",
-        ) from error
+        folder.clear(data_dir / "kv")
+    except folder.FolderInUse as error:
+        hint = "Clear it through the server: --url http://127.0.0.1:30000."
+        raise Conflict(f"A server uses {data_dir / 'kv'}.", hint=hint, code="cache_in_use") from error
 
 
-def _ask(url: str, api_key: str | None, method: str, path: str) -> dict[str, Any]:
+def _call(url: str, api_key: str | None, method: str, path: str) -> dict[str, Any]:
     with Client(url, api_key=api_key) as client:
         return dict(client.call(method, f"/rag/cache{path}"))
 

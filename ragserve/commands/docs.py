@@ -1,19 +1,18 @@
-"""`ragserve docs`: list, show and remove the documents of a namespace."""
+"""`ragserve docs`: list, show, remove and warm the documents of a namespace."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragserve.commands.ingest import load_settings, signals_stop
+from ragserve.commands.ingest import signals_stop
+from ragserve.commands.job_console import print_json
 from ragserve.commands.options import with_settings
 from ragserve.config import Settings
 from ragserve.errors import NotFound
@@ -21,8 +20,6 @@ from ragserve.errors import NotFound
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
     from ragserve_index.types import Document
-
-__all__ = ["register"]
 
 _ENGINE_SETTINGS = (
     "data_dir",
@@ -39,69 +36,69 @@ _ENGINE_SETTINGS = (
     "api_key",
 )
 _WARM_HELP = (
-    "Compute documents' KV ahead of queries, into every tier down to the disk. A server on the data folder does it, or the one at --url; "
-    "where none runs, an engine started for it does, and a server started later finds them. What is cached is skipped. Exit status: 0 all "
-    "are cached; 3 some are not, each listed with its reason; 130 interrupted."
+    "Compute documents' KV ahead of queries, into every cache tier down to the disk. The server at --url, or "
+    "the one that uses the data folder, computes it; if none runs, an engine started for it does, and a "
+    "later server finds the result. Cached documents are skipped. Exit status: 0 if all are cached; 3 if "
+    "some are not, each listed with its reason; 130 after Ctrl-C."
 )
 
-_NamespaceOption = Annotated[str, typer.Option("--namespace", "-n", help="Of the documents.")]
-_DataDirOption = Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")]
-_ModelOption = Annotated[
-    str | None, typer.Option(help="Serving model, if no server has used the folder yet.")
-]
-_TokenizerOption = Annotated[str | None, typer.Option(help="Tokenizer where it differs from the model's.")]
-_JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else.")]
+_NamespaceOption = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
+_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def register(app: typer.Typer) -> None:
-    docs = typer.Typer(help="List, show and remove documents.", no_args_is_help=True)
-    docs.command("ls")(ls)
-    docs.command("show")(show)
-    docs.command("rm")(rm)
-    docs.command("drop")(drop)
+    docs = typer.Typer(help="List, show, remove and warm documents.", no_args_is_help=True)
+    docs.command("ls")(with_settings(ls, ["data_dir"]))
+    docs.command("show")(with_settings(show, ["data_dir"]))
+    docs.command("rm")(with_settings(rm, ["data_dir", "model", "tokenizer"]))
+    docs.command("drop")(with_settings(drop, ["data_dir"]))
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _ENGINE_SETTINGS))
     app.add_typer(docs, name="docs")
 
 
 def ls(
+    settings: Settings,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Only this one; all without it.")
+        str | None, typer.Option("--namespace", "-n", help="List this namespace only. Default: all.")
     ] = None,
-    prefix: Annotated[str | None, typer.Option(help="Only sources that start with this.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Documents listed at most.")] = 10_000,
+    prefix: Annotated[str | None, typer.Option(help="List only sources that start with this.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="List at most this many documents.")] = 10_000,
     as_json: _JsonOption = False,
-    data_dir: _DataDirOption = None,
 ) -> None:
     """List documents."""
     from ragserve.ingest.prune import every_document
 
-    with _store(data_dir) as store:
+    with _store(settings) as store:
         names = [namespace] if namespace else [info.name for info in store.namespaces()]
         found = (document for name in names for document in every_document(store, name, source_prefix=prefix))
         documents = list(islice(found, limit))
     if as_json:
-        typer.echo(json.dumps([_plain(document) for document in documents], indent=1, ensure_ascii=False))
+        print_json([_plain(document) for document in documents])
         return
-    _print(documents)
+    for document in documents:  # two lines each: sources are long, and terminals are not
+        facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
+        typer.echo(f"{document.doc_id}  {document.title}  ({facts})\n    {document.source}")
+    typer.echo(f"{len(documents):,} documents")
 
 
 def show(
+    settings: Settings,
     document: Annotated[str, typer.Argument(metavar="DOC_ID|SOURCE")],
     namespace: _NamespaceOption = "default",
     text: Annotated[
-        bool, typer.Option("--text", help="Print the document's text, put together from its chunks.")
+        bool, typer.Option("--text", help="Print only the text, joined from its chunks.")
     ] = False,
     as_json: _JsonOption = False,
-    data_dir: _DataDirOption = None,
 ) -> None:
     """Show a document and its chunks."""
-    with _store(data_dir) as store:
+    with _store(settings) as store:
         found = _resolve(store, namespace, document)
         chunks = store.document_chunks(namespace, found.doc_id)
     if as_json:
         own = ("chunk_id", "ordinal", "start", "end", "page", "n_tokens", "text")
-        body = {**_plain(found), "chunks": [{name: getattr(chunk, name) for name in own} for chunk in chunks]}
-        typer.echo(json.dumps(body, indent=1, ensure_ascii=False))
+        print_json(
+            {**_plain(found), "chunks": [{name: getattr(chunk, name) for name in own} for chunk in chunks]}
+        )
         return
     if text:
         typer.echo("".join(chunk.text for chunk in chunks))
@@ -110,27 +107,22 @@ def show(
         typer.echo(f"{name}: {value}")
     for chunk in chunks:
         page = f", page {chunk.page}" if chunk.page is not None else ""
-        typer.echo(
-            f"\n--- chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}\n{chunk.text}"
-        )
+        head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}"
+        typer.echo(f"\n--- {head}\n{chunk.text}")
 
 
 def rm(
+    settings: Settings,
     documents: Annotated[list[str], typer.Argument(metavar="DOC_ID|SOURCE...")],
     namespace: _NamespaceOption = "default",
     as_json: _JsonOption = False,
-    data_dir: _DataDirOption = None,
-    model: _ModelOption = None,
-    tokenizer: _TokenizerOption = None,
 ) -> None:
-    """Remove documents, and what is cached of them. Exits with 1 if one is not there; the others are removed
-    all the same.
-    """
+    """Remove documents and their cached KV. Exits with 1 if any does not exist, after removing the others."""
     from ragserve.cache.evictions import clean_files
 
     removed: list[Document] = []
     missing: list[str] = []
-    with _store(data_dir) as store:
+    with _store(settings) as store:
         for name in documents:
             try:
                 removed.append(store.remove_document(namespace, _resolve(store, namespace, name).doc_id))
@@ -138,15 +130,9 @@ def rm(
                 if error.code == "namespace_not_found":
                     raise
                 missing.append(name)
-        clean_files(load_settings(data_dir=data_dir, model=model, tokenizer=tokenizer), store)
+        clean_files(settings, store)
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"removed": [_plain(document) for document in removed], "missing": missing},
-                indent=1,
-                ensure_ascii=False,
-            )
-        )
+        print_json({"removed": [_plain(document) for document in removed], "missing": missing})
     else:
         for document in removed:
             typer.echo(f"removed {document.doc_id} {document.source} ({document.n_chunks} chunks)")
@@ -157,48 +143,47 @@ def rm(
 
 
 def drop(
-    namespace: Annotated[str, typer.Argument(help="Which one.")],
+    settings: Settings,
+    namespace: Annotated[str, typer.Argument(help="Namespace to remove.")],
     as_json: _JsonOption = False,
-    data_dir: _DataDirOption = None,
 ) -> None:
-    """Remove a namespace with all its documents, and what is cached of them."""
+    """Remove a namespace with all its documents and their cached KV."""
     from ragserve.cache.evictions import clean_files
 
-    with _store(data_dir) as store:
+    with _store(settings) as store:
         dropped = store.drop_namespace(namespace)
-        clean_files(load_settings(data_dir=data_dir), store)
+        clean_files(settings, store)
     if as_json:
-        typer.echo(json.dumps(asdict(dropped), indent=1, ensure_ascii=False))
+        print_json(asdict(dropped))
     else:
         typer.echo(f"dropped {dropped.name} ({dropped.n_documents:,} documents, {dropped.n_chunks:,} chunks)")
 
 
 def warm(
     settings: Settings,
-    namespace: Annotated[str, typer.Argument(help="Of the documents.")] = "default",
+    namespace: Annotated[str, typer.Argument(help="Namespace of the documents.")] = "default",
     doc: Annotated[
-        list[str] | None, typer.Option(metavar="DOC_ID|SOURCE", help="Only this one. Repeatable.")
+        list[str] | None, typer.Option(metavar="DOC_ID|SOURCE", help="Warm only this document. Repeatable.")
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(envvar="RAGSERVE_URL", help="Ask this server instead of using the data folder."),
+        typer.Option(envvar="RAGSERVE_URL", help="Address of a server to use instead of the data folder."),
     ] = None,
     as_json: _JsonOption = False,
 ) -> None:
-    """See _WARM_HELP."""
+    """Its help text is ``_WARM_HELP``."""
     from ragserve.cache.warm import submit_warm
     from ragserve.commands.warm import show_warm
 
     if url:
-        _warm_by(url, settings, namespace, doc, as_json)
+        _warm_by_server(url, settings, namespace, doc, as_json)
         return
-    with signals_stop() as signals, _store(settings.data_dir) as store:
+    with signals_stop() as signals, _store(settings) as store:
         doc_ids = None if doc is None else [_resolve(store, namespace, name).doc_id for name in doc]
-        report = show_warm(
-            settings, store, submit_warm(store, namespace, doc_ids).job_id, signals.stop, quiet=as_json
-        )
+        job_id = submit_warm(store, namespace, doc_ids).job_id
+        report = show_warm(settings, store, job_id, signals.stop, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
+        print_json(report.as_json())
     if signals.received:
         raise typer.Exit(128 + signals.received)
     if report.state != "done":
@@ -207,7 +192,9 @@ def warm(
         raise typer.Exit(3)
 
 
-def _warm_by(url: str, settings: Settings, namespace: str, doc: list[str] | None, as_json: bool) -> None:
+def _warm_by_server(
+    url: str, settings: Settings, namespace: str, doc: list[str] | None, as_json: bool
+) -> None:
     from ragserve.client import Client
 
     key = settings.api_key
@@ -216,40 +203,37 @@ def _warm_by(url: str, settings: Settings, namespace: str, doc: list[str] | None
         job = client.wait(job["job_id"])
     counts = {state: n for state, n in job["counts"].items() if n}
     if as_json:
-        typer.echo(json.dumps(job, indent=1, ensure_ascii=False))
+        print_json(job)
     else:
-        said = ", ".join(f"{n:,} {state}" for state, n in counts.items())
-        typer.echo(f"{said}; {job['chunks']:,} chunks, {job['tokens']:,} tokens computed ({job['job_id']})")
+        summary = ", ".join(f"{n:,} {state}" for state, n in counts.items())
+        typer.echo(
+            f"{summary}; {job['chunks']:,} chunks, {job['tokens']:,} tokens computed ({job['job_id']})"
+        )
     if counts.get("failed") or counts.get("skipped"):
         raise typer.Exit(3)
 
 
 @contextmanager
-def _store(data_dir: Path | None) -> Iterator[IndexStore]:
+def _store(settings: Settings) -> Iterator[IndexStore]:
     from ragserve_index import IndexStore
 
-    settings = load_settings(data_dir=data_dir)
     if not settings.data_dir.is_dir():
         raise NotFound(
             f"There is no data in {settings.data_dir}.", hint="Ingest something first, or give --data-dir."
         )
-    store = IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device)
-    try:
+    with IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device) as store:
         yield store
-    finally:
-        store.close()
 
 
 def _resolve(store: IndexStore, namespace: str, name: str) -> Document:
-    """By doc_id, by source, or by a path that leads to the source."""
+    """Find a document by doc_id, by source, or by a path that leads to the source."""
     try:
         return store.document(namespace, name)
     except NotFound as error:
         if error.code == "namespace_not_found":
             raise
     for source in (name, os.path.realpath(os.path.expanduser(name))):
-        found = store.find_source(namespace, source)
-        if found is not None:
+        if (found := store.find_source(namespace, source)) is not None:
             return found
     raise NotFound(
         f"No document {name!r} in namespace {namespace!r}.",
@@ -260,11 +244,3 @@ def _resolve(store: IndexStore, namespace: str, name: str) -> Document:
 
 def _plain(document: Document) -> dict[str, Any]:
     return {**asdict(document), "metadata": dict(document.metadata)}
-
-
-def _print(documents: list[Document]) -> None:
-    """Two lines a document: sources are long, and terminals are not."""
-    for document in documents:
-        facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
-        typer.echo(f"{document.doc_id}  {document.title}  ({facts})\n    {document.source}")
-    typer.echo(f"{len(documents):,} documents")

@@ -1,8 +1,7 @@
-"""`ragserve doctor`: look at everything a server needs, and say what to do about what is wrong."""
+"""`ragserve doctor`: check everything that a server needs, and say what to do about problems."""
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from pathlib import Path
@@ -15,6 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ragserve.commands.doctor_checks import Check, examine
+from ragserve.commands.job_console import print_json
+from ragserve.commands.options import problems
 from ragserve.config import Settings, load
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
@@ -25,25 +26,21 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of registry and indexes.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the registry and the indexes.")] = None,
     model: Annotated[str | None, typer.Option(help="Generation model.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer where it differs from the model's.")
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if it differs from the model's.")] = None,
     embedder: Annotated[str | None, typer.Option(help="Embedding model.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="An SGLang server that runs elsewhere.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Address of an SGLang server to use.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     index_device: Annotated[str | None, typer.Option(help="cpu or gpu.")] = None,
     tp_size: Annotated[int | None, typer.Option(help="GPUs that share the model.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Check versions, plugins, GPU, model, embedder, disk, index, port and engine. Exits with 1 if something
-    will not work.
+    """Check versions, plugins, GPU, model, embedder, disk, index, port and engine.
+
+    Exits with 1 if something will not work.
     """
-    # What is on this machine is examined; nothing is fetched on the way. Read when Hugging Face's libraries
-    # are imported.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     flags: dict[str, Any] = {
         "data_dir": data_dir,
         "model": model,
@@ -56,24 +53,22 @@ def doctor(
         "tp_size": tp_size,
     }
     given = {name for name, value in flags.items() if value is not None}
+    # Nothing is downloaded during the checks. Hugging Face's libraries read this when they are imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     settings, first = _settings(flags)
     console = Console(quiet=as_json)
-    checks = [first]
+    checks, rows = [first], []
     if settings is not None:
-        with console.status("examining"):
+        with console.status("checking"):
             checks += examine(settings)
-    rows = provenance(settings, given) if settings is not None else []
+        rows = provenance(settings, given)
     failed = any(check.status == "fail" for check in checks)
     if as_json:
-        report = {
-            "ok": not failed,
-            "checks": [
-                {"name": c.name, "status": c.status, "found": c.found, "advice": c.advice or None}
-                for c in checks
-            ],
-            "settings": [{"name": name, "value": value, "from": source} for name, value, source in rows],
-        }
-        typer.echo(json.dumps(report, indent=1, ensure_ascii=False))
+        found = [
+            {"name": c.name, "status": c.status, "found": c.found, "advice": c.advice or None} for c in checks
+        ]
+        values = [{"name": name, "value": value, "from": source} for name, value, source in rows]
+        print_json({"ok": not failed, "checks": found, "settings": values})
     else:
         _print(console, checks, rows)
     raise typer.Exit(1 if failed else 0)
@@ -83,16 +78,8 @@ def _settings(flags: dict[str, Any]) -> tuple[Settings | None, Check]:
     try:
         settings = load(**flags)
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}"
-            for e in error.errors(include_url=False)
-        )
-        return None, Check(
-            "settings",
-            "fail",
-            wrong,
-            "Correct the flag, the RAGSERVE_ variable or the line in ragserve.toml.",
-        )
+        advice = "Correct the flag, the RAGSERVE_ variable or the line in ragserve.toml."
+        return None, Check("settings", "fail", "; ".join(problems(error)), advice)
     except tomllib.TOMLDecodeError as error:
         return None, Check("settings", "fail", f"ragserve.toml: {error}", "Correct the file.")
     if settings.api_key is None:
@@ -102,29 +89,25 @@ def _settings(flags: dict[str, Any]) -> tuple[Settings | None, Check]:
 
 
 def provenance(settings: Settings, given: set[str]) -> list[tuple[str, Any, str]]:
-    """(name, value, source) of each setting; source is flag, environment, ragserve.toml or default. Secrets
-    are masked.
+    """List (name, value, source) of each setting. Secrets are masked.
+
+    The source is flag, environment, ragserve.toml or default; ``given`` names the settings given as flags.
     """
-    environment = {
-        name.lower().removeprefix("ragserve_") for name in os.environ if name.lower().startswith("ragserve_")
-    }
     path = Path("ragserve.toml")
-    file = set(tomllib.loads(path.read_text())) if path.exists() else set()
+    sources = {  # the first that names a setting wins
+        "flag": given,
+        "environment": {
+            n.lower().removeprefix("ragserve_") for n in os.environ if n.lower().startswith("ragserve_")
+        },
+        "ragserve.toml": set(tomllib.loads(path.read_text())) if path.exists() else set(),
+        "default": set(Settings.model_fields),
+    }
     rows = []
     for name in Settings.model_fields:
         value = getattr(settings, name)
         if isinstance(value, (SecretStr, Path)):
             value = str(value)
-        source = (
-            "flag"
-            if name in given
-            else "environment"
-            if name in environment
-            else "ragserve.toml"
-            if name in file
-            else "default"
-        )
-        rows.append((name, value, source))
+        rows.append((name, value, next(source for source, names in sources.items() if name in names)))
     return rows
 
 
@@ -138,12 +121,12 @@ def _print(console: Console, checks: list[Check], rows: list[tuple[str, Any, str
     changed = [row for row in rows if row[2] != "default"]
     if changed:
         table = Table(
-            "setting", "value", "from", title="settings that are not at their default", title_justify="left"
+            "setting", "value", "from", title="settings changed from their defaults", title_justify="left"
         )
         for name, value, source in changed:
             table.add_row(name, escape(str(value)), source)
         console.print(table)
     elif rows:
-        console.print(f"All {len(rows)} settings are at their defaults; --json lists them.")
+        console.print(f"All {len(rows)} settings have their default values; --json lists them.")
     failed = sum(check.status == "fail" for check in checks)
-    console.print(f"[red]{failed} failed[/red]" if failed else "[green]nothing stands in the way[/green]")
+    console.print(f"[red]{failed} failed[/red]" if failed else "[green]no problems found[/green]")

@@ -1,6 +1,4 @@
-"""What `ragserve doctor` examines. Each check looks at one thing, changes nothing, and says what it found and
-what to do about it.
-"""
+"""The checks of `ragserve doctor`. Each looks at one thing, changes nothing, and returns a finding."""
 
 from __future__ import annotations
 
@@ -21,18 +19,20 @@ import httpx
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.files import bundled
+from sglang_ext.protocol import SGLANG_VERSION
 
 Status = Literal["ok", "warn", "fail", "skip"]
-_REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
-_SGLANG = "0.5.16"
 _MIB = 2**20
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``fail``: will not work; ``warn``: works, but not as one may expect; ``skip``: nothing to look at.
-    ``advice`` is what to do.
+    """The finding on one subject, ``name``, and the ``advice`` on it.
+
+    ``fail``: it will not work. ``warn``: it works, but perhaps not as expected. ``skip``: there is nothing to
+    check.
     """
 
     name: str
@@ -41,77 +41,60 @@ class Check:
     advice: str = ""
 
 
+Finding = tuple[Status, str] | tuple[Status, str, str]
+"""Status, what was found, and advice unless the status is ok or skip."""
+
+
 def examine(settings: Settings) -> Iterable[Check]:
-    """All checks in order, one by one as they finish. A check that crashes is a failure of what it looked at."""
-    checks: tuple[tuple[str, Callable[[Settings], Check]], ...] = (
-        ("python", _python),
-        ("versions", _versions),
-        ("plugins", _plugins),
-        ("platform", _platform),
-        ("device", _device),
-        ("model", _model),
-        ("tokenizer", _tokenizer),
-        ("embedder", _embedder),
-        ("data folder", _data_dir),
-        ("index", _index),
-        ("index device", _index_device),
-        ("port", _port),
-        ("engine", _engine),
-    )
-    for name, check in checks:
+    """Run all checks in order and yield each as it finishes. A check that crashes counts as failed."""
+    checks: dict[str, Callable[[Settings], Finding]] = {
+        "python": _python,
+        "versions": _versions,
+        "plugins": _plugins,
+        "platform": _platform,
+        "device": _device,
+        "model": _model,
+        "tokenizer": _tokenizer,
+        "embedder": _embedder,
+        "data folder": _data_dir,
+        "index": _index,
+        "index device": _index_device,
+        "port": _port,
+        "engine": _engine,
+    }
+    for name, check in checks.items():
         try:
-            yield check(settings)
+            finding = check(settings)
         except RagserveError as error:
-            yield Check(name, "fail", error.message, error.hint or "See the message.")
-        except Exception as error:  # noqa: BLE001 - the examination must reach its end
-            yield Check(
-                name,
-                "fail",
-                f"{type(error).__name__}: {error}",
-                f"The check of the {name} crashed on this; please report it.",
-            )
+            finding = "fail", error.message, error.hint or "See the message."
+        except Exception as error:  # noqa: BLE001 - the remaining checks must run
+            advice = f"The check of the {name} crashed; please report it."
+            finding = "fail", f"{type(error).__name__}: {error}", advice
+        yield Check(name, *finding)
 
 
-def _python(_: Settings) -> Check:
-    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+def _python(_: Settings) -> Finding:
+    return "ok", f"{platform.python_version()} at {sys.executable}"
 
 
-def _versions(_: Settings) -> Check:
+def _versions(_: Settings) -> Finding:
     installed = _installed("sglang")
-    if installed != _SGLANG:
-        return Check(
-            "versions",
-            "fail",
-            f"sglang {installed or 'is missing'}, needed {_SGLANG}",
-            "Run scripts/install.",
-        )
+    if installed != SGLANG_VERSION:
+        return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
     pins = _pins()
     wrong = [
-        f"{name} {_installed(name) or 'missing'} (pinned {pin})"
-        for name, pin in pins.items()
-        if _installed(name) != pin
+        f"{n} {_installed(n) or 'missing'} (pinned {pin})" for n, pin in pins.items() if _installed(n) != pin
     ]
     if wrong:
-        advice = "Run scripts/install to get the set that was tested together."
-        return Check(
-            "versions", "warn", f"{len(wrong)} of {len(pins)} pins differ: " + ", ".join(wrong[:5]), advice
-        )
-    return Check(
-        "versions",
-        "ok",
-        f"sglang {installed}; "
-        + (f"all {len(pins)} pins match" if pins else "no pins beside this installation"),
-    )
+        found = f"{len(wrong)} of {len(pins)} pins differ: {', '.join(wrong[:5])}"
+        return "warn", found, "Run scripts/install to get the set that was tested together."
+    return "ok", f"sglang {installed}; all {len(pins)} pins match"
 
 
 def _pins() -> dict[str, str]:
-    """name -> version of the pins for this kind of machine; empty where the project was installed without its
-    requirements folder.
-    """
-    path = _REQUIREMENTS / ("product.txt" if _cuda() else "cpu.txt")
-    if not path.exists():
-        return {}
-    found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", path.read_text(), re.MULTILINE)
+    """Pinned version by package, for this kind of machine; without torch, whose builds have many names."""
+    text = (bundled("requirements") / ("product.txt" if _cuda() else "cpu.txt")).read_text()
+    found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
     return {name: pin for name, pin in found if name != "torch" or "+" in pin}
 
 
@@ -128,29 +111,25 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _plugins(_: Settings) -> Check:
+def _plugins(_: Settings) -> Finding:
     wanted = {"sglang.srt.platforms": "ragserve_cpu", "sglang.srt.plugins": "ragserve"}
-    missing = [
-        f"{group}:{name}"
-        for group, name in wanted.items()
-        if name not in {e.name for e in entry_points(group=group)}
-    ]
+    registered = {group: {entry.name for entry in entry_points(group=group)} for group in wanted}
+    missing = [f"{group}:{name}" for group, name in wanted.items() if name not in registered[group]]
     if missing:
-        advice = "SGLang finds them through the installed project: run scripts/install (pip install --no-deps -e .)."
-        return Check("plugins", "fail", "not registered: " + ", ".join(missing), advice)
+        advice = "SGLang finds them through the installed project: run scripts/install."
+        return "fail", f"not registered: {', '.join(missing)}", advice
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
-    if allowed and not set(wanted.values()) <= allowed:
+    ours = set(wanted.values())
+    if allowed and not ours <= allowed:
         advice = "Unset SGLANG_PLUGINS, or add ragserve and ragserve_cpu to it."
-        return Check("plugins", "fail", f"SGLANG_PLUGINS={','.join(sorted(allowed))} leaves ours out", advice)
-    others = sorted({e.name for group in wanted for e in entry_points(group=group)} - set(wanted.values()))
-    return Check(
-        "plugins", "ok", "ragserve, ragserve_cpu" + (f"; others: {', '.join(others)}" if others else "")
-    )
+        return "fail", f"SGLANG_PLUGINS={','.join(sorted(allowed))} leaves ours out", advice
+    others = sorted(set().union(*registered.values()) - ours)
+    return "ok", "ragserve, ragserve_cpu" + (f"; others: {', '.join(others)}" if others else "")
 
 
-def _platform(settings: Settings) -> Check:
+def _platform(settings: Settings) -> Finding:
     if settings.engine_url:
-        return Check("platform", "skip", "the engine runs elsewhere (engine_url)")
+        return "skip", "the engine runs elsewhere (engine_url)"
     from ragserve.engine.compat import prepare
 
     prepare()
@@ -158,277 +137,201 @@ def _platform(settings: Settings) -> Check:
 
     name = type(current_platform).__name__
     if name == "SRTPlatform":
-        advice = "Our CPU platform should be active here: see the line about plugins, and SGLANG_PLATFORM."
-        return Check("platform", "fail", "SGLang found no platform for this machine", advice)
-    return Check("platform", "ok", name)
+        advice = "Our CPU platform should be active here: check the plugins above, and SGLANG_PLATFORM."
+        return "fail", "SGLang found no platform for this machine", advice
+    return "ok", name
 
 
-def _device(settings: Settings) -> Check:
+def _device(settings: Settings) -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        names = [
-            f"{torch.cuda.get_device_name(i)} ({torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB)"
-            for i in range(torch.cuda.device_count())
-        ]
-        found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {', '.join(names)}"
-        if settings.tp_size > len(names) and not settings.engine_url:
-            return Check(
-                "device",
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        names = ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus)
+        found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {names}"
+        if settings.tp_size > len(gpus) and not settings.engine_url:
+            return (
                 "fail",
                 found,
-                f"tp_size {settings.tp_size} wants more GPUs than there are: lower --tp-size.",
+                f"tp_size {settings.tp_size} needs more GPUs than there are: lower --tp-size.",
             )
-        return Check("device", "ok", found)
+        return "ok", found
     found = f"torch {torch.__version__}, no GPU, {len(os.sched_getaffinity(0))} cores"
     if shutil.which("nvidia-smi"):
         advice = (
             "This machine has NVIDIA's driver, but this torch cannot use it: install a CUDA build of torch."
         )
-        return Check("device", "warn", found, advice)
-    return Check("device", "ok", found)
+        return "warn", found, advice
+    return "ok", found
 
 
-def _model(settings: Settings) -> Check:
+def _model(settings: Settings) -> Finding:
     if settings.engine_url:
-        return Check("model", "skip", "the engine brings its own (engine_url)")
+        return "skip", "the engine brings its own (engine_url)"
     folder = Path(settings.model)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        cached = (
-            try_to_load_from_cache(settings.model, "config.json")
-            if _HUB_ID.fullmatch(settings.model)
-            else None
-        )
-        if isinstance(cached, str):
-            folder = Path(cached).parent
-        elif not _HUB_ID.fullmatch(settings.model):
-            return Check(
-                "model",
-                "fail",
-                f"{settings.model} does not exist",
-                "Give --model a folder with config.json, or a Hugging Face id.",
-            )
-        else:
-            advice = "It will be downloaded when the server starts, which needs the network. Without one, give a local folder."
-            return Check("model", "warn", f"{settings.model} is not on this machine", advice)
+        if not _HUB_ID.fullmatch(settings.model):
+            advice = "Give --model a folder with config.json, or a Hugging Face id."
+            return "fail", f"{settings.model} does not exist", advice
+        cached = try_to_load_from_cache(settings.model, "config.json")
+        if not isinstance(cached, str):
+            return "warn", f"{settings.model} is not on this machine", _download("the server starts")
+        folder = Path(cached).parent
     if not (folder / "config.json").exists():
-        return Check(
-            "model", "fail", f"{folder} has no config.json", "Give --model a folder in Hugging Face's layout."
-        )
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        return "fail", f"{folder} has no config.json", "Give --model a folder in Hugging Face's layout."
+    weights = {
+        path: path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)
+    }
     if not weights:
-        return Check(
-            "model", "fail", f"{folder} has no weights (*.safetensors, *.bin)", "Fetch the model completely."
-        )
-    if any(
-        path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs")
-        for path in weights
-    ):
-        return Check(
-            "model", "fail", f"{folder} holds Git LFS pointers instead of weights", "Run git lfs pull there."
-        )
+        return "fail", f"{folder} has no weights (*.safetensors, *.bin)", "Download the complete model."
+    pointer = b"version https://git-lfs"
+    if any(size < 1024 and path.read_bytes().startswith(pointer) for path, size in weights.items()):
+        return "fail", f"{folder} holds Git LFS pointers instead of weights", "Run git lfs pull there."
     config = json.loads((folder / "config.json").read_text())
     context = config.get("max_position_embeddings")
-    found = f"{settings.model}: {', '.join(config.get('architectures') or ['unknown architecture'])}, context {context or 'unknown'}"
+    architectures = ", ".join(config.get("architectures") or ["unknown architecture"])
+    found = f"{settings.model}: {architectures}, context {context or 'unknown'}"
     if context and settings.context_length and settings.context_length > context:
-        return Check(
-            "model",
-            "fail",
-            found,
-            f"context_length {settings.context_length} is more than the model has: lower it.",
-        )
-    return Check(
-        "model", "ok", f"{found}, weights {sum(path.stat().st_size for path in weights) / _MIB:,.0f} MiB"
-    )
+        return "fail", found, f"context_length {settings.context_length} exceeds the model's: lower it."
+    return "ok", f"{found}, weights {sum(weights.values()) / _MIB:,.0f} MiB"
 
 
-def _tokenizer(settings: Settings) -> Check:
+def _download(when: str) -> str:
+    return f"It will be downloaded when {when}, which needs the network. Without one, give a local folder."
+
+
+def _tokenizer(settings: Settings) -> Finding:
     name = settings.tokenizer or settings.model
-    if not Path(name).is_dir() and settings.engine_url and not settings.tokenizer:
-        return Check("tokenizer", "skip", "asked from the engine when the server starts")
+    local = Path(name).is_dir()
+    if not local and settings.engine_url and not settings.tokenizer:
+        return "skip", "the engine names it when the server starts"
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            return Check(
-                "tokenizer",
+        if local:
+            return (
                 "fail",
                 f"{name}: {str(error).splitlines()[0]}",
                 "Give --tokenizer a folder with tokenizer.json.",
             )
-        return Check(
-            "tokenizer",
-            "warn",
-            f"{name} is not on this machine",
-            "It will be downloaded when the server starts.",
-        )
+        return "warn", f"{name} is not on this machine", "It will be downloaded when the server starts."
     if not tokenizer.chat_template:
-        advice = "Prompts get our plain layout. Give --tokenizer one with a chat template if the model was trained with one."
-        return Check("tokenizer", "warn", f"{name} has no chat template", advice)
-    return Check("tokenizer", "ok", f"{len(tokenizer):,} tokens, with a chat template")
+        advice = (
+            "Prompts use our plain layout. If the model was trained with a chat template, "
+            "give --tokenizer one that has it."
+        )
+        return "warn", f"{name} has no chat template", advice
+    return "ok", f"{len(tokenizer):,} tokens, with a chat template"
 
 
-def _embedder(settings: Settings) -> Check:
+def _embedder(settings: Settings) -> Finding:
     from ragserve.retrieval.embedder import Embedder
 
+    name = settings.embedder
     try:
-        embedder = Embedder(settings.embedder, device=settings.embed_device)
+        embedder = Embedder(name, device=settings.embed_device)
     except InvalidRequest as error:
-        if (
-            error.code != "embedder_not_found"
-            or not _HUB_ID.fullmatch(settings.embedder)
-            or Path(settings.embedder).exists()
-        ):
+        if error.code != "embedder_not_found" or not _HUB_ID.fullmatch(name) or Path(name).exists():
             raise
-        advice = "It will be downloaded when it is first used, which needs the network. Without one, give a local folder."
-        return Check("embedder", "warn", f"{settings.embedder} is not on this machine", advice)
+        return "warn", f"{name} is not on this machine", _download("it is first used")
     vectors = embedder.encode(["the doctor asks"])
     if vectors.shape != (1, embedder.dim):
-        advice = "Choose a sentence-transformers model that gives one vector a text."
-        return Check(
-            "embedder",
-            "fail",
-            f"{settings.embedder} gives {vectors.shape}, expected (1, {embedder.dim})",
-            advice,
-        )
-    return Check("embedder", "ok", f"{settings.embedder}, {embedder.dim} dimensions")
+        advice = "Choose a sentence-transformers model that gives one vector per text."
+        return "fail", f"{name} gives {vectors.shape}, expected (1, {embedder.dim})", advice
+    return "ok", f"{name}, {embedder.dim} dimensions"
 
 
-def _data_dir(settings: Settings) -> Check:
+def _data_dir(settings: Settings) -> Finding:
     folder = settings.data_dir.absolute()
     if folder.exists() and not folder.is_dir():
-        return Check(
-            "data folder", "fail", f"{folder} is a file", "Move it away, or give another --data-dir."
-        )
+        return "fail", f"{folder} is a file", "Move it away, or give another --data-dir."
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Check(
-            "data folder",
-            "fail",
-            f"{existing} is not writable",
-            "Give this user the right to write there, or another --data-dir.",
-        )
+        advice = "Give this user write permission there, or choose another --data-dir."
+        return "fail", f"{existing} is not writable", advice
     free = shutil.disk_usage(existing).free
     found = f"{folder}{'' if existing == folder else ' (will be made)'}, {free / 2**30:,.1f} GiB free"
     if free < 64 * _MIB:
-        return Check(
-            "data folder",
-            "fail",
-            found,
-            "Free some space: SQLite and the index need room even to change what is there.",
-        )
+        return "fail", found, "Free some space: SQLite and the index need room even to change existing data."
     if free < 1024 * _MIB:
-        return Check("data folder", "warn", found, "Ingestion of a larger corpus will run out of space.")
-    return Check("data folder", "ok", found)
+        return "warn", found, "Ingesting a larger corpus will run out of space."
+    return "ok", found
 
 
-def _index(settings: Settings) -> Check:
+def _index(settings: Settings) -> Finding:
     if not (settings.data_dir / "ragserve.sqlite3").exists():
-        return Check("index", "skip", "nothing ingested yet")
+        return "skip", "nothing ingested yet"
     from ragserve_index import IndexStore
 
-    store = IndexStore(settings.data_dir, index_type=settings.index_type)
-    try:
+    with IndexStore(settings.data_dir, index_type=settings.index_type) as store:
         reports = store.check(None)
         namespaces = store.namespaces()
-    finally:
-        store.close()
-    broken = [report for report in reports if not report.ok]
-    if broken:
+    if broken := [report for report in reports if not report.ok]:
         found = "; ".join(f"{report.namespace}: {', '.join(report.problems)}" for report in broken)
-        return Check(
-            "index",
-            "fail",
-            found,
-            "Stop the server and start it again: damaged indexes are rebuilt from SQLite.",
-        )
-    damaged = [report.namespace for report in reports if report.file.startswith("damaged")]
-    if damaged:
-        advice = "Nothing is lost: the next start of the server rebuilds them from SQLite."
-        return Check("index", "warn", f"damaged index files: {', '.join(damaged)}", advice)
-    other = sorted({info.name for info in namespaces if info.embedder != settings.embedder})
+        return "fail", found, "Restart the server: damaged indexes are rebuilt from SQLite."
+    if damaged := [report.namespace for report in reports if report.file.startswith("damaged")]:
+        advice = "Nothing is lost: the server rebuilds them from SQLite at its next start."
+        return "warn", f"damaged index files: {', '.join(damaged)}", advice
     documents, chunks = sum(n.n_documents for n in namespaces), sum(n.n_chunks for n in namespaces)
     found = f"{len(namespaces)} namespaces, {documents:,} documents, {chunks:,} chunks"
-    if other:
-        advice = f"Queries there are refused with --embedder {settings.embedder}: use the one they were embedded with, or ingest again."
-        return Check("index", "warn", f"{found}; embedded with another model: {', '.join(other)}", advice)
-    return Check("index", "ok", found)
+    if other := sorted({info.name for info in namespaces if info.embedder != settings.embedder}):
+        advice = (
+            f"Queries there are refused with --embedder {settings.embedder}: "
+            "use the embedder they were made with, or ingest again."
+        )
+        return "warn", f"{found}; embedded with another model: {', '.join(other)}", advice
+    return "ok", found
 
 
-def _index_device(settings: Settings) -> Check:
+def _index_device(settings: Settings) -> Finding:
     import faiss
 
     gpu = hasattr(faiss, "StandardGpuResources")
     found = f"faiss {faiss.__version__}, {'with' if gpu else 'without'} GPU support"
     if settings.index_device == "gpu" and not gpu:
-        return Check(
-            "index device",
-            "fail",
-            found,
-            "index_device gpu needs faiss-gpu: install it, or set --index-device cpu.",
-        )
-    return Check("index device", "ok", found)
+        return "fail", found, "index_device gpu needs faiss-gpu: install it, or set --index-device cpu."
+    return "ok", found
 
 
-def _port(settings: Settings) -> Check:
+def _port(settings: Settings) -> Finding:
     if settings.port == 0:
-        return Check("port", "ok", "a free one is chosen at start")
+        return "ok", "a free one is chosen at start"
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((settings.host, settings.port))
         except PermissionError:
-            return Check("port", "fail", f"{settings.port} needs privileges", "Choose a --port above 1023.")
+            return "fail", f"{settings.port} needs privileges", "Choose a --port above 1023."
         except OSError as error:
-            found = f"{settings.host}:{settings.port}: {error.strerror or error}"
-            return Check(
-                "port",
-                "fail",
-                found,
-                "If a server is already running there, use it or stop it; otherwise choose another --port.",
-            )
-    return Check("port", "ok", f"{settings.host}:{settings.port} is free")
+            advice = "If a server already runs there, use it or stop it; otherwise choose another --port."
+            return "fail", f"{settings.host}:{settings.port}: {error.strerror or error}", advice
+    return "ok", f"{settings.host}:{settings.port} is free"
 
 
-def _engine(settings: Settings) -> Check:
+def _engine(settings: Settings) -> Finding:
     if not settings.engine_url:
-        return Check("engine", "skip", "started by ragserve itself")
+        return "skip", "started by ragserve itself"
     url = settings.engine_url.rstrip("/")
     key = settings.engine_api_key.get_secret_value() if settings.engine_api_key else None
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(f"{url}/model_info", headers=headers, timeout=5, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Check(
-            "engine",
-            "fail",
-            f"{url}: {error}",
-            "Start SGLang there (python -m sglang.launch_server ...), or correct --engine-url.",
-        )
+        advice = "Start SGLang there (python -m sglang.launch_server ...), or correct --engine-url."
+        return "fail", f"{url}: {error}", advice
     if response.status_code in {401, 403}:
-        return Check(
-            "engine", "fail", f"{url} refuses the key", "Give the server's key: RAGSERVE_ENGINE_API_KEY."
-        )
+        return "fail", f"{url} refuses the key", "Give the server's key: RAGSERVE_ENGINE_API_KEY."
     info: Any = None
     if response.status_code == 200 and "json" in response.headers.get("content-type", ""):
         info = response.json()
     if not isinstance(info, dict) or "model_path" not in info:
-        return Check(
-            "engine",
-            "fail",
-            f"{url} answers {response.status_code}, not as SGLang does",
-            "Correct --engine-url.",
-        )
+        return "fail", f"{url} answers {response.status_code}, not as SGLang does", "Correct --engine-url."
+    found = f"{url} serves {info['model_path']}"
     if not info.get("is_generation", True):
-        return Check(
-            "engine",
-            "fail",
-            f"{url} serves {info['model_path']}, which does not generate",
-            "Start it with a generation model.",
-        )
-    return Check("engine", "ok", f"{url} serves {info['model_path']}")
+        return "fail", f"{found}, which does not generate", "Start it with a generation model."
+    return "ok", found

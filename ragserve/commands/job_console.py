@@ -1,13 +1,14 @@
-"""The command line's view of an ingestion: a progress bar while it runs, a table and a JSON report at its
-end.
-"""
+"""What commands print about a job: a progress bar while it runs, and a table or JSON at its end."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -26,27 +27,27 @@ from rich.text import Text
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.job_report import Progress as Counts
 
-__all__ = ["print_report", "progress_bar"]
-
 _SHOWN_FAILURES = 20
 
 
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
 class _Rates(ProgressColumn):
-    """Chunks and tokens a second, from the first file on: loading models is not ingestion speed."""
+    """Chunks and tokens per second, counted from the first file: loading models is not ingestion speed."""
 
     def render(self, task: Task) -> Text:
         seconds = max(time.monotonic() - task.fields["started"], 1e-3) if task.fields["started"] else 0.0
         if not seconds or not task.fields["chunks"]:
             return Text("")
-        return Text(
-            f"{task.fields['chunks'] / seconds:,.0f} chunks/s  {task.fields['tokens'] / seconds:,.0f} tokens/s",
-            style="cyan",
-        )
+        chunks, tokens = (task.fields[name] / seconds for name in ("chunks", "tokens"))
+        return Text(f"{chunks:,.0f} chunks/s  {tokens:,.0f} tokens/s", style="cyan")
 
 
 @contextmanager
 def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Counts], None]]:
-    """Gives the function to call with every progress. Draws nothing where ``console`` is no terminal."""
+    """Yield the function to call with each progress. Nothing is drawn unless ``console`` is a terminal."""
     if not enabled or not console.is_terminal:
         yield lambda _: None
         return
@@ -79,7 +80,7 @@ def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Count
 
 
 def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
-    """The summary, the failures with their reasons, and the documents whose file is gone."""
+    """Print a summary, the failures with their reasons, and the documents whose file is gone."""
     progress = report.progress
     console.print(f"[bold]namespace {report.namespace}: {report.state}[/bold] ({report.job_id})")
     table = Table(show_header=False)
@@ -98,19 +99,17 @@ def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     console.print(table)
     _print_some(console, "failed", [f"{source}: {reason}" for source, reason in report.failures])
     if report.vanished:
-        what = (
-            "removed, their files are gone"
-            if pruned
-            else "still indexed though their files are gone (remove them with --prune)"
+        kept = "still indexed though their files are gone (remove them with --prune)"
+        _print_some(
+            console, "removed because their files are gone" if pruned else kept, list(report.vanished)
         )
-        _print_some(console, what, list(report.vanished))
 
 
-def _print_some(console: Console, what: str, lines: list[str]) -> None:
+def _print_some(console: Console, title: str, lines: list[str]) -> None:
     if not lines:
         return
-    console.print(f"[yellow]{what}:[/yellow]")
+    console.print(f"[yellow]{title}:[/yellow]")
     for line in lines[:_SHOWN_FAILURES]:
         console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     if len(lines) > _SHOWN_FAILURES:
-        console.print(f"  and {len(lines) - _SHOWN_FAILURES:,} more (all of them with --json)")
+        console.print(f"  and {len(lines) - _SHOWN_FAILURES:,} more (--json lists all)")

@@ -1,6 +1,4 @@
-"""Settings as command-line flags: every field becomes `--field-name` with its description, so none is
-documented twice.
-"""
+"""Settings as command-line flags: each field becomes ``--field-name`` with its own description as help."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _OBJECTS = frozenset(
     if getattr(field.annotation, "__origin__", None) is dict
 )
 
-# of commands that start an engine for one piece of work
+# for commands that start an engine for one piece of work
 ENGINE_SETTINGS = (
     "tokenizer",
     "dtype",
@@ -37,37 +35,21 @@ ENGINE_SETTINGS = (
 
 
 def with_settings(command: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., Any]:
-    """``command(settings, ...)`` as a Typer callback whose flags are the settings ``names`` (default: all)
-    and its own parameters.
+    """Turn ``command(settings, ...)`` into a Typer callback.
+
+    Its flags are the command's other parameters and the settings ``names`` (default: all).
     """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-    fields = {
-        name: Settings.model_fields[name]
-        for name in (names or Settings.model_fields)
-        if name not in {p.name for p in own}
-    }
-    flags = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(
-                None,
-                "--" + name.replace("_", "-"),
-                help=_help(name),
-                rich_help_panel="Settings",
-                show_default=False,
-            ),
-            annotation=_flag_type(field.annotation) | None,
-        )
-        for name, field in fields.items()
-    ]
+    taken = {parameter.name for parameter in own}
+    fields = [name for name in names or Settings.model_fields if name not in taken]
+    flags = [_parameter(name) for name in fields]
 
     def run(**given: Any) -> Any:
-        flags_given = {name: given.pop(name) for name in fields}
-        for name in _OBJECTS & flags_given.keys():
-            if isinstance(flags_given[name], str):
-                flags_given[name] = _json_object(name, flags_given[name])
-        return command(settings_from(**flags_given), **given)
+        chosen = {name: given.pop(name) for name in fields}
+        for name in _OBJECTS.intersection(fields):
+            if isinstance(chosen[name], str):
+                chosen[name] = _json_object(name, chosen[name])
+        return command(settings_from(**chosen), **given)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
@@ -76,29 +58,39 @@ def with_settings(command: Callable[..., Any], names: Iterable[str] | None = Non
 
 
 def settings_from(**flags: Any) -> Settings:
-    """Settings, with pydantic's report turned into one line per field and what to do."""
+    """Load the settings. Raises ``InvalidRequest`` with one line per wrong field."""
     try:
         return load(**flags)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
-        raise InvalidRequest(
-            "Invalid settings:\n" + "\n".join(lines),
-            hint="\nThey come from flags, RAGSERVE_* variables or ragserve.toml.",
-        ) from None
+        hint = "\nSettings come from flags, RAGSERVE_* variables or ragserve.toml."
+        raise InvalidRequest("Invalid settings:\n  " + "\n  ".join(problems(error)), hint=hint) from None
+
+
+def problems(error: ValidationError) -> list[str]:
+    """One line per wrong field: its name and what is wrong with it."""
+    return [
+        f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors(include_url=False)
+    ]
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    option = typer.Option(None, _flag(name), help=_help(name), rich_help_panel="Settings", show_default=False)
+    annotation = _flag_type(Settings.model_fields[name].annotation) | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
-    flag = "--" + name.replace("_", "-")
+    hint = f"""Example: {_flag(name)} '{{"page_size": 16}}'."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"{flag} is not JSON: {error}.", hint=f"""Example: {flag} '{{"page_size": 16}}'."""
-        ) from None
+        raise InvalidRequest(f"{_flag(name)} is not JSON: {error}.", hint=hint) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"{flag} must be a JSON object.", hint=f"""Example: {flag} '{{"page_size": 16}}'."""
-        )
+        raise InvalidRequest(f"{_flag(name)} must be a JSON object.", hint=hint)
     return value
 
 
@@ -109,12 +101,6 @@ def _help(name: str) -> str:
 
 
 def _flag_type(annotation: Any) -> Any:
-    """The type Typer parses: the first plain type in the annotation; choices and secrets stay text that
-    pydantic checks.
-    """
-    if annotation in _PLAIN:
-        return annotation
-    for part in getattr(annotation, "__args__", ()):
-        if part in _PLAIN:
-            return part
-    return str
+    """The first plain type in the annotation. Choices and secrets stay text, which pydantic checks."""
+    parts = (annotation, *getattr(annotation, "__args__", ()))
+    return next((part for part in parts if part in _PLAIN), str)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ragserve.answering.results import Answer, Citation
-from ragserve.client import Client
+from ragserve.client import Client, error_of
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.strategy_spec import parse
 
@@ -21,39 +21,43 @@ _EXCERPT_CHARS = 160
 
 def register(app: typer.Typer) -> None:
     app.command(
-        "query", help="Ask a running server; prints the answer, its citations and where the time went."
+        "query", help="Ask a running server. Prints the answer, its citations, token counts and timings."
     )(query)
 
 
 def query(
     question: Annotated[str, typer.Argument(help="The question.")],
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Where to search.")] = "default",
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace to search.")] = "default",
     url: Annotated[str, typer.Option(envvar="RAGSERVE_URL", help="Address of the server.")] = _URL,
-    api_key: Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its API key.")] = None,
-    k: Annotated[int | None, typer.Option(help="Passages to retrieve; default: the server's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
     filter_: Annotated[
         str | None, typer.Option("--filter", help='JSON, e.g. {"op":"eq","field":"lang","value":"en"}.')
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="With options: epic:first=16. Default: the server's.")
+        str | None, typer.Option(help="Strategy, with options as in epic:first=16. Default: the server's.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Length of the answer; default: the server's.")
+        int | None, typer.Option(help="Longest answer, in tokens. Default: the server's.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
-    system: Annotated[str | None, typer.Option(help="Replaces the system text.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0, the default, is greedy.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="Replace the system text.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The server's JSON; with --stream one event a line.")
+        bool, typer.Option("--json", help="Print the server's JSON; with --stream one event per line.")
     ] = False,
 ) -> None:
-    """Exits with 1, and the server's reason, where there is no answer."""
+    """Ask a question. Exits with 1, and the server's reason, if there is no answer."""
     spec = parse(strategy)[0] if strategy else None
     fields = {
         "query": question,
         "namespace": namespace,
         "k": k,
-        "filter": _parsed(filter_),
+        "filter": _json(filter_),
         "strategy": spec and spec.name,
         "strategy_options": spec and dict(spec.options),
         "max_new_tokens": max_new_tokens,
@@ -73,7 +77,7 @@ def query(
         answer = Answer.model_validate(raw)
         console.print(answer.answer, markup=False)
     if not as_json:
-        _print_account(answer, console)
+        _print_details(answer, console)
 
 
 def _streamed(
@@ -86,7 +90,7 @@ def _streamed(
         elif event == "message":
             console.print(data["text"], markup=False, end="", soft_wrap=True)
         if event == "error":
-            raise _Failed(data["error"])
+            raise _StreamError(data["error"])
         if event == "final_answer":
             final = Answer.model_validate(data)
     if final is None:
@@ -99,8 +103,9 @@ def _streamed(
 
 
 def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and data of each event of a streamed query. Raises the server's refusal, and Unavailable where no
-    server answers.
+    """Yield name and data of each event of a streamed query.
+
+    Raises the server's error, or ``Unavailable`` if no server answers.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -112,7 +117,7 @@ def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tupl
         ):
             if response.is_error:
                 response.read()
-                raise _Failed(_error_of(response))
+                raise error_of(response)
             name = "message"
             for line in response.iter_lines():
                 field, _, value = line.partition(": ")
@@ -126,25 +131,15 @@ def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tupl
         ) from error
 
 
-class _Failed(RagserveError):
-    """What the server said, as it said it."""
+class _StreamError(RagserveError):
+    """An error event of the server."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         hint = error.get("hint") or ""
         super().__init__(str(error["message"]).removesuffix(hint).rstrip(), hint=hint, code=error.get("code"))
 
 
-def _error_of(response: httpx.Response) -> dict[str, Any]:
-    try:
-        return dict(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return {
-            "message": f"The server answered {response.status_code}: {response.text[:200]}",
-            "hint": "Is that a ragserve server?",
-        }
-
-
-def _parsed(text: str | None) -> Any:
+def _json(text: str | None) -> Any:
     if text is None:
         return None
     try:
@@ -155,7 +150,7 @@ def _parsed(text: str | None) -> Any:
         ) from error
 
 
-def _print_account(answer: Answer, console: Console) -> None:
+def _print_details(answer: Answer, console: Console) -> None:
     for citation in answer.citations:
         console.print(f"\n[{citation.index}] {_title(citation)}", markup=False, style="bold")
         console.print(f"    {_excerpt(citation.text)}", markup=False)

@@ -1,4 +1,4 @@
-"""`ragserve serve`: one address for documents, questions and everything SGLang serves."""
+"""`ragserve serve`: one address for documents, questions and all of SGLang's own routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from ragserve.cache import lock as serving
+from ragserve.cache import lock
 from ragserve.commands.options import with_settings
 from ragserve.config import Settings
 from ragserve.engine.ports import claim_port
@@ -24,9 +24,8 @@ def register(app: typer.Typer) -> None:
 
 def serve(settings: Settings) -> None:
     """Start the engine (or connect to --engine-url) and serve until SIGINT or SIGTERM."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and our forks do not mix
-    # Server, scheduler and detokenizer share the cores; threads that spin at barriers would take them from
-    # one another.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive our forks
+    # Server, scheduler and detokenizer share the cores; threads spinning at barriers would starve each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = settings.model_copy(update={"port": claim_port(settings.host, settings.port)})
     settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -56,7 +55,7 @@ def _serve_local(settings: Settings) -> None:
             upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app),
         )
 
-    with serving.shared(settings.data_dir):
+    with lock.shared(settings.data_dir):
         local.serve(settings, make_app)
 
 

@@ -1,6 +1,4 @@
-"""Running a warm-up job for a command: by the server that uses the data folder, or, where there is none, by
-an engine started here.
-"""
+"""Run a warm-up job for a command: on the server that uses the data folder, else on an engine of its own."""
 
 from __future__ import annotations
 
@@ -12,44 +10,39 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ragserve.cache import lock as serving
+from ragserve.cache import lock
 from ragserve.config import Settings
 from ragserve.errors import EngineError, InvalidRequest
-from ragserve.ingest.jobs.job_report import JobReport, Progress
+from ragserve.ingest.jobs.job_report import JobReport, Progress, failures_of, progress_of
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
     from ragserve_index import IndexStore
 
-__all__ = ["check_warm", "run_warm", "show_warm"]
-
 _POLL_S = 0.2
-_ALONE_WAIT_S = 0.5  # for another command that holds the cache for a moment
-_COUNTS = ("warmed", "unchanged", "failed", "skipped")
+_ALONE_WAIT_S = 0.5  # another command may hold the cache for a moment
 
 
-def check_warm(settings: Settings, *, again_and_again: bool = False) -> None:
-    """Before work that a warm-up is to follow: raises InvalidRequest where it could not."""
-    with serving.alone(settings.data_dir) as nobody_else:
+def check_warm(settings: Settings, *, repeated: bool = False) -> None:
+    """Raise ``InvalidRequest`` if a warm-up after the work at hand, once or ``repeated``, could not run."""
+    with lock.alone(settings.data_dir) as nobody_else:
         if not nobody_else:
             return
-        _needs_no_server(settings)
-        if again_and_again:
+        _check_local(settings)
+        if repeated:
             raise InvalidRequest(
                 "Following changes with --warm needs a server on the data folder.",
-                hint="Start it: ragserve serve",
+                hint="Start one: ragserve serve",
             )
 
 
-def _needs_no_server(settings: Settings) -> None:
-    """Raises InvalidRequest for settings with which an engine started here could leave nothing behind."""
+def _check_local(settings: Settings) -> None:
+    """Raise ``InvalidRequest`` if KV computed by an engine started here would not outlive it."""
     if settings.engine_url:
-        raise InvalidRequest(
-            "An engine that runs elsewhere has no document cache to warm.", hint="Unset engine_url."
-        )
+        raise InvalidRequest("A remote engine has no document cache to warm.", hint="Unset engine_url.")
     if not settings.kv_disk_bytes:
         raise InvalidRequest(
-            "Without a disk tier nothing outlives this command.",
+            "Without a disk tier, cached KV would not outlive this command.",
             hint="Set kv_disk_bytes, or warm a running server.",
             param="kv_disk_bytes",
         )
@@ -58,7 +51,7 @@ def _needs_no_server(settings: Settings) -> None:
 def show_warm(
     settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, *, quiet: bool
 ) -> JobReport:
-    """``run_warm`` with a progress bar and a report on the terminal."""
+    """Run the job as `run_warm` does, with a progress bar and a report on the terminal."""
     from rich.console import Console
 
     from ragserve.commands.job_console import print_report, progress_bar
@@ -69,7 +62,7 @@ def show_warm(
     print_report(console, report, pruned=False)
     if report.state == "interrupted":
         console.print(
-            f"Interrupted. Run the same command again, or start a server: it finishes job {job_id}."
+            f"Interrupted. Run the same command again, or start a server, which finishes job {job_id}."
         )
     return report
 
@@ -82,15 +75,15 @@ def run_warm(
     stop: threading.Event,
     on_progress: Callable[[Progress], None],
 ) -> JobReport:
-    """Run the job to its end, wherever. ``stop`` ends it: cancelled where a server runs it, interrupted and
-    resumable here.
+    """Run the job to its end, on a server or here.
 
-    Raises what ended it: InvalidRequest, Unavailable, StorageFull, EngineError.
+    ``stop`` cancels a job that a server runs; a job that runs here is interrupted and can be resumed. Raises
+    the error that ended it: ``InvalidRequest``, ``Unavailable``, ``StorageFull`` or ``EngineError``.
     """
     while True:
-        with serving.alone(settings.data_dir, _ALONE_WAIT_S) as nobody_else:
+        with lock.alone(settings.data_dir, _ALONE_WAIT_S) as nobody_else:
             if nobody_else:
-                _needs_no_server(settings)
+                _check_local(settings)
                 return _run_here(settings, store, job_id, stop, on_progress)
         report = _follow(settings, store, job_id, stop, on_progress)
         if report is not None:
@@ -115,11 +108,9 @@ def _run_here(
 
     async def work(engine: LocalEngine) -> JobReport:
         loop = asyncio.get_running_loop()
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # SGLang and uvicorn have taken them over: the first one stops the job
-            loop.add_signal_handler(number, handlers[number], number, None)
+        # SGLang and uvicorn have replaced the handlers; the first signal must stop the job
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler, number, None)
         prompts = await asyncio.to_thread(PromptBuilder.load, engine.info.tokenizer, settings.system_prompt)
         note_engine(settings, engine.info.tokenizer)
         async with Evictor(store, engine, prompts).running():
@@ -127,10 +118,9 @@ def _run_here(
             return await asyncio.to_thread(warmer.run, job_id, on_progress=on_progress, stop=stop, wait=True)
 
     handlers = {number: _callable(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    address = {"port": claim_port("127.0.0.1", 0), "host": "127.0.0.1"}
     try:
-        return run_once(
-            settings.model_copy(update={"port": claim_port("127.0.0.1", 0), "host": "127.0.0.1"}), work
-        )
+        return run_once(settings.model_copy(update=address), work)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -147,30 +137,24 @@ def _follow(
     stop: threading.Event,
     on_progress: Callable[[Progress], None],
 ) -> JobReport | None:
-    """Watch a job that a server runs; None when the server is gone before its end."""
+    """Watch a job that a server runs. Returns None if the server is gone before the job ends."""
     from ragserve_index import JobStore
 
     jobs, started = JobStore(store), time.monotonic()
     cancelled = False
     while True:
         job = jobs.get(job_id)
-        progress = Progress(total=job.n_items, chunks=job.chunks, tokens=job.tokens)
-        for name in _COUNTS:
-            setattr(progress, name, job.counts[name])
+        progress = progress_of(job, chunks=job.chunks, tokens=job.tokens)
         on_progress(progress)
         if job.finished:
             if job.state == "failed":
                 raise EngineError(f"The warm-up {job_id} failed: {job.error}", hint="See the server's log.")
-            failures = tuple(
-                (item.source, item.reason or "")
-                for item in jobs.items(job_id)
-                if item.state in ("failed", "skipped")
-            )
+            failures = failures_of(jobs, job_id, "failed", "skipped")
             return JobReport(job_id, job.namespace, job.state, time.monotonic() - started, progress, failures)
         if stop.is_set() and not cancelled:
             cancelled = True
             jobs.request_cancel(job_id)
-        with serving.alone(settings.data_dir) as server_is_gone:
+        with lock.alone(settings.data_dir) as server_is_gone:
             if server_is_gone:
                 return None
         time.sleep(_POLL_S)

@@ -1,3 +1,1 @@
-"""Ingestion: sources -> parsing process -> chunks -> vectors -> index, as jobs that survive the death of
-their process.
-"""
+"""Ingestion: sources -> parsing process -> chunks -> vectors -> index, as jobs that survive their process."""

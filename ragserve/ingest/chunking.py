@@ -1,57 +1,48 @@
-"""Documents to chunks of at most ``limit`` tokens of the serving model, losslessly.
+"""Cut documents into chunks of at most ``limit`` tokens of the serving model, losslessly.
 
-chonkie's RecursiveChunker proposes the cuts (paragraphs, sentences, clauses, words); its counts are sums over
-pieces, and BPE counts are not additive, so every proposal is counted again and what is still too long is
-split here at token boundaries. The result always holds:
+chonkie's RecursiveChunker proposes cuts at paragraphs, sentences, clauses and words. It adds up the counts of
+pieces, but BPE counts are not additive, so every proposal is counted again, and pieces that are still too
+long are split here at token boundaries. The result always satisfies:
 
-* ``text[chunk.start:chunk.end] == chunk.text``, chunks are in order, and together they are the text;
-* ``count(chunk.text) == chunk.n_tokens <= limit``, except for a single character that alone is more tokens
-  than that;
-* a chunk is joined with the next one on its page where both fit into one.
+* ``text[chunk.start:chunk.end] == chunk.text``; chunks are in order, and joined they are the text;
+* ``count(chunk.text) == chunk.n_tokens <= limit``, except for a single character of more tokens than that;
+* a chunk is joined with the next one on its page if both fit into one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ragserve.ingest.tokenizer import Counter
 from ragserve_index.types import NewChunk
 
-__all__ = ["CHUNKING_VERSION", "Chunker"]
-
 CHUNKING_VERSION = 1
-"""Part of every content hash: raise it when the same text gives other chunks."""
+"""Part of every content hash. Raise it when a change here gives other chunks for the same text."""
 
-# characters handed to chonkie at once: it holds a level's pieces in memory and caches their counts
+# characters given to chonkie at once: it holds the pieces of a level in memory and caches their counts
 _SECTION = 200_000
 
 
 class Chunker:
-    """Not thread-safe. ``limit`` is in tokens of ``count``."""
+    """Cuts texts into chunks of at most ``limit`` tokens of ``count``. Not thread-safe."""
 
     def __init__(self, count: Counter, limit: int) -> None:
-        from chonkie import RecursiveChunker, RecursiveLevel, RecursiveRules
+        from chonkie import RecursiveChunker, RecursiveRules
 
         self._count = count
         self._limit = limit
         rules = RecursiveRules()
-        # without its last level, which cuts through tokens and decodes them: that loses characters of several
-        # tokens
+        # without the last level, which decodes slices of tokens and so loses characters of several tokens
         levels = [level for level in rules.levels or [] if level.delimiters or level.whitespace]
-        self._chonkie: Any = RecursiveChunker(
-            tokenizer=count,
-            chunk_size=limit,
-            rules=RecursiveRules([RecursiveLevel(**_fields(level)) for level in levels]),
-        )
+        self._chonkie: Any = RecursiveChunker(tokenizer=count, chunk_size=limit, rules=RecursiveRules(levels))
 
     def split(self, text: str, pages: Sequence[tuple[int, int]] = ()) -> list[NewChunk]:
-        """The chunks of ``text``; none for an empty text or one of white space. ``pages``: (offset, number),
-        see `parsers.Parsed`.
+        """Cut ``text`` into chunks; a text of white space has none.
 
-        No chunk crosses a page boundary.
+        No chunk crosses a page boundary. ``pages`` holds (offset, number), see `parsers.Parsed`.
         """
         if not text.strip():
             return []
@@ -63,24 +54,21 @@ class Chunker:
             for piece in self._joined(text, list(self._pieces(text, start, end)))
         ]
         counts = self._count.counts([text[start:end] for start, end in pieces])
-        return [
-            NewChunk(
-                text[start:end],
-                start,
-                end,
-                n,
-                pages[max(0, bisect_right(starts, start) - 1)][1] if pages else None,
-            )
-            for (start, end), n in zip(pieces, counts, strict=True)
-        ]
+        chunks = []
+        for (start, end), n_tokens in zip(pieces, counts, strict=True):
+            page = pages[max(0, bisect_right(starts, start) - 1)][1] if pages else None
+            chunks.append(NewChunk(text[start:end], start, end, n_tokens, page))
+        return chunks
 
     def _pieces(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Spans within [start, end), each at most the limit."""
+        """Yield spans of [start, end), each within the limit."""
         while start < end:
             stop = _section_end(text, start, end)
             section = text[start:stop]
             lengths = self._proposed(section)
-            for length, n in zip(lengths, self._count.counts(_cut(section, lengths)), strict=True):
+            ends = list(accumulate(lengths))
+            pieces = [section[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+            for length, n in zip(lengths, self._count.counts(pieces), strict=True):
                 if n <= self._limit:
                     yield start, start + length
                 else:
@@ -88,7 +76,7 @@ class Chunker:
                 start += length
 
     def _proposed(self, section: str) -> list[int]:
-        """chonkie's cuts as lengths; the section whole where its pieces are not the section."""
+        """Lengths of chonkie's pieces, or of the whole section if the pieces do not add up to it."""
         try:
             pieces = [chunk.text for chunk in self._chonkie.chunk(section) if chunk.text]
         finally:
@@ -96,10 +84,8 @@ class Chunker:
         return [len(piece) for piece in pieces] if "".join(pieces) == section else [len(section)]
 
     def _by_tokens(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Cut text without natural breaks: as many whole tokens as fit, at a word where one ends in the last
-        quarter.
-        """
-        window = self._limit * 8  # characters looked at; more tokens than the limit in nearly every text
+        """Cut text without natural breaks: as many tokens as fit, to the end of a word if it is near."""
+        window = self._limit * 8  # characters; nearly every text has more than the limit's tokens in it
         while start < end:
             stop = min(end, start + window)
             spans = self._count.offsets(text[start:stop])
@@ -108,16 +94,16 @@ class Chunker:
             else:
                 cut = start + max(1, spans[self._limit][0] if len(spans) > self._limit else stop - start)
                 cut = _at_word(text, start, cut)
-            while (
-                cut - start > 1 and self._count(text[start:cut]) > self._limit
-            ):  # a cut can change the tokens before it
+            # a cut can change the tokens before it
+            while cut - start > 1 and self._count(text[start:cut]) > self._limit:
                 cut -= max(1, (cut - start) // 16)
             yield start, cut
             start = cut
 
     def _joined(self, text: str, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Join neighbours that fit into one chunk: chonkie leaves the rest of a long paragraph, or a heading,
-        as a chunk of its own.
+        """Join neighbours that fit into one chunk.
+
+        chonkie makes a heading, or the rest of a long paragraph, a chunk of its own.
         """
         joined: list[tuple[int, int]] = []
         for start, end in pieces:
@@ -128,24 +114,8 @@ class Chunker:
         return joined
 
 
-def _fields(level: Any) -> dict[str, Any]:
-    return {
-        "delimiters": level.delimiters,
-        "whitespace": level.whitespace,
-        "include_delim": level.include_delim,
-    }
-
-
-def _cut(text: str, lengths: Sequence[int]) -> list[str]:
-    out, at = [], 0
-    for length in lengths:
-        out.append(text[at : at + length])
-        at += length
-    return out
-
-
 def _section_end(text: str, start: int, end: int) -> int:
-    """At most ``_SECTION`` characters on, after a line break where there is one in the second half."""
+    """End of the section at ``start``: ``_SECTION`` characters on, or a line break in its second half."""
     stop = start + _SECTION
     if stop >= end:
         return end
@@ -154,7 +124,7 @@ def _section_end(text: str, start: int, end: int) -> int:
 
 
 def _at_word(text: str, start: int, cut: int) -> int:
-    """``cut``, or the place after the last white space of the quarter before it."""
+    """``cut``, moved back behind the last white space in the quarter before it, if there is one."""
     for at in range(cut, start + (cut - start) * 3 // 4, -1):
         if text[at - 1].isspace():
             return at

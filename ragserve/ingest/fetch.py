@@ -1,4 +1,4 @@
-"""Download one URL to a file, within limits on size, time and redirects."""
+"""Download a URL to a file, within limits on size, time and redirects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 from ragserve import __version__
 from ragserve.errors import TooLarge, Unavailable, UnsupportedDocument
-
-__all__ = ["Downloaded", "fetch"]
 
 _MAX_REDIRECTS = 5
 _CONNECT_S, _READ_S, _TOTAL_S = 10.0, 30.0, 300.0
@@ -26,7 +24,7 @@ _EXTENSIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """``charset`` as the server declared it; ``url`` after redirects."""
+    """A downloaded file. ``url`` is the one after redirects; ``charset`` is what the server declared."""
 
     path: Path
     url: str
@@ -39,7 +37,8 @@ def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
     """Write the body of ``url`` to a file in ``folder``, which the caller removes.
 
     Raises ``UnsupportedDocument`` (an HTTP error status), ``TooLarge``, or ``Unavailable`` (no connection,
-    too slow, too many redirects)."""
+    too slow, too many redirects).
+    """
     import httpx
 
     deadline = time.monotonic() + _TOTAL_S
@@ -61,11 +60,9 @@ def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
                     f"HTTP {response.status_code} {response.reason_phrase} from {response.url}"
                 )
             path = folder / "download"
-            size = 0
             with open(path, "wb") as file:
                 for block in response.iter_bytes():
-                    size += len(block)
-                    if size > max_bytes:
+                    if file.tell() + len(block) > max_bytes:
                         raise TooLarge(
                             f"too large: more than {max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)"
                         )

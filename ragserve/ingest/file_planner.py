@@ -1,6 +1,4 @@
-"""From a job's source to what the parsing process is asked: which file, what is known of it, what its
-metadata will be.
-"""
+"""From a job's source to a request for the parsing process: which file, its known hash, its metadata."""
 
 from __future__ import annotations
 
@@ -9,90 +7,82 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
 from ragserve.ingest.fetch import fetch
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
-from ragserve.ingest.pipeline import Work, content_salt
+from ragserve.ingest.pipeline import PlannedFile, content_salt
 from ragserve.ingest.sources import is_url
 from ragserve.ingest.spool import Spool
 from ragserve_index import IndexStore
 from ragserve_index.types import Job
 
-__all__ = ["FilePlanner"]
-
 
 class FilePlanner:
-    """Used by one thread. Downloads go to ``downloads``, one at a time."""
+    """Plans the files of one job, on one thread. Downloads go to the folder ``downloads``, one at a time.
+
+    ``tokenizer`` is the fingerprint of the tokenizer that cuts the chunks.
+    """
 
     def __init__(
         self,
+        settings: Settings,
         store: IndexStore,
         spool: Spool,
         job: Job,
+        *,
         tokenizer: str,
-        chunk_tokens: int,
-        max_bytes: int,
         downloads: Path,
     ) -> None:
+        self._settings = settings
         self._store = store
         self._namespace = job.namespace
         self._tokenizer = tokenizer
-        self._chunk_tokens = chunk_tokens
-        self._max_bytes = max_bytes
         self._downloads = downloads
         self._metadata: Mapping[str, Any] = job.spec.get("metadata", {})
-        self._spooled = (
-            {file.source: file for file in spool.files(job.spec["spool"])} if "spool" in job.spec else {}
-        )
         self._spool_folder = spool.folder(job.spec["spool"]) if "spool" in job.spec else None
+        spooled = spool.files(job.spec["spool"]) if "spool" in job.spec else []
+        self._spooled = {file.source: file for file in spooled}
 
-    def plan(self, source: str) -> Work | tuple[str, Failed]:
-        """What to do for one source; a failure where it cannot even be fetched. A full disk raises
-        ``OSError``.
-        """
+    def plan(self, source: str) -> PlannedFile:
+        """Plan one source, as a failure if it cannot be fetched. Raises ``OSError`` on a full disk."""
         if self._spool_folder is not None:
-            return self._spooled_file(source, self._spool_folder)
+            return self._upload(source, self._spool_folder)
         if is_url(source):
             return self._download(source)
-        name = os.path.basename(source)
-        return self._work(source, source, name, _extension(name), "", {"path": source, **self._metadata})
+        return self._planned(source, source, os.path.basename(source), {"path": source, **self._metadata})
 
-    def _spooled_file(self, source: str, folder: Path) -> Work | tuple[str, Failed]:
+    def _upload(self, source: str, folder: Path) -> PlannedFile:
         file = self._spooled.get(source)
         if file is None:
-            return source, Failed("not among the uploaded files", "unreadable")
-        ext, metadata = _extension(file.filename), {"path": source, **file.metadata}
-        return self._work(
-            source, str(folder / file.stored), file.filename, ext, file.title, metadata, parser=file.parser
-        )
+            return PlannedFile(source, Failed("not among the uploaded files", "unreadable"))
+        path, metadata = str(folder / file.stored), {"path": source, **file.metadata}
+        return self._planned(source, path, file.filename, metadata, title=file.title, parser=file.parser)
 
-    def _download(self, source: str) -> Work | tuple[str, Failed]:
+    def _download(self, source: str) -> PlannedFile:
         try:
-            got = fetch(source, self._downloads, max_bytes=self._max_bytes)
+            got = fetch(source, self._downloads, max_bytes=self._settings.max_upload_bytes)
         except RagserveError as error:
-            return source, Failed(str(error), error.code)
+            return PlannedFile(source, Failed(str(error), error.code))
         metadata = {"url": source, **self._metadata}
-        return self._work(
-            source, str(got.path), got.filename, got.ext, "", metadata, url=got.url, charset=got.charset
-        )
+        parts = {"ext": got.ext, "url": got.url, "charset": got.charset}
+        return self._planned(source, str(got.path), got.filename, metadata, **parts)
 
-    def _work(
+    def _planned(
         self,
         source: str,
         path: str,
         filename: str,
-        ext: str,
-        title: str,
         metadata: Mapping[str, Any],
-        **extra: str | None,
-    ) -> Work:
-        salt = content_salt(self._tokenizer, self._chunk_tokens, title, metadata)
-        return Work(
-            source,
-            ParseRequest(path, filename, ext, salt, self._known_hash(source), **extra),
-            title,
-            metadata,
-        )
+        *,
+        title: str = "",
+        ext: str | None = None,
+        **known: str | None,
+    ) -> PlannedFile:
+        ext = os.path.splitext(filename)[1].lower() if ext is None else ext
+        salt = content_salt(self._tokenizer, self._settings.chunk_tokens, title, metadata)
+        request = ParseRequest(path, filename, ext, salt, self._known_hash(source), **known)
+        return PlannedFile(source, request, title, metadata)
 
     def _known_hash(self, source: str) -> str | None:
         try:
@@ -100,7 +90,3 @@ class FilePlanner:
         except NotFound:  # the namespace does not exist before its first document
             return None
         return document.content_hash if document is not None else None
-
-
-def _extension(name: str) -> str:
-    return os.path.splitext(name)[1].lower()

@@ -1,6 +1,4 @@
-"""Ingestion as jobs: submitted (`submit_*`), then run (`run`), here or by another process, to the end or
-again after a crash.
-"""
+"""Ingestion as jobs: ``submit_*`` creates one; ``run`` runs it, in any process and again after a crash."""
 
 from __future__ import annotations
 
@@ -8,22 +6,19 @@ import io
 import logging
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import TypeAdapter, ValidationError
-
-from ragserve.config import Namespace, Settings
-from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError, StorageFull
+from ragserve.config import Settings
+from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, Progress
-from ragserve.ingest.jobs.lease import LEASE_S, run_leased, worker_name
-from ragserve.ingest.parsing.parse_process import Failed, ParseProcess
-from ragserve.ingest.pipeline import Embeds, Pipeline, Work
+from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
+from ragserve.ingest.parsing.parse_process import ParseProcess
+from ragserve.ingest.pipeline import DocumentEmbedder, Pipeline
+from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, scan
 from ragserve.ingest.spool import Spool, SpooledFile, is_disk_full, storage_full
 from ragserve.ingest.tokenizer import TokenizerSource
@@ -31,17 +26,15 @@ from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import canonical_name
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Job, JobItem
-
-__all__ = ["Ingestor", "PathOptions", "SubmittedText", "Upload"]
+from sglang_ext.protocol import NAMESPACE
 
 log = logging.getLogger(__name__)
-_ALL = 1_000_000  # items and jobs are listed whole
-_namespace = TypeAdapter(Namespace)
+_ALL = 1_000_000  # jobs are listed without paging
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedText:
-    """A text to index under ``name``, which identifies it in its namespace."""
+    """A text to index; ``name`` identifies the document in its namespace."""
 
     name: str
     text: str
@@ -51,23 +44,20 @@ class SubmittedText:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A client's file. Its name is a label and a hint at the format, never a path. Exactly one of ``stream``
-    and ``path``.
-    """
+    """A client's file. Its name is a label and a hint at the format, never a path."""
 
     filename: str
-    stream: BinaryIO | None = None
-    path: Path | None = None
+    stream: BinaryIO
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PathOptions:
-    """How paths are read: see `sources.scan`. ``prune`` removes documents whose file vanished from a
-    directory given.
+    """How paths are ingested; ``recursive`` and ``globs`` are those of `sources.scan`.
 
-    ``warm`` makes a second job, when this one is done, that computes their KV into the document cache (see
-    `warm.py`)."""
+    ``prune`` removes documents whose file vanished from a given directory. ``warm`` creates a second job,
+    when this one is done, that computes the documents' KV into the document cache (`ragserve.cache.warm`).
+    """
 
     recursive: bool = False
     globs: tuple[str, ...] = ()
@@ -77,27 +67,31 @@ class PathOptions:
 
 
 class Ingestor:
-    """Thread-safe; a job runs in the thread that calls ``run``. ``embedder`` may be a function, called when
-    the first chunk needs it.
-    """
+    """Thread-safe; a job runs in the thread that calls ``run``."""
 
     def __init__(
         self,
         settings: Settings,
         store: IndexStore,
-        embedder: Embeds | Callable[[], Embeds],
+        embedder: DocumentEmbedder | Callable[[], DocumentEmbedder],
         *,
         tokenizer: str | None = None,
         evict: Callable[[], object] | None = None,
     ) -> None:
-        """``evict``, called before the end of a job is recorded, removes the KV of what it replaced or
-        removed; it does not raise.
+        """
+        Args:
+            settings: The settings; chunk sizes, limits and the data folder are used.
+            store: Where documents go.
+            embedder: The embedder, or a function that returns it, called when the first chunk needs it.
+            tokenizer: Name of the tokenizer; default: the settings' tokenizer or model.
+            evict: Removes the KV of replaced and removed documents. Called before the end of a job is
+                recorded; it must not raise.
         """
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()
-        self._embedder: Embeds | None = None if callable(embedder) else embedder
-        self._make_embedder = embedder if callable(embedder) else None
+        self._embedder: DocumentEmbedder | None = None if callable(embedder) else embedder
+        self._make_embedder = embedder if callable(embedder) else lambda: embedder
         self._tokenizer_name = tokenizer or settings.tokenizer or settings.model
         self._tokenizer: TokenizerSource | None = None
         self._evict = evict or (lambda: None)
@@ -114,12 +108,12 @@ class Ingestor:
         *,
         roots: Sequence[str] | None = None,
     ) -> Job:
-        """Paths and URLs of this machine: for its own users, never for a server's clients. What cannot be
-        read is a failed item.
+        """Create a job over paths and URLs of this machine: for its own users, never for a server's clients.
 
-        Documents whose file is gone are looked for in ``roots``, by default the directories among ``inputs``.
-        An earlier job with the same arguments that was cut short is superseded. Raises ``InvalidRequest``,
-        ``Conflict``, ``StorageFull``."""
+        Unreadable paths become failed items. Vanished files are looked for in ``roots``, by default the
+        directories among ``inputs``. An interrupted earlier job with the same arguments is cancelled. Raises
+        ``InvalidRequest``, ``Conflict``, ``StorageFull``.
+        """
         options = options or PathOptions()
         self._check_namespace(namespace)
         found = scan(
@@ -146,17 +140,17 @@ class Ingestor:
         return self.jobs.get(job.job_id)
 
     def submit_texts(self, namespace: str, texts: Sequence[SubmittedText], *, warm: bool = False) -> Job:
-        """Durable before it returns. Raises ``InvalidRequest`` (empty, duplicate or unusable names, invalid
-        Unicode), ``TooLarge``.
+        """Create a job over texts, which are durable when this returns.
+
+        Raises ``InvalidRequest`` (empty, duplicate or unusable names, invalid Unicode) and ``TooLarge``.
         """
         uploads = []
         for text in texts:
             try:
                 data = text.text.encode()
             except UnicodeEncodeError as error:
-                raise InvalidRequest(
-                    f"The text of {text.name!r} is not valid Unicode: {error.reason}.", param="texts"
-                ) from error
+                message = f"The text of {text.name!r} is not valid Unicode: {error.reason}."
+                raise InvalidRequest(message, param="texts") from error
             uploads.append((Upload(text.name, io.BytesIO(data), title=text.title), "text", text.metadata))
         return self._submit_spooled(namespace, uploads, "upload", warm)
 
@@ -169,10 +163,10 @@ class Ingestor:
         kind: str = "upload",
         warm: bool = False,
     ) -> Job:
-        """Durable before it returns. ``kind`` "stdin" keeps the job to the process that made it; a server
-        runs "upload" ones.
+        """Create a job over files, which are durable when this returns.
 
-        Raises ``InvalidRequest``, ``TooLarge``, ``Conflict``, ``StorageFull``; nothing is left behind then.
+        A server runs jobs of ``kind`` "upload"; "stdin" leaves the job to the process that created it. Raises
+        ``InvalidRequest``, ``TooLarge``, ``Conflict``, ``StorageFull``, and leaves nothing behind then.
         """
         return self._submit_spooled(namespace, [(file, None, metadata or {}) for file in files], kind, warm)
 
@@ -187,30 +181,22 @@ class Ingestor:
         if not uploads:
             raise InvalidRequest("Nothing to ingest: no file and no text.")
         names = [clean_name(upload.filename) for upload, _, _ in uploads]
-        twice = {name for name in names if names.count(name) > 1} if len(names) != len(set(names)) else set()
-        if twice:
+        if len(names) != len(set(names)):
+            twice = min(name for name in names if names.count(name) > 1)
             raise InvalidRequest(
-                f"The name {min(twice)!r} is given twice; names identify documents.", param="name"
+                f"The name {twice!r} is given twice; names identify documents.", param="name"
             )
         with self.spool.writing() as writer:
             for name, (upload, parser, metadata) in zip(names, uploads, strict=True):
-                with _opened(upload) as stream:
-                    writer.add(
-                        SpooledFile(name, "", name.rsplit("/", 1)[-1], upload.title, parser, dict(metadata)),
-                        stream,
-                        max_bytes=self._settings.max_upload_bytes,
-                    )
+                file = SpooledFile(name, "", name.rsplit("/", 1)[-1], upload.title, parser, dict(metadata))
+                writer.add(file, upload.stream, max_bytes=self._settings.max_upload_bytes)
             writer.seal()
             return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, names)
 
     def _check_namespace(self, namespace: str) -> None:
-        try:
-            _namespace.validate_python(namespace)
-        except ValidationError as error:
-            raise InvalidRequest(
-                f"The namespace {namespace!r} must be 1 to 64 letters, digits, _, . or -, starting with a letter or digit.",
-                param="namespace",
-            ) from error
+        if not NAMESPACE.fullmatch(namespace):
+            rule = "must be 1 to 64 letters, digits, _, . or -, starting with a letter or digit"
+            raise InvalidRequest(f"The namespace {namespace!r} {rule}.", param="namespace")
         try:
             info = self._store.namespace(namespace)
         except NotFound:
@@ -232,7 +218,7 @@ class Ingestor:
                     continue
                 if (
                     self.jobs.claim(worker_name(), LEASE_S, old.job_id) is not None
-                ):  # None: its process is alive
+                ):  # else its process is alive
                     self.jobs.finish(old.job_id, "cancelled", f"superseded by job {job.job_id}")
 
     # running
@@ -245,23 +231,20 @@ class Ingestor:
         stop: threading.Event | None = None,
         wait: bool = False,
     ) -> JobReport:
-        """Run a job to its end. Failures of single files are items of the job; what stops the whole run is
-        raised after it is recorded.
+        """Run a job to its end, as `run_leased` does: ``stop`` interrupts it between batches.
 
-        ``stop`` ends it between batches with state "interrupted", to be resumed. A job of a dead process is
-        taken over when its lease has expired; ``wait`` waits for that. Raises ``NotFound``, ``Conflict`` (it
-        runs elsewhere or is over), ``StorageFull``."""
-        started = time.monotonic()
-        progress = Progress()
+        Failures of single files become items of the job. An error that ends the whole run is recorded, then
+        raised. Raises ``NotFound``, ``Conflict`` (it runs elsewhere or is over), ``StorageFull``.
+        """
         vanished: tuple[str, ...] = ()
         warm_job: str | None = None
 
-        def work(job: Job, should_stop: Callable[[], bool]) -> None:
+        def work(run: JobRun) -> None:
             nonlocal vanished, warm_job
             try:
-                self._process(job, progress, should_stop, on_progress or (lambda _: None))
-                vanished = self._vanished(job, progress)
-                warm_job = self._follow_up(job)
+                self._process(run)
+                vanished = self._prune(run)
+                warm_job = self._create_warm_job(run.job)
             except OSError as failure:
                 if is_disk_full(failure):
                     raise storage_full(self._settings.data_dir) from failure
@@ -269,48 +252,28 @@ class Ingestor:
             finally:
                 self._evict()
 
-        job, state = run_leased(
-            self.jobs, job_id, work, self._finish, stop=stop or threading.Event(), wait=wait
+        report = run_leased(
+            self.jobs, job_id, work, finish=self._finish, on_progress=on_progress, stop=stop, wait=wait
         )
-        seconds = time.monotonic() - started
-        metrics().job_seconds.observe(seconds)
-        failures = tuple((item.source, item.reason or "") for item in self.jobs.items(job_id, "failed"))
-        return JobReport(
-            job_id, job.namespace, state, seconds, progress, failures, vanished, warm_job=warm_job
-        )
+        metrics().job_seconds.observe(report.seconds)
+        return replace(report, vanished=vanished, warm_job=warm_job)
 
-    def _follow_up(self, job: Job) -> str | None:
-        """With ``warm`` asked for: a job that computes the KV of what this one indexed or found unchanged;
-        its id.
-        """
+    def _create_warm_job(self, job: Job) -> str | None:
+        """With ``warm``, create a job that computes the KV of the documents found, and return its id."""
         if not job.spec.get("warm"):
             return None
-        there = [
-            item.source for item in self.jobs.items(job.job_id) if item.state in ("indexed", "unchanged")
-        ]
-        return (
-            self.jobs.create(job.namespace, {"kind": "warm", "after": job.job_id}, there).job_id
-            if there
-            else None
-        )
+        states = ("indexed", "unchanged")
+        sources = [item.source for item in self.jobs.items(job.job_id) if item.state in states]
+        spec = {"kind": "warm", "after": job.job_id}
+        return self.jobs.create(job.namespace, spec, sources).job_id if sources else None
 
     def tidy(self) -> int:
-        """Remove uploads that no job needs; how many."""
+        """Remove uploads that no job needs and return their number."""
         return self.spool.clean(self.spools_in_use)
 
-    def _process(
-        self, job: Job, progress: Progress, stop: Callable[[], bool], notify: Callable[[Progress], None]
-    ) -> None:
-        pending = [item.source for item in self.jobs.items(job.job_id, "pending")]
-        progress.total = job.n_items
-        for outcome in (
-            "failed",
-            "skipped",
-            "indexed",
-            "unchanged",
-        ):  # found at the scan, or done before an interruption
-            setattr(progress, outcome, job.counts.get(outcome, 0))
-        notify(progress)
+    def _process(self, run: JobRun) -> None:
+        pending = [item.source for item in self.jobs.items(run.job.job_id, "pending")]
+        run.notify()
         if not pending:
             return
         tokenizer = self._tokenizer_source()
@@ -323,30 +286,23 @@ class Ingestor:
         )
         with parser, tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
             planner = FilePlanner(
+                settings,
                 self._store,
                 self.spool,
-                job,
-                tokenizer.fingerprint,
-                settings.chunk_tokens,
-                settings.max_upload_bytes,
-                Path(downloads),
+                run.job,
+                tokenizer=tokenizer.fingerprint,
+                downloads=Path(downloads),
             )
             Pipeline(
+                run,
                 parser=parser,
-                embedder=self._the_embedder,
-                commit=lambda batch: self._commit(job, batch),
-                record=lambda outcomes: self._record(job, outcomes),
-                progress=progress,
-                stop=stop,
-                on_progress=notify,
-            ).run(self._planned(planner, pending))
-
-    def _planned(self, planner: FilePlanner, pending: Sequence[str]) -> Iterator[Work | tuple[str, Failed]]:
-        for source in pending:
-            yield planner.plan(source)
+                embedder=self._load_embedder,
+                commit=lambda batch: self._commit(run.job, batch),
+                record=lambda outcomes: self._record(run.job, outcomes),
+            ).run(map(planner.plan, pending))
 
     def _commit(self, job: Job, batch: list[Any]) -> list[str]:
-        embedder = self._the_embedder()
+        embedder = self._load_embedder()
         self._store.ensure_namespace(job.namespace, embedder=embedder.name, dim=embedder.dim, index_type=None)
         return [document.doc_id for document in self._store.replace_documents(job.namespace, batch)]
 
@@ -356,12 +312,12 @@ class Ingestor:
             metrics().ingested.labels(outcome.state).inc()
             metrics().ingested_chunks.inc(outcome.chunks)
 
-    def _vanished(self, job: Job, progress: Progress) -> tuple[str, ...]:
-        from ragserve.ingest.prune import vanished
-
+    def _prune(self, run: JobRun) -> tuple[str, ...]:
+        """Find documents whose file vanished, and remove them if the job says so; their sources."""
+        job = run.job
         if job.spec.get("kind") != "paths" or not job.spec["roots"]:
             return ()
-        gone = vanished(
+        gone = vanished_documents(
             self._store,
             job.namespace,
             job.spec["roots"],
@@ -372,31 +328,27 @@ class Ingestor:
             self.jobs.add_items(job.job_id, [document.source for document in gone])
             for document in gone:
                 self._store.remove_document(job.namespace, document.doc_id)
-                progress.removed += 1
+                run.progress.removed += 1
             self._record(job, [JobItem(d.source, "removed", None, 0, 0, 0, d.doc_id) for d in gone])
         return tuple(document.source for document in gone)
 
     def _finish(self, job: Job, state: str, error: str | None) -> None:
         try:
             self.jobs.finish(job.job_id, state, error)
-        except (
-            StorageFull
-        ) as full:  # the reason is on its way to the caller already; the lease runs out by itself
+        except StorageFull as full:  # the caller gets the reason anyway; the lease expires by itself
             log.warning("The end of job %s could not be recorded: %s", job.job_id, full)
             return
         if "spool" in job.spec:
             self.spool.remove(job.spec["spool"])
 
     def spools_in_use(self) -> set[str]:
-        """Spools of jobs that are not over."""
+        """Ids of the spools of jobs that are not over."""
         jobs = [job for state in ("queued", "running") for job in self.jobs.list(state=state, limit=_ALL)]
         return {job.spec["spool"] for job in jobs if "spool" in job.spec}
 
-    def _the_embedder(self) -> Embeds:
+    def _load_embedder(self) -> DocumentEmbedder:
         with self._lock:
             if self._embedder is None:
-                if self._make_embedder is None:
-                    raise RagserveError("The ingestor has no embedder.")
                 self._embedder = self._make_embedder()
             return self._embedder
 
@@ -405,14 +357,3 @@ class Ingestor:
             if self._tokenizer is None:
                 self._tokenizer = TokenizerSource.load(self._tokenizer_name)
             return self._tokenizer
-
-
-@contextmanager
-def _opened(upload: Upload) -> Iterator[BinaryIO]:
-    if upload.stream is not None:
-        yield upload.stream
-    elif upload.path is not None:
-        with open(upload.path, "rb") as stream:
-            yield stream
-    else:
-        raise InvalidRequest(f"The upload {upload.filename!r} has neither a stream nor a path.")

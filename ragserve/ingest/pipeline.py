@@ -1,12 +1,13 @@
 """Files to indexed chunks: one thread drives the parsing process while the calling thread embeds and writes.
 
-    source thread                       calling thread
+    planning thread                     calling thread
     fetch / stat -> parsing process     gather ~512 chunks -> embed -> one transaction -> record the items
                 └── bounded queue ──────┘
 
-A document is written with all of its chunks in one transaction or not at all, and its item is marked after
-that: a process that dies in between leaves an item to do again, whose file is then found unchanged. Nothing
-is lost, nothing is doubled."""
+A document is written with all of its chunks in one transaction or not at all. Its item is recorded after
+that, so a process that dies in between leaves an item to repeat, whose file is then found unchanged. Nothing
+is lost and nothing is duplicated.
+"""
 
 from __future__ import annotations
 
@@ -16,102 +17,104 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ragserve.ingest.chunking import CHUNKING_VERSION
-from ragserve.ingest.jobs.job_report import Interrupted, Progress
+from ragserve.ingest.jobs.job_report import Interrupted
+from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve_index.types import JobItem, NewDocument
 
-__all__ = ["Embeds", "Interrupted", "Pipeline", "Work", "content_salt", "embedding_text"]
-
-_BATCH_CHUNKS = (
-    512  # a transaction's worth: enough that an fsync and sorting by length cost little beside embedding
-)
-_START_CHUNKS = 64  # enough to start embedding when the parser has no more ready
+# chunks per transaction: enough that an fsync and sorting by length cost little beside embedding
+_BATCH_CHUNKS = 512
+_START_CHUNKS = 64  # enough to start embedding while the parser has nothing more ready
 _QUEUE_CHUNKS = 4096  # parsed ahead; bounds memory
-_RECORD_ITEMS, _RECORD_S = (
-    500,
-    1.0,
-)  # outcomes without a document are recorded this many, or this many seconds, at a time
+# outcomes without a document are recorded this many, or this many seconds, at a time
+_RECORD_ITEMS, _RECORD_S = 500, 1.0
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
+Vectors = npt.NDArray[np.float32]
 
-class Embeds(Protocol):
-    """What the pipeline wants of `retrieval.embedder.Embedder`."""
+
+class DocumentEmbedder(Protocol):
+    """The part of `retrieval.embedder.Embedder` that ingestion needs."""
 
     @property
     def name(self) -> str: ...
     @property
     def dim(self) -> int: ...
-    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]: ...
+    def encode(self, texts: Sequence[str]) -> Vectors: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One file to do. ``source`` is the document's identity; ``request`` what the parsing process gets."""
+class PlannedFile:
+    """One file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request."""
 
     source: str
-    request: ParseRequest
-    title: str
-    metadata: Mapping[str, Any]
+    request: ParseRequest | Failed
+    title: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mapping[str, Any]) -> str:
-    """What shapes a document beside its bytes, as 64 hex digits: with it in the hash, a changed setting
-    counts as a changed file.
+    """Hash everything but the bytes that shapes a document, as 64 hex digits.
+
+    It goes into the content hash, so that a changed setting counts as a changed file.
     """
     shape = [PARSER_VERSION, CHUNKING_VERSION, tokenizer, chunk_tokens, title, sorted(metadata.items())]
     return hashlib.blake2b(json.dumps(shape).encode(), digest_size=32).hexdigest()
 
 
 def embedding_text(title: str, text: str) -> str:
-    """What is embedded for a chunk: its document's title, then its text.
+    """The text that is embedded for a chunk: its document's title, then its own text.
 
     Measured with all-MiniLM-L6-v2 without and with title, nDCG@10 / recall@10: squad/retrieval (600
-    questions) 0.813 / 0.942 and 0.814 / 0.945; cranfield 0.396 / 0.414 and 0.400 / 0.416. Little where every
-    passage names its subject; where a chunk from the middle of a document does not, the title is all that
-    says what it is about."""
+    questions) 0.813 / 0.942 and 0.814 / 0.945; cranfield 0.396 / 0.414 and 0.400 / 0.416. The gain is small
+    where every passage names its subject. Where a chunk from the middle of a document does not, only the
+    title says what it is about.
+    """
     return f"{title}\n{text}" if title else text
 
 
 class Pipeline:
-    """One run over many files. ``commit`` writes documents and gives their doc_ids; ``record`` gets every
-    file's outcome, some at a time; ``stop`` says whether to end between batches."""
+    """One run over many files.
+
+    Args:
+        run: The job's run, which counts progress and says when to stop.
+        parser: The parsing process; the pipeline interrupts it at the end.
+        embedder: Returns the embedder; called when the first chunks need it.
+        commit: Writes documents in one transaction and returns their doc_ids.
+        record: Records outcomes of files, several at a time.
+    """
 
     def __init__(
         self,
+        run: JobRun,
         *,
         parser: ParseProcess,
-        embedder: Callable[[], Embeds],
-        commit: Callable[[list[tuple[NewDocument, Sequence[Any], npt.NDArray[np.float32]]]], Sequence[str]],
+        embedder: Callable[[], DocumentEmbedder],
+        commit: Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]],
         record: Callable[[Sequence[JobItem]], None],
-        progress: Progress,
-        stop: Callable[[], bool],
-        on_progress: Callable[[Progress], None],
     ) -> None:
+        self._run = run
+        self._progress = run.progress
         self._parser = parser
         self._embedder = embedder
         self._commit = commit
         self._record = record
         self._outcomes: list[JobItem] = []
         self._recorded_at = time.monotonic()
-        self._progress = progress
-        self._stop = stop
-        self._notify = on_progress
 
-    def run(self, work: Iterable[Work | tuple[str, Failed]]) -> None:
-        """Take each piece of work to its outcome; (source, Failed) came to it before. Raises ``Interrupted``
-        and what ``commit`` raises.
-        """
-        queue = _Parsed(_QUEUE_CHUNKS)
+    def run(self, files: Iterable[PlannedFile]) -> None:
+        """Take each file to its outcome. Raises ``Interrupted``, and errors of ``commit`` and ``files``."""
+        queue = _ResultQueue(_QUEUE_CHUNKS)
         thread = threading.Thread(
-            target=self._parse_all, args=(work, queue), name="ragserve-parse", daemon=True
+            target=self._parse_all, args=(files, queue), name="ragserve-parse", daemon=True
         )
         thread.start()
         try:
@@ -126,36 +129,35 @@ class Pipeline:
             self._parser.interrupt()
             thread.join(_JOIN_S)
 
-    def _parse_all(self, work: Iterable[Work | tuple[str, Failed]], queue: _Parsed) -> None:
+    def _parse_all(self, files: Iterable[PlannedFile], queue: _ResultQueue) -> None:
         try:
-            for one in work:
-                if isinstance(one, tuple):
-                    queue.put(*one)
-                else:
-                    queue.put(one, self._parser.parse(one.request))
+            for file in files:
+                request = file.request
+                queue.put(file, request if isinstance(request, Failed) else self._parser.parse(request))
                 if queue.closed:
                     return
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for this one
-            queue.fail(error)
+            queue.end(error)
         else:
-            queue.finish()
+            queue.end(None)
 
-    def _drain(self, queue: _Parsed) -> None:
-        ready: list[tuple[Work, ParsedFile]] = []
+    def _drain(self, queue: _ResultQueue) -> None:
+        ready: list[tuple[PlannedFile, ParsedFile]] = []
         n_chunks = 0
         while True:
-            if self._stop():
+            if self._run.should_stop():
                 raise Interrupted
-            item = queue.get(wait_s=0.2 if n_chunks < _START_CHUNKS else 0.0)
-            if isinstance(item, _End):
+            try:
+                item = queue.get(wait_s=0.2 if n_chunks < _START_CHUNKS else 0.0)
+            except _EndOfQueue:
                 break
             if item is not None:
-                one, result = item
-                if isinstance(one, Work) and isinstance(result, ParsedFile):
-                    ready.append((one, result))
+                file, result = item
+                if isinstance(result, ParsedFile):
+                    ready.append((file, result))
                     n_chunks += len(result.chunks)
                 else:
-                    self._without_embedding(one, result)
+                    self._finish_without_document(file.source, result)
             if len(self._outcomes) >= _RECORD_ITEMS or time.monotonic() - self._recorded_at > _RECORD_S:
                 self._flush()
             if n_chunks >= _BATCH_CHUNKS or (n_chunks >= _START_CHUNKS and item is None):
@@ -164,16 +166,15 @@ class Pipeline:
         if ready:
             self._write(ready)
 
-    def _without_embedding(self, one: Work | str, result: ParsedFile | Unchanged | Failed) -> None:
-        source = one.source if isinstance(one, Work) else one
+    def _finish_without_document(self, source: str, result: Unchanged | Failed) -> None:
         if isinstance(result, Unchanged):
             self._progress.unchanged += 1
             self._outcomes.append(JobItem(source, "unchanged", None, 0, 0, result.size, None))
-        elif isinstance(result, Failed):
+        else:
             self._progress.failed += 1
             self._outcomes.append(JobItem(source, "failed", result.reason, 0, 0, 0, None))
         self._progress.current = source
-        self._notify(self._progress)
+        self._run.notify()
 
     def _flush(self) -> None:
         if self._outcomes:
@@ -181,43 +182,47 @@ class Pipeline:
             self._outcomes = []
         self._recorded_at = time.monotonic()
 
-    def _write(self, ready: list[tuple[Work, ParsedFile]]) -> None:
-        texts = [
-            embedding_text(_title(one, file), chunk.text) for one, file in ready for chunk in file.chunks
-        ]
-        vectors = self._embed(texts)
-        batch, at = [], 0
-        for one, file in ready:
-            batch.append((_document(one, file), file.chunks, vectors[at : at + len(file.chunks)]))
-            at += len(file.chunks)
+    def _write(self, ready: list[tuple[PlannedFile, ParsedFile]]) -> None:
+        documents = [_document(file, parsed) for file, parsed in ready]
+        vectors = self._embed(
+            [
+                embedding_text(document.title, chunk.text)
+                for document, (_, parsed) in zip(documents, ready, strict=True)
+                for chunk in parsed.chunks
+            ]
+        )
+        batch, start = [], 0
+        for document, (_, parsed) in zip(documents, ready, strict=True):
+            end = start + len(parsed.chunks)
+            batch.append((document, parsed.chunks, vectors[start:end]))
+            start = end
         started = time.perf_counter()
         doc_ids = self._commit(batch)
-        self._progress.index_s += time.perf_counter() - started
-        for (one, file), doc_id in zip(ready, doc_ids, strict=True):
-            tokens = sum(chunk.n_tokens for chunk in file.chunks)
-            self._progress.indexed += 1
-            self._progress.size_bytes += file.size
-            self._outcomes.append(
-                JobItem(one.source, "indexed", None, len(file.chunks), tokens, file.size, doc_id)
-            )
+        progress = self._progress
+        progress.index_s += time.perf_counter() - started
+        for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
+            chunks, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
+            self._outcomes.append(JobItem(file.source, "indexed", None, chunks, tokens, parsed.size, doc_id))
+            progress.indexed += 1
+            progress.size_bytes += parsed.size
+            progress.tokens += tokens
         self._flush()
-        self._progress.tokens += sum(chunk.n_tokens for _, file in ready for chunk in file.chunks)
-        self._progress.chunks += len(texts)
-        self._progress.current = ready[-1][0].source
-        self._notify(self._progress)
+        progress.chunks += len(vectors)
+        progress.current = ready[-1][0].source
+        self._run.notify()
 
-    def _embed(self, texts: list[str]) -> npt.NDArray[np.float32]:
-        """In slices, so that a stop need not wait for the end of a document of thousands of chunks. Raises
-        ``Interrupted``.
+    def _embed(self, texts: list[str]) -> Vectors:
+        """Embed in slices, so that a stop need not wait for a document of thousands of chunks.
+
+        Raises ``Interrupted``.
         """
         embedder = self._embedder()
         started = time.perf_counter()
-        # by length over the whole batch, so that slices as well as the embedder's own batches waste little on
-        # padding
+        # sort the whole batch by length, so that slices and the embedder's own batches need little padding
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         vectors = np.empty((len(texts), embedder.dim), dtype=np.float32)
         for start in range(0, len(order), _BATCH_CHUNKS // 4):
-            if self._stop():
+            if self._run.should_stop():
                 raise Interrupted
             part = order[start : start + _BATCH_CHUNKS // 4]
             vectors[part] = embedder.encode([texts[i] for i in part])
@@ -225,74 +230,62 @@ class Pipeline:
         return vectors
 
 
-def _title(one: Work, file: ParsedFile) -> str:
-    return one.title or file.title or one.request.filename.rsplit(".", 1)[0]
+def _document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
+    title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
+    own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
+    metadata = {**parsed.metadata, **own, **file.metadata}
+    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
 
 
-def _document(one: Work, file: ParsedFile) -> NewDocument:
-    title = _title(one, file)
-    metadata = {
-        **file.metadata,
-        "filename": one.request.filename,
-        "ext": one.request.ext,
-        "title": title,
-        **one.metadata,
-    }
-    return NewDocument(one.source, title, file.hash, file.mime, file.size, metadata)
+class _EndOfQueue(Exception):
+    """Internal: all results have been delivered."""
 
 
-class _End:
-    """The queue has delivered everything."""
-
-
-class _Parsed:
-    """A queue bounded by the chunks it holds. One producer, one consumer; ``close`` from the consumer frees
-    the producer.
-    """
+class _ResultQueue:
+    """A queue bounded by the chunks it holds. One producer, one consumer; ``close`` releases the producer."""
 
     def __init__(self, max_chunks: int) -> None:
-        self._items: deque[tuple[Work | str, ParsedFile | Unchanged | Failed]] = deque()
+        self._items: deque[tuple[PlannedFile, ParsedFile | Unchanged | Failed]] = deque()
         self._max = max_chunks
         self._chunks = 0
         self._changed = threading.Condition()
-        self._finished = False
-        self._error: BaseException | None = None
+        self._end: BaseException | None = None
         self.closed = False
 
-    def put(self, one: Work | str, result: ParsedFile | Unchanged | Failed) -> None:
-        """Waits while the queue is full; a document larger than the bound passes alone."""
+    def put(self, file: PlannedFile, result: ParsedFile | Unchanged | Failed) -> None:
+        """Add a result. Waits while the queue is full; a document larger than the bound passes alone."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.closed or (self._chunks < self._max and len(self._items) < self._max)
             )
-            self._items.append((one, result))
+            self._items.append((file, result))
             self._chunks += _weight(result)
             self._changed.notify_all()
 
-    def get(self, wait_s: float) -> tuple[Work | str, ParsedFile | Unchanged | Failed] | _End | None:
-        """The next result, None if there is none within ``wait_s`` seconds. Raises what stopped the producer."""
+    def get(self, wait_s: float) -> tuple[PlannedFile, ParsedFile | Unchanged | Failed] | None:
+        """Return the next result, or None if there is none within ``wait_s`` seconds.
+
+        After the last one, raises the producer's error, or ``_EndOfQueue``.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._finished or self._error, timeout=wait_s)
+            self._changed.wait_for(lambda: self._items or self._end is not None, timeout=wait_s)
             if self._items:
                 item = self._items.popleft()
                 self._chunks -= _weight(item[1])
                 self._changed.notify_all()
                 return item
-            if self._error is not None:
-                raise self._error
-            return _End() if self._finished else None
+            if self._end is not None:
+                raise self._end
+            return None
 
-    def finish(self) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """No more results follow; ``error`` is what stopped the producer."""
         with self._changed:
-            self._finished = True
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
+            self._end = error or _EndOfQueue()
             self._changed.notify_all()
 
     def close(self) -> None:
+        """The consumer takes no more results."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()

@@ -10,15 +10,13 @@ from ragserve.ingest.sources import matches
 from ragserve_index import IndexStore
 from ragserve_index.types import Document
 
-__all__ = ["every_document", "vanished"]
-
 _PAGE = 1000
 
 
 def every_document(
     store: IndexStore, namespace: str, *, source_prefix: str | None = None
 ) -> Iterator[Document]:
-    """All documents of a namespace, by doc_id, a page at a time."""
+    """Iterate over a namespace's documents in order of doc_id, one page at a time."""
     after: str | None = None
     while True:
         page = store.documents(namespace, limit=_PAGE, after=after, source_prefix=source_prefix)
@@ -28,16 +26,17 @@ def every_document(
         after = page[-1].doc_id
 
 
-def vanished(
+def vanished_documents(
     store: IndexStore, namespace: str, roots: Sequence[str], *, recursive: bool, globs: Sequence[str]
 ) -> list[Document]:
-    """Those under ``roots`` that a scan with these options would have found, had their file not gone. None
-    where a root itself is gone: that looks more like a disk not mounted than like a wish to forget it."""
+    """Find documents under ``roots`` whose file is gone and that a scan with these options would otherwise
+    find.
+
+    A missing root is treated as an unmounted disk, not as a deletion.
+    """
     gone: dict[str, Document] = {}
-    for root in roots:
+    for root in filter(os.path.isdir, roots):
         prefix = os.path.join(root, "")
-        if not os.path.isdir(root):
-            continue
         try:
             for document in every_document(store, namespace, source_prefix=prefix):
                 relative = document.source.removeprefix(prefix)

@@ -1,10 +1,9 @@
-"""What a command line names, as a list of files: each real file once, in a stable order, whatever links and
-loops there are.
-"""
+"""Turn command-line inputs into files: each real file once, in a stable order, despite links and loops."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +12,17 @@ from pathlib import Path
 
 from ragserve.errors import InvalidRequest
 
-__all__ = ["Scan", "clean_name", "is_url", "matches", "parse_metadata", "scan"]
-
-_MAX_NAME = 255  # characters of a source name given by a client
+# 007 and 1e5 stay text: they are codes, not quantities
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*|[0-9]+\.[0-9]*|\.[0-9]+)")
+_MAX_NAME = 255  # characters of a client's source name
 
 
 @dataclass(slots=True)
 class Scan:
-    """``sources``: real paths and URLs to ingest. ``failed``, ``skipped``: (source, reason). ``roots``: real
-    paths of directories given.
+    """Result of a scan.
+
+    ``sources`` holds real paths and URLs to ingest; ``failed`` and ``skipped`` hold (source, reason);
+    ``roots`` holds the real paths of the given directories.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -31,18 +32,20 @@ class Scan:
 
 
 def is_url(text: str) -> bool:
+    """Whether ``text`` is an http or https URL."""
     return text.lower().startswith(("http://", "https://"))
 
 
 def scan(
     inputs: Sequence[str], *, recursive: bool = False, globs: Sequence[str] = (), exclude: Path | None = None
 ) -> Scan:
-    """Walk ``inputs``. Directories are read one level deep, or fully with ``recursive``; hidden entries only
-    when named themselves.
+    """Find the files that ``inputs`` name.
 
-    Symbolic links are followed; a file or directory reached twice (a loop, a second link) counts once, under
-    its real path. ``globs`` restrict what is taken from directories, see `matches`. ``exclude`` is a
-    directory never entered: our own data."""
+    Directories are read one level deep, or fully with ``recursive``. Hidden entries count only if named
+    themselves. Symbolic links are followed; a file or directory reached twice (a loop, a second link) counts
+    once, under its real path. ``globs`` filter the files of directories, see `matches`. ``exclude`` is a
+    directory that is never entered: our own data.
+    """
     found = Scan()
     seen: set[tuple[int, int]] = set()
     if exclude is not None and exclude.is_dir():
@@ -68,8 +71,10 @@ def scan(
 
 
 def matches(relative: str, globs: Sequence[str]) -> bool:
-    """Whether a path relative to its directory matches: a pattern without ``/`` by name, one with ``/`` as a
-    whole (* spans ``/``).
+    """Whether a path relative to its directory matches any of ``globs``; without globs it does.
+
+    A pattern without ``/`` is matched against the name, one with ``/`` against the whole path, where * spans
+    ``/``.
     """
     name = relative.rsplit("/", 1)[-1]
     return not globs or any(fnmatchcase(relative if "/" in pattern else name, pattern) for pattern in globs)
@@ -142,12 +147,13 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def printable(path: str) -> str:
-    """``path`` as text that can be stored and printed; names that are not UTF-8 come with escapes."""
+    """``path`` as text that can be stored and printed, with escapes for bytes that are not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def parse_metadata(pairs: Sequence[str]) -> dict[str, str | int | float | bool]:
-    """``key=value`` options; ``true``/``false`` and numbers become such, so that range filters work on them.
+    """Parse ``key=value`` options. Booleans and numbers are converted, so that range filters work on them.
+
     Raises ``InvalidRequest``.
     """
     out: dict[str, str | int | float | bool] = {}
@@ -162,33 +168,26 @@ def parse_metadata(pairs: Sequence[str]) -> dict[str, str | int | float | bool]:
 def _typed(value: str) -> str | int | float | bool:
     if value.lower() in {"true", "false"}:
         return value.lower() == "true"
-    digits = value.removeprefix("-")
-    if (
-        digits.isascii()
-        and digits.replace(".", "", 1).isdigit()
-        and (digits == "0" or not digits.startswith("0") or "." in digits)
-    ):
-        return float(value) if "." in value else int(value)  # 007 and 1e5 stay text: codes, not quantities
+    if _NUMBER.fullmatch(value):
+        return float(value) if "." in value else int(value)
     return value
 
 
 def clean_name(name: str) -> str:
-    """A client's file name as a label: no directories up, no drive, no control characters. Never used as a
+    """Clean a client's file name: no ``..``, no backslashes, no control characters. It is a label, never a
     path.
 
-    Raises ``InvalidRequest`` where nothing is left or it cannot be stored as text.
+    Raises ``InvalidRequest`` if nothing is left or it cannot be stored as text.
     """
     try:
         name.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"The name {name!r} is not valid Unicode.", param="name") from error
-    url = name.strip()
-    parts = (
-        [url]
-        if is_url(url)
-        else [part for part in name.replace("\\", "/").split("/") if part not in {"", ".", ".."}]
-    )
-    cleaned = "".join(c for c in "/".join(parts) if c.isprintable()).strip()
+    cleaned = name.strip()
+    if not is_url(cleaned):
+        parts = name.replace("\\", "/").split("/")
+        cleaned = "/".join(part for part in parts if part not in {"", ".", ".."})
+    cleaned = "".join(c for c in cleaned if c.isprintable()).strip()
     if not cleaned or len(cleaned) > _MAX_NAME:
         raise InvalidRequest(
             f"The name {name[:40]!r} must have 1 to {_MAX_NAME} printable characters.", param="name"

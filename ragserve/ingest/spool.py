@@ -1,13 +1,13 @@
-"""Uploads on disk until their job ends: data_dir/uploads/<spool id>/, complete and fsynced before the job
-that names them exists.
+"""Uploads on disk until their job ends: ``data_dir/uploads/<spool id>/``, durable before the job that names
+them exists.
 
-A spool is locked while it is written, so that `clean` in another process can tell one in the making from one
-whose writer died."""
+A spool is locked while it is written, so that `Spool.clean` in another process can tell it from one whose
+writer died.
+"""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -19,28 +19,27 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragserve.errors import NotFound, StorageFull, TooLarge
-
-__all__ = ["Spool", "SpoolWriter", "SpooledFile", "is_disk_full", "storage_full"]
+from ragserve.files import locked, sync_folder, write_json
 
 _BLOCK = 1 << 20  # bytes
 
 
 def is_disk_full(error: OSError) -> bool:
+    """Whether the error means a full disk or an exhausted quota."""
     return error.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
 def storage_full(where: Path) -> StorageFull:
+    """The error for a full disk under ``where``."""
     return StorageFull(
         f"No space left on the disk of {where}.",
-        hint="Free some and run the same ingestion again: what is indexed already is skipped.",
+        hint="Free some and run the same ingestion again: it skips what is already indexed.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SpooledFile:
-    """One upload. ``stored`` is our own name of its bytes within the spool; ``parser`` is given for inline
-    text, which is not sniffed.
-    """
+    """One upload. ``stored`` names its bytes in the spool; inline text names its ``parser``."""
 
     source: str
     stored: str
@@ -51,7 +50,7 @@ class SpooledFile:
 
 
 class SpoolWriter:
-    """Collects files; `Spool.writing` makes and seals it."""
+    """Collects the files of a new spool; see `Spool.writing`."""
 
     def __init__(self, folder: Path) -> None:
         self.id = folder.name
@@ -59,7 +58,7 @@ class SpoolWriter:
         self._files: list[SpooledFile] = []
 
     def add(self, file: SpooledFile, stream: BinaryIO, *, max_bytes: int) -> None:
-        """Copy ``stream`` to its end; ``file.stored`` is chosen here. Raises ``TooLarge`` past ``max_bytes``."""
+        """Copy ``stream`` to its end under a name chosen here. Raises ``TooLarge`` past ``max_bytes``."""
         stored = f"{len(self._files):05d}.bin"
         size = 0
         with open(self._folder / stored, "wb") as copy:
@@ -71,20 +70,14 @@ class SpoolWriter:
                         hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
                     )
                 copy.write(block)
-            _sync(copy)
+            copy.flush()
+            os.fsync(copy.fileno())
         self._files.append(replace(file, stored=stored))
 
     def seal(self) -> None:
-        """Write the manifest and make all of it durable."""
-        with open(self._folder / "manifest.json", "w", encoding="utf-8") as file:
-            json.dump([asdict(one) for one in self._files], file)
-            _sync(file)
-        for folder in (self._folder, self._folder.parent):
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        """Write the manifest and make the spool durable."""
+        write_json(self._folder / "manifest.json", [asdict(file) for file in self._files], durable=True)
+        sync_folder(self._folder.parent)
 
 
 class Spool:
@@ -95,14 +88,14 @@ class Spool:
 
     @contextmanager
     def writing(self) -> Iterator[SpoolWriter]:
-        """A new spool; removed if the block raises. Create the job within the block, after ``seal``. Raises
-        ``StorageFull``.
+        """Make a spool; it is removed if the block raises. Create the job within the block, after ``seal``.
+
+        Raises ``StorageFull``.
         """
         folder = self.root / secrets.token_hex(12)
         try:
             folder.mkdir(parents=True)
-            with open(folder / "lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(folder / "lock"):
                 yield SpoolWriter(folder)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,38 +104,34 @@ class Spool:
             raise
 
     def files(self, spool_id: str) -> list[SpooledFile]:
-        """What the spool holds. Raises ``NotFound`` where it was removed from outside."""
+        """List the spool's files. Raises ``NotFound`` if something else removed it."""
         try:
             manifest = (self.folder(spool_id) / "manifest.json").read_text(encoding="utf-8")
         except FileNotFoundError as error:
-            raise NotFound(
-                "The uploaded files of this job are gone from the disk.", hint="Upload them again."
-            ) from error
-        return [SpooledFile(**one) for one in json.loads(manifest)]
+            message = "The uploaded files of this job are gone from the disk."
+            raise NotFound(message, hint="Upload them again.") from error
+        return [SpooledFile(**fields) for fields in json.loads(manifest)]
 
     def folder(self, spool_id: str) -> Path:
+        """The folder of a spool."""
         return self.root / spool_id
 
     def remove(self, spool_id: str) -> None:
+        """Remove a spool, if it is there."""
         shutil.rmtree(self.folder(spool_id), ignore_errors=True)
 
     def clean(self, in_use: Callable[[], set[str]]) -> int:
-        """Remove spools that no job needs; how many. ``in_use`` is asked after each lock is held, so a job
-        made meanwhile is seen.
+        """Remove spools that no job needs and return their number.
+
+        ``in_use`` is called after each lock is acquired, so that a job created in the meantime is seen.
         """
         removed = 0
         for folder in self.root.iterdir() if self.root.is_dir() else ():
             try:
-                with open(folder / "lock") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if folder.name not in in_use():
+                with locked(folder / "lock", create=False) as acquired:  # else it is being written
+                    if acquired and folder.name not in in_use():
                         shutil.rmtree(folder, ignore_errors=True)
                         removed += 1
-            except (BlockingIOError, FileNotFoundError, NotADirectoryError):
-                continue  # being written now, being removed by another process, or nothing of ours
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # being removed by another process, or not a spool
         return removed
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

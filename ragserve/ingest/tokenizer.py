@@ -1,6 +1,4 @@
-"""The serving model's tokenizer, for counting: chunks are measured in the tokens that the model will be
-given.
-"""
+"""The serving model's tokenizer, used for counting: chunks are measured in tokens that the model will see."""
 
 from __future__ import annotations
 
@@ -11,12 +9,10 @@ from typing import Any
 
 from ragserve.errors import InvalidRequest
 
-__all__ = ["Counter", "TokenizerSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """A tokenizer as the JSON of the `tokenizers` library: one string that reaches the worker process without
+    """A tokenizer as the JSON of the `tokenizers` library, which the worker process loads without
     transformers or torch.
 
     ``fingerprint`` is part of every content hash, since another tokenizer cuts other chunks.
@@ -27,11 +23,11 @@ class TokenizerSource:
 
     @classmethod
     def load(cls, name: str) -> TokenizerSource:
-        """From ``name/tokenizer.json`` or, where that is not there, through transformers' AutoTokenizer
-        (path, or id in its cache).
+        """Load ``name/tokenizer.json``, else use transformers' AutoTokenizer (a path, or an id in its cache).
 
-        Raises ``InvalidRequest`` (code ``tokenizer_not_found``) where there is none, or where it has no fast
-        implementation."""
+        Raises ``InvalidRequest`` (code ``tokenizer_not_found``) if there is none or it has no fast
+        implementation.
+        """
         file = Path(name).expanduser() / "tokenizer.json"
         text = file.read_text(encoding="utf-8") if file.is_file() else _through_transformers(name)
         return cls(text, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
@@ -66,31 +62,28 @@ def _through_transformers(name: str) -> str:
 
 
 class Counter:
-    """Counts tokens and cuts at token boundaries. Also what chonkie calls as its tokenizer."""
+    """Counts tokens and finds token boundaries. chonkie uses it as its tokenizer."""
 
     def __init__(self, source: TokenizerSource) -> None:
         from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
         self._tokenizer: Any = Tokenizer.from_str(source.json)
-        # a tokenizer.json may say to cut or pad every text, which is about model inputs and not about
-        # counting
+        # a tokenizer.json may ask to truncate or pad model inputs; counting must not
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # a document that contains the text of a special token contains text
+        # the text of a special token within a document is plain text
         self._tokenizer.encode_special_tokens = True
 
     def __call__(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def counts(self, texts: list[str]) -> list[int]:
-        """Tokens of each text."""
+        """Number of tokens of each text."""
         return [
             len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) in characters of each token of ``text``. Tokens that are parts of one character share
-        its offsets.
-        """
+        """(start, end) in characters of each token. Tokens that share a character share its offsets."""
         spans: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
         return spans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from ragserve.files import write_json
 
 _PACKAGES = ("ragserve", "sglang", "torch", "transformers", "faiss-cpu", "sentence-transformers", "numpy")
 
@@ -112,10 +113,7 @@ def write(
 
 def save(report: Mapping[str, Any], out: Path) -> None:
     """Write a report as JSON, atomically; the folder is made."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(out)
+    write_json(out, report)
 
 
 def _cell(value: Any) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragserve.errors import InvalidRequest
+from ragserve.files import write_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -38,12 +39,7 @@ class ProfileFile(Generic[T]):
     def save(self, place: Path, fingerprint: str, profile: T) -> None:
         """Beside those of other models; atomic. Raises InvalidRequest for a foreign file."""
         models = self._models(place) | {fingerprint: asdict(profile)}
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_suffix(".tmp")
-        temporary.write_text(
-            json.dumps({"version": self.version, "models": models}, indent=1) + "\n", encoding="utf-8"
-        )
-        temporary.replace(place)
+        write_json(place, {"version": self.version, "models": models})
 
     def _models(self, place: Path) -> dict[str, Any]:
         if not place.exists():

@@ -19,6 +19,7 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
+from ragserve.files import write_json
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -223,12 +224,7 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"{place} is not a gate's file: {error!r}.", hint="Move it away.") from error
     models.setdefault(fingerprint, {}).update({label: asdict(entry) for label, entry in entries.items()})
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_suffix(".tmp")
-    temporary.write_text(
-        json.dumps({"version": VERSION, "models": models}, indent=1) + "\n", encoding="utf-8"
-    )
-    temporary.replace(place)
+    write_json(place, {"version": VERSION, "models": models})
 
 
 def _models(place: Path) -> dict[str, dict[str, Any]]:

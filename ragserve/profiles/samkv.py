@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
+from ragserve.files import in_package
 from ragserve.profiles.file import ProfileFile
 
 log = logging.getLogger(__name__)
@@ -89,4 +90,5 @@ def place_of(settings: Settings, fingerprint: str) -> Path:
     if SAMKV.load(own, fingerprint) is not None:
         return own
     folder = Path(settings.model)
-    return folder / FILE_NAME if folder.is_dir() and os.access(folder, os.W_OK) else own
+    writable = folder.is_dir() and os.access(folder, os.W_OK) and not in_package(folder)
+    return folder / FILE_NAME if writable else own

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from sglang_ext import hooks
+from sglang_ext.protocol import SGLANG_VERSION
 from sglang_ext.state import current
 
 
 def test_the_pinned_sglang_is_as_expected() -> None:
     from sglang.version import __version__
 
-    assert __version__ == hooks.SGLANG_VERSION
+    assert __version__ == SGLANG_VERSION
     assert hooks.check() == []
 
 

@@ -256,7 +256,11 @@ def test_no_file_has_to_be_split() -> None:
 def test_the_build_ships_every_package() -> None:
     config = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name for room in ROOMS for name, path in modules(room) if path.name == "__init__.py"}
-    assert set(config["packages"]) == packages
+    data = {f"ragserve.bundled.{folder.replace('/', '.')}" for folder in ("examples/models", "requirements")}
+    assert set(config["packages"]) == packages | data
+    for name in data:
+        assert (REPO / config["package-dir"][name]).is_dir(), name
+        assert config["package-data"][name], name
     for room, folder in ROOMS.items():
         assert (folder / "py.typed").exists(), room
         assert "py.typed" in config["package-data"][room]

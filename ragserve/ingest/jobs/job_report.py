@@ -1,22 +1,25 @@
-"""What an ingestion says while it runs and when it is over."""
+"""Progress of a job while it runs, and its report at the end."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Interrupted", "JobReport", "Progress"]
+from ragserve_index import JobStore
+from ragserve_index.types import Job
+
+OUTCOMES = ("indexed", "unchanged", "failed", "skipped", "removed", "warmed")
 
 
 class Interrupted(Exception):
-    """The run was stopped before its end; what is done stays."""
+    """The run was stopped before its end; finished work stays."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Files by outcome so far; chunks and tokens indexed (or, in a warm-up, computed) in this run.
+    """Files by outcome so far, and chunks and tokens indexed (in a warm-up: computed) by this run.
 
-    Seconds are those spent embedding and writing to the index.
+    ``embed_s`` and ``index_s`` are the seconds spent on embedding and on writing to the index.
     """
 
     total: int = 0
@@ -38,10 +41,23 @@ class Progress:
         return self.indexed + self.unchanged + self.failed + self.skipped + self.warmed
 
 
+def progress_of(job: Job, **counts: int) -> Progress:
+    """Progress of a job as recorded so far: at its scan, before an interruption, or by another process."""
+    done = {outcome: job.counts.get(outcome, 0) for outcome in OUTCOMES if outcome != "removed"}
+    return Progress(total=job.n_items, **done, **counts)
+
+
+def failures_of(jobs: JobStore, job_id: str, *states: str) -> tuple[tuple[str, str], ...]:
+    """(source, reason) of the job's items in one of ``states``."""
+    return tuple((item.source, item.reason or "") for state in states for item in jobs.items(job_id, state))
+
+
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """The outcome of a run. ``state``: done, failed, cancelled, or interrupted (resumable). ``vanished``:
-    documents whose file is gone.
+    """Result of a run.
+
+    ``state`` is done, failed, cancelled, or interrupted (resumable); ``failures`` holds (source, reason);
+    ``vanished`` holds sources whose file is gone; ``warm_job`` is the id of the warm-up job that follows.
     """
 
     job_id: str
@@ -55,13 +71,10 @@ class JobReport:
     warm_job: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready; rates are per second of the whole run."""
-        counts = asdict(self.progress)
-        counts.pop("current")
-        files = {
-            name: counts.pop(name)
-            for name in ("total", "indexed", "unchanged", "failed", "skipped", "removed", "warmed")
-        }
+        """The report as plain data; rates are per second of the whole run."""
+        counts = {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(self.progress).items()}
+        del counts["current"]
+        files = {name: counts.pop(name) for name in ("total", *OUTCOMES)}
         seconds = max(self.seconds, 1e-9)
         return {
             "job_id": self.job_id,
@@ -69,9 +82,7 @@ class JobReport:
             "state": self.state,
             "error": self.error,
             "files": files,
-            **{
-                name: round(value, 3) if isinstance(value, float) else value for name, value in counts.items()
-            },
+            **counts,
             "seconds": round(self.seconds, 3),
             "chunks_per_s": round(self.progress.chunks / seconds, 1),
             "tokens_per_s": round(self.progress.tokens / seconds, 1),

@@ -1,6 +1,4 @@
-"""The claim on a job while it runs, renewed by a thread; an expired one is a job whose process died, which
-anyone may take over.
-"""
+"""The lease on a running job, renewed by a thread. An expired one means that its process died."""
 
 from __future__ import annotations
 
@@ -9,29 +7,33 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from ragserve.errors import Conflict, RagserveError
-from ragserve.ingest.jobs.job_report import Interrupted
+from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress, failures_of, progress_of
 from ragserve_index import JobStore
 from ragserve_index.types import Job
 
-__all__ = ["LEASE_S", "Lease", "run_leased", "worker_name"]
-
 LEASE_S = 15.0
-"""Seconds that a job of a killed process stays claimed. Renewed every third of it."""
+"""Seconds that the job of a killed process stays claimed. The lease is renewed every third of that."""
 
 log = logging.getLogger(__name__)
 
 
 def worker_name() -> str:
-    """Of this run: host, process and a random part."""
+    """A name for one run: host, process id and a random part."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
 
 
 class Lease:
-    """``lost``: another process took the job over; ``cancelled``: someone asked for its end. Both mean stop."""
+    """Renews a claim while the block lasts.
+
+    ``lost``: another process took the job over. ``cancelled``: someone asked for its end. Either ends the
+    run.
+    """
 
     def __init__(self, jobs: JobStore, job_id: str, worker: str, *, cancelled: bool = False) -> None:
         self._jobs, self._job_id, self._worker = jobs, job_id, worker
@@ -52,8 +54,7 @@ class Lease:
 
     def release(self) -> None:
         """Give the job back unfinished, so that it can be resumed at once."""
-        self._end.set()
-        self._thread.join()
+        self.__exit__(None, None, None)
         self._jobs.heartbeat(self._job_id, self._worker, 0.0)
 
     def _renew(self) -> None:
@@ -62,38 +63,68 @@ class Lease:
             ticks += 1
             try:
                 self.cancelled = self.cancelled or self._jobs.cancel_requested(self._job_id)
-                if ticks % int(LEASE_S // 3) == 0 and not self._jobs.heartbeat(
-                    self._job_id, self._worker, LEASE_S
-                ):
+                due = ticks % int(LEASE_S // 3) == 0
+                if due and not self._jobs.heartbeat(self._job_id, self._worker, LEASE_S):
                     self.lost = True
                     return
             except (
                 RagserveError
-            ) as error:  # the disk full or the registry busy: the run itself meets and reports it
+            ) as error:  # a full disk or a busy registry: the run itself meets and reports it
                 log.warning("The lease of job %s could not be renewed: %s", self._job_id, error)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One run of a claimed job. Its work updates ``progress``, calls ``notify`` and obeys ``should_stop``."""
+
+    job: Job
+    progress: Progress
+    should_stop: Callable[[], bool]
+    on_progress: Callable[[Progress], None]
+
+    def notify(self) -> None:
+        self.on_progress(self.progress)
 
 
 def run_leased(
     jobs: JobStore,
     job_id: str,
-    work: Callable[[Job, Callable[[], bool]], None],
-    finish: Callable[[Job, str, str | None], None],
+    work: Callable[[JobRun], None],
     *,
-    stop: threading.Event,
-    wait: bool,
-) -> tuple[Job, str]:
-    """(the job as it was claimed, its state: done, cancelled or interrupted).
+    finish: Callable[[Job, str, str | None], None] | None = None,
+    failures: tuple[str, ...] = ("failed",),
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
+    wait: bool = False,
+) -> JobReport:
+    """Claim a job, run ``work`` on it and record its end.
 
-    ``work(job, should_stop)`` raises ``Interrupted`` when told to stop; ``finish(job, state, error)`` records
-    the end, except that of an interruption, whose job is given back to be resumed. ``wait`` waits for the
-    lease of a process that died. What ``work`` raises is recorded and raised again. Raises ``NotFound``,
-    ``Conflict`` (it runs elsewhere or is over)."""
+    Args:
+        work: Raises ``Interrupted`` when ``should_stop()``. Its other errors are recorded and raised again.
+        finish: Called as ``finish(job, state, error)`` to record the end; default: in the job's row. An
+            interrupted job is not finished but given back, to be resumed.
+        failures: States of the items that the report lists as failures.
+        stop: Interrupts the run.
+        wait: Wait for the lease of a dead process to expire.
+
+    Raises:
+        NotFound: There is no such job.
+        Conflict: It runs elsewhere, was taken over, or is over.
+    """
+    started = time.monotonic()
+    finish = finish or (lambda job, state, error: jobs.finish(job.job_id, state, error))
+    stop = stop or threading.Event()
     worker = worker_name()
     job = _claim(jobs, job_id, worker, stop if wait else None)
+    progress = progress_of(job)
     state = "done"
     with Lease(jobs, job_id, worker, cancelled=job.cancel_requested) as lease:
+
+        def should_stop() -> bool:
+            return stop.is_set() or lease.lost or lease.cancelled
+
         try:
-            work(job, lambda: stop.is_set() or lease.lost or lease.cancelled)
+            work(JobRun(job, progress, should_stop, on_progress or (lambda _: None)))
         except Interrupted:
             if lease.lost:
                 raise Conflict(
@@ -107,7 +138,8 @@ def run_leased(
             lease.release()
         else:
             finish(job, state, None)
-    return job, state
+    seconds = time.monotonic() - started
+    return JobReport(job_id, job.namespace, state, seconds, progress, failures_of(jobs, job_id, *failures))
 
 
 def _claim(jobs: JobStore, job_id: str, worker: str, waiting: threading.Event | None) -> Job:
@@ -118,11 +150,11 @@ def _claim(jobs: JobStore, job_id: str, worker: str, waiting: threading.Event | 
         job = jobs.get(job_id)
         if job.finished:
             raise Conflict(
-                f"Job {job_id} is over: {job.state}.", hint="Run it again; what is done already is skipped."
+                f"Job {job_id} is over: {job.state}.", hint="Run it again; finished work is skipped."
             )
         if waiting is None or waiting.wait(1.0):
             raise Conflict(
                 f"Job {job_id} is being run by {job.worker}.",
-                hint=f"If that died, wait {LEASE_S:g} s.",
+                hint=f"If that process died, wait {LEASE_S:g} s.",
                 code="job_busy",
             )

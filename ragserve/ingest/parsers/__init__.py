@@ -1,8 +1,9 @@
-"""The parsers: one file per format, chosen by content first and by extension second.
+"""Parsers, one module per format, chosen by content first and by extension second.
 
-To add one: write ``parse(raw: Raw) -> Parsed`` in a module here, name it in ``PARSERS``, and teach
-`sniff.detect` to recognise it. Modules are imported on first use, in the worker process, so a command that
-parses no PDF never loads PDFium."""
+To add one, write ``parse(raw: Raw) -> Parsed`` in a module here, name it in ``PARSERS``, and teach
+`sniff.detect` to recognise the format. Modules are imported on first use, in the worker process, so that a
+command that parses no PDF never loads PDFium.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,13 @@ PARSERS = {
 
 
 def parse(raw: Raw, parser: str | None = None) -> Parsed:
-    """The document in ``raw``; ``parser`` skips detection. Raises ``UnsupportedDocument`` with the reason."""
+    """Parse a document, with the named ``parser`` or the detected one. Raises ``UnsupportedDocument``."""
     if not raw.data:
         raise UnsupportedDocument("empty: the file has 0 bytes", code="empty_document")
     name = parser or detect(raw)
     parsed: Parsed = import_module(PARSERS[name]).parse(raw)
-    if (
-        not parsed.pages
-    ):  # shortening gaps would move the pages' offsets; page texts are tidied before they are joined
+    # pages are tidied before they are joined: shortening gaps here would move their offsets
+    if not parsed.pages:
         parsed = Parsed(tidy(parsed.text), parsed.mime, parsed.title, (), parsed.metadata)
     if not parsed.text.strip():
         raise UnsupportedDocument("empty: the file holds no text", code="empty_document")

@@ -1,27 +1,19 @@
-"""What a parser gets and gives. Parsers run in the worker process (`ragserve.ingest.parsing.parse_worker`):
-no torch, no SGLang, no network.
-"""
+"""Input and output of parsers. They run in the worker process: no torch, no SGLang, no network."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-__all__ = ["PARSER_VERSION", "Parsed", "Raw", "join_pages", "tidy"]
-
 PARSER_VERSION = 1
-"""Part of every content hash: raise it when a parser gives other text for the same bytes, and files are
-ingested anew.
-"""
+"""Part of every content hash. Raise it when a parser gives other text for the same bytes."""
 
 _LONG_GAP = re.compile(r"\s{65,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The bytes of one file and what is known of it. ``charset`` is what the HTTP server said; ``ext`` is
-    lower case with its dot.
-    """
+    """A file's bytes and origin. ``charset`` is from the HTTP header; ``ext`` is lower case, with its dot."""
 
     data: bytes
     filename: str
@@ -32,11 +24,12 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A document as text. ``pages`` holds (offset in ``text``, page number from 1) in order, empty where the
-    format has no pages.
+    """A document as text.
 
-    Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty where the document
-    names none."""
+    ``pages`` holds (offset in ``text``, page number from 1) in order and is empty for formats without pages.
+    Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty if the document has
+    none.
+    """
 
     text: str
     mime: str
@@ -46,14 +39,12 @@ class Parsed:
 
 
 def tidy(text: str) -> str:
-    """Shorten runs of more than 64 white space characters, which carry nothing and would fill chunks of their
-    own.
-    """
+    """Shorten runs of more than 64 white space characters, which would fill chunks of their own."""
     return _LONG_GAP.sub(lambda gap: "\n\n" if "\n" in gap.group() or "\r" in gap.group() else " ", text)
 
 
 def join_pages(pages: list[str]) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The pages' texts as one, a blank line between them, and where each page that has text starts."""
+    """Join pages with blank lines. Returns the text and (offset, page number) of each page that has text."""
     parts: list[str] = []
     starts: list[tuple[int, int]] = []
     offset = 0

@@ -6,8 +6,6 @@ import codecs
 
 from ragserve.errors import UnsupportedDocument
 
-__all__ = ["decode"]
-
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it starts with
@@ -16,16 +14,15 @@ _BOMS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _TEXT_CONTROLS = frozenset("\t\n\r\f\v\b\x1b\x85")
-_MAX_CONTROLS = 0.01  # share of control characters above which bytes that happen to decode are not text
-_GUESS_BYTES = 256 * 1024  # what the guess looks at; decoding is then strict over everything
+_MAX_CONTROLS = 0.01  # share of control characters above which decodable bytes are not text
+_GUESS_BYTES = 256 * 1024  # used for the guess; all bytes are then decoded strictly
 
 
 def decode(data: bytes, declared: str | None = None) -> str:
-    """The text. ``declared`` is a charset that the container names (HTTP header, HTML meta), believed if it
-    decodes strictly.
+    """Decode text. The ``declared`` charset (HTTP header, HTML meta) is used if it decodes strictly.
 
-    Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in no charset that
-    fits."""
+    Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in an unknown charset.
+    """
     for mark, charset in _BOMS:
         if data.startswith(mark):
             try:

@@ -1,12 +1,10 @@
-"""Source code and data in text form: the text as it is, its language as metadata."""
+"""Source code and data in text form: the unchanged text, with the language as metadata."""
 
 from __future__ import annotations
 
 from ragserve.ingest.parsers.base import Parsed, Raw
 from ragserve.ingest.parsers.charset import decode
 from ragserve.ingest.parsers.sniff import language_of
-
-__all__ = ["parse"]
 
 
 def parse(raw: Raw) -> Parsed:

@@ -1,6 +1,4 @@
-"""Word documents: paragraphs, headings and tables in document order, with text that python-docx's
-``Paragraph.text`` leaves out.
-"""
+"""Word documents: paragraphs, headings and tables in order, with text that ``Paragraph.text`` omits."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from typing import Any
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Parsed, Raw
-
-__all__ = ["parse"]
 
 MIME = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 
@@ -41,7 +37,7 @@ def parse(raw: Raw) -> Parsed:
     except (
         NotImplementedError,
         RuntimeError,
-    ) as error:  # zipfile's words for encryption and unknown compression
+    ) as error:  # zipfile raises these for encryption and unknown compression
         raise UnsupportedDocument(f"encrypted: {error}", code="encrypted_document") from error
     if not title:
         title = next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
@@ -49,7 +45,7 @@ def parse(raw: Raw) -> Parsed:
 
 
 def _blocks(container: Any, document: Any) -> Iterator[str]:
-    """Texts of the block-level children. Content controls (w:sdt) are opened: python-docx passes over them."""
+    """Yield the texts of block-level children, also in content controls (w:sdt), which python-docx skips."""
     from docx.oxml.ns import qn
 
     for child in container.iterchildren():
@@ -63,7 +59,7 @@ def _blocks(container: Any, document: Any) -> Iterator[str]:
 
 
 def _table(table: Any, document: Any) -> str:
-    """One line per row, `` | `` between cells; a cell that spans columns is one element and so appears once."""
+    """One line per row, `` | `` between cells. A cell that spans columns is one element and appears once."""
     from docx.oxml.ns import qn
 
     rows = []
@@ -88,9 +84,7 @@ def _heading_mark(paragraph: Any, document: Any) -> str:
 
 
 def _inline_text(paragraph: Any) -> str:
-    """Runs, links, insertions and text boxes; not what a tracked change deleted, nor the fallback copy of a
-    drawing.
-    """
+    """Text of runs, links, insertions and text boxes, without deletions and fallback copies of drawings."""
     from docx.oxml.ns import qn
 
     skipped = {

@@ -1,4 +1,4 @@
-"""HTML: the main text through trafilatura; where it finds none, all text that a browser would show."""
+"""HTML: the main text found by trafilatura or, if there is little, all text that a browser would show."""
 
 from __future__ import annotations
 
@@ -9,53 +9,52 @@ from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Parsed, Raw
 from ragserve.ingest.parsers.charset import decode
 
-__all__ = ["parse"]
-
 _META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
-_BLOCKS = {
-    "address",
-    "article",
-    "aside",
-    "blockquote",
-    "br",
-    "caption",
-    "dd",
-    "details",
-    "dialog",
-    "div",
-    "dl",
-    "dt",
-    "fieldset",
-    "figcaption",
-    "figure",
-    "footer",
-    "form",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "h5",
-    "h6",
-    "header",
-    "hr",
-    "li",
-    "main",
-    "nav",
-    "ol",
-    "p",
-    "pre",
-    "section",
-    "summary",
-    "table",
-    "td",
-    "th",
-    "tr",
-    "ul",
-}
-_MAIN_TEXT_IS_SMALL = (
-    200  # characters: below that trafilatura often took a caption or a cookie notice for the article
+_BLOCKS = frozenset(
+    [
+        "address",
+        "article",
+        "aside",
+        "blockquote",
+        "br",
+        "caption",
+        "dd",
+        "details",
+        "dialog",
+        "div",
+        "dl",
+        "dt",
+        "fieldset",
+        "figcaption",
+        "figure",
+        "footer",
+        "form",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "h5",
+        "h6",
+        "header",
+        "hr",
+        "li",
+        "main",
+        "nav",
+        "ol",
+        "p",
+        "pre",
+        "section",
+        "summary",
+        "table",
+        "td",
+        "th",
+        "tr",
+        "ul",
+    ]
 )
+# characters; below that, trafilatura has often taken a caption or a cookie notice for the article
+_MIN_MAIN_TEXT = 200
 
 
 def parse(raw: Raw) -> Parsed:
@@ -69,7 +68,7 @@ def parse(raw: Raw) -> Parsed:
     from lxml import html as lxml_html
 
     try:
-        # libxml2 wants no declaration of an encoding in text that is decoded already
+        # libxml2 rejects an encoding declaration in text that is already decoded
         tree = lxml_html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*\?>", "", source))
     except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
         raise UnsupportedDocument(
@@ -77,7 +76,7 @@ def parse(raw: Raw) -> Parsed:
         ) from error
     title, text = _main_text(source, raw.url)
     everything = _all_text(tree)
-    if len(text) < _MAIN_TEXT_IS_SMALL and len(everything) > len(text):
+    if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
         text = everything
     if not title:
         title = " ".join((tree.findtext(".//title") or tree.findtext(".//h1") or "").split())
@@ -102,9 +101,9 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
 
 
 def _all_text(tree: Any) -> str:
-    """Every visible text in document order, blocks on lines of their own."""
+    """All visible text in document order, with each block on its own line."""
     parts: list[str] = []
-    # an explicit stack: nesting in a hostile page is deeper than Python's recursion limit
+    # an explicit stack: a hostile page may nest deeper than Python's recursion limit
     stack: list[tuple[Any, bool]] = [(tree, False)]
     while stack:
         node, leaving = stack.pop()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LANGUAGES"]
-
 _EXTENSIONS = {
     "assembly": ".asm .s",
     "batch": ".bat",

@@ -1,4 +1,4 @@
-"""Markdown: the source as it is, since its marks help a reader and a model alike; front matter is taken off."""
+"""Markdown: the unchanged source, whose marks help readers and models alike, without its front matter."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 
 from ragserve.ingest.parsers.base import Parsed, Raw
 from ragserve.ingest.parsers.charset import decode
-
-__all__ = ["parse"]
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n(---|\.\.\.)[ \t]*(\r?\n|\Z)", re.S)
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
@@ -23,7 +21,7 @@ def parse(raw: Raw) -> Parsed:
         title = _title_in(front.group(1))
         text = text[front.end() :]
     if not title:
-        prose = _FENCE.sub("", text)  # a comment in a shell example is no heading
+        prose = _FENCE.sub("", text)  # a comment in a shell example is not a heading
         found = min(
             (m for m in (_HEADING.search(prose), _SETEXT.search(prose)) if m),
             key=lambda m: m.start(),
@@ -38,7 +36,7 @@ def _title_in(front_matter: str) -> str:
 
     try:
         fields = yaml.safe_load(front_matter)
-    except yaml.YAMLError:  # front matter of another kind; the first heading names the document then
+    except yaml.YAMLError:  # not YAML: use the first heading
         return ""
     title = fields.get("title") if isinstance(fields, dict) else None
     return title if isinstance(title, str) else ""

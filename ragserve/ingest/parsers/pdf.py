@@ -1,4 +1,4 @@
-"""PDF through PDFium, page by page. PDFium is not thread-safe: this runs only in the worker's one thread."""
+"""PDF by PDFium, page by page. PDFium is not thread-safe; the worker has a single thread."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import warnings
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Parsed, Raw, join_pages, tidy
 
-__all__ = ["parse"]
-
-_HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # how PDFium marks a hyphen that only breaks a line
-_WRAPPED = re.compile(
-    r"(?<=[a-z,;])\n(?=[a-z(])"
-)  # a line that ends in mid-sentence and goes on in lower case
+_HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # PDFium's marks for a hyphen that breaks a line
+_WRAPPED = re.compile(r"(?<=[a-z,;])\n(?=[a-z(])")  # a line that breaks in the middle of a sentence
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
 
 
@@ -21,7 +17,7 @@ def parse(raw: Raw) -> Parsed:
     import pypdfium2
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about form layers, which hold no running text
+        warnings.simplefilter("ignore")  # about form layers, which hold no text of interest
         try:
             document = pypdfium2.PdfDocument(raw.data)
         except pypdfium2.PdfiumError as error:

@@ -1,6 +1,4 @@
-"""Which parser a file needs, by its content; the extension only tells apart what content cannot (Markdown,
-code, plain text).
-"""
+"""Choose a file's parser by its content. The extension decides only between Markdown, code and plain text."""
 
 from __future__ import annotations
 
@@ -12,27 +10,16 @@ from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Raw
 from ragserve.ingest.parsers.languages import LANGUAGES
 
-__all__ = ["detect", "language_of"]
-
 _HTML_START = re.compile(
     rb"^\s*(<\?xml[^>]*\?>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>])", re.I | re.S
 )
 _HTML_TAG = re.compile(rb"<(p|div|h[1-6]|body|head|article|section|span|table|ul|ol|a|br)[\s/>]", re.I)
 _HTML_EXT = {".html", ".htm", ".xhtml"}
 _MARKDOWN_EXT = {".md", ".markdown", ".mdown", ".mkd", ".mdx", ".qmd", ".rmd"}
-_TEMPLATE_EXT = {
-    ".php",
-    ".jsp",
-    ".erb",
-    ".ejs",
-    ".vue",
-    ".svelte",
-    ".hbs",
-    ".mustache",
-    ".jinja",
-    ".j2",
-    ".tmpl",
-}  # code that starts as HTML
+# code that starts as HTML
+_TEMPLATE_EXT = frozenset(
+    [".php", ".jsp", ".erb", ".ejs", ".vue", ".svelte", ".hbs", ".mustache", ".jinja", ".j2", ".tmpl"]
+)
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
@@ -58,20 +45,14 @@ _FILENAMES = {
     "cmakelists.txt": "cmake",
     "jenkinsfile": "groovy",
 }
-_SHEBANGS = (
-    ("python", "python"),
-    ("node", "javascript"),
-    ("ruby", "ruby"),
-    ("perl", "perl"),
-    ("sh", "shell"),
-)
+_SHEBANGS = {"python": "python", "node": "javascript", "ruby": "ruby", "perl": "perl", "sh": "shell"}
 
 
 def detect(raw: Raw) -> str:
-    """A key of ``PARSERS``. Raises ``UnsupportedDocument`` for what no parser reads, saying what it is.
+    """Return a key of ``PARSERS``. Raises ``UnsupportedDocument``, naming the format, if no parser reads it.
 
-    Text is not decoded here: whether bytes without a known signature are text is for the text parsers'
-    decoding to say."""
+    Nothing is decoded here: the text parsers find out whether bytes without a known signature are text.
+    """
     head = raw.data[:4096]
     if b"%PDF-" in head[:1024]:
         return "pdf"
@@ -102,12 +83,12 @@ def detect(raw: Raw) -> str:
 
 
 def language_of(raw: Raw) -> str | None:
-    """The programming or data language by extension, well-known file name, or ``#!`` line."""
+    """Programming or data language by extension, well-known file name or ``#!`` line; None if unknown."""
     named = LANGUAGES.get(raw.ext) or _FILENAMES.get(raw.filename.lower())
     if named or not raw.data.startswith(b"#!"):
         return named
     line = raw.data.split(b"\n", 1)[0].decode("ascii", "replace")
-    return next((language for word, language in _SHEBANGS if word in line), None)
+    return next((language for word, language in _SHEBANGS.items() if word in line), None)
 
 
 def _zip_kind(data: bytes) -> str:

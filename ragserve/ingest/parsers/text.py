@@ -1,11 +1,9 @@
-"""Plain text: the document as it is."""
+"""Plain text, unchanged."""
 
 from __future__ import annotations
 
 from ragserve.ingest.parsers.base import Parsed, Raw
 from ragserve.ingest.parsers.charset import decode
-
-__all__ = ["parse"]
 
 
 def parse(raw: Raw) -> Parsed:

@@ -1,1 +1,1 @@
-"""Parser worker processes."""
+"""The parsing process and its parent's side."""

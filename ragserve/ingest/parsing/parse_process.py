@@ -1,6 +1,4 @@
-"""The parent's side of the parsing process: one request at a time, a time limit, and a fresh process after a
-crash or a hang.
-"""
+"""The parent's side of the parsing process: one request at a time, time limits, restarts after failures."""
 
 from __future__ import annotations
 
@@ -12,28 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
 from ragserve.errors import Unavailable
 from ragserve_index.types import NewChunk
 
-__all__ = ["Failed", "ParseProcess", "ParseRequest", "ParsedFile", "Unchanged"]
-
 MEMORY_BYTES = 3 * 2**30
-"""Address space of the parsing process: the largest upload as 4-byte text, parsed and cut, fits; a
+"""Address space of the parsing process. The largest upload fits as 4-byte text, parsed and cut; a
 decompression bomb does not.
 """
 
-_START_S = 60.0  # imports and the tokenizer; seconds
+_START_S = 60.0  # seconds for imports and the tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ParseRequest:
-    """One file. ``salt`` is what else shapes the result (see `content_salt`); a file with ``known_hash`` is
-    not parsed.
-    """
+    """One file to parse, unless its hash is ``known_hash``. ``salt`` enters the hash (see `content_salt`)."""
 
     path: str
     filename: str
@@ -47,6 +42,10 @@ class ParseRequest:
 
 @dataclass(frozen=True, slots=True)
 class ParsedFile:
+    """A parsed and chunked file. ``size`` is in bytes."""
+
+    filename: str
+    ext: str
     hash: str
     size: int
     mime: str
@@ -57,14 +56,17 @@ class ParsedFile:
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
+    """A file that has its known hash. ``size`` is in bytes."""
+
     hash: str
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """``code`` is machine-readable: that of the error, or ``timeout``, ``crash``, ``memory``, ``unreadable``,
-    ``parse_error``.
+    """A file that could not be parsed.
+
+    ``code`` is that of the error, or ``timeout``, ``crash``, ``memory``, ``unreadable``, ``parse_error``.
     """
 
     reason: str
@@ -72,8 +74,9 @@ class Failed:
 
 
 class ParseProcess:
-    """Starts on the first ``parse`` and again after a failure that ended it. Used by one thread;
-    ``interrupt`` may come from another.
+    """Starts on the first ``parse``, and again after a failure that ended it.
+
+    Used by one thread; ``interrupt`` may be called from another.
     """
 
     def __init__(
@@ -99,46 +102,47 @@ class ParseProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process, if there is one."""
+        """Process id, or None if the process is not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def parse(self, request: ParseRequest) -> ParsedFile | Unchanged | Failed:
-        """Raises ``Unavailable`` where the process cannot be started at all; whatever a file does to it is
-        ``Failed``.
+        """Parse one file. Whatever the file does to the process is ``Failed``.
+
+        Raises ``Unavailable`` if the process cannot be started at all.
         """
         if self._interrupted:
             return Failed("interrupted", "interrupted")
         if self.pid is None:
             self._start()
         try:
-            self._send({name: getattr(request, name) for name in ParseRequest.__slots__})
+            self._send(asdict(request))
             reply = self._receive(self._timeout_s)
-        except _TimedOut:
-            self._kill()
+        except TimeoutError:
+            self.close()
             return Failed(
                 f"took longer than {self._timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)", "timeout"
             )
         except (EOFError, BrokenPipeError):
-            return Failed(f"the parser crashed on this file ({self._end()})", "crash")
+            return Failed(f"the parser crashed on this file ({self._reap()})", "crash")
         if "failed" in reply:
             return Failed(reply["failed"], reply["code"])
         if "unchanged" in reply:
             return Unchanged(reply["unchanged"], reply["size"])
-        chunks = [NewChunk(*chunk) for chunk in reply["chunks"]]
-        return ParsedFile(
-            reply["hash"], reply["size"], reply["mime"], reply["title"], reply["metadata"], chunks
-        )
+        reply["chunks"] = [NewChunk(*chunk) for chunk in reply["chunks"]]
+        return ParsedFile(request.filename, request.ext, **reply)
 
     def interrupt(self) -> None:
-        """For good, from another thread: the ``parse`` in progress and later ones return ``Failed``."""
+        """Make the ``parse`` in progress and all later ones return ``Failed``. Callable from any thread."""
         self._interrupted = True
         process = self._process
         if process is not None:
-            process.kill()  # pipes and the zombie are left to the thread that reads them
+            process.kill()  # the thread that reads from it closes the pipes and reaps it
 
-    def close(self) -> None:
-        """End the process."""
-        self._kill()
+    def close(self) -> str:
+        """End the process and return how it ended, empty if there was none."""
+        if self._process is not None:
+            self._process.kill()
+        return self._reap()
 
     def __enter__(self) -> ParseProcess:
         return self
@@ -149,31 +153,25 @@ class ParseProcess:
         self.close()
 
     def _start(self) -> None:
-        self._end()
-        environment = {
-            **os.environ,
-            "TOKENIZERS_PARALLELISM": "false",
-            "CHONKIE_LOG": "off",
-            "PYTHONUNBUFFERED": "1",
-        }
+        self._reap()
+        extra = {"TOKENIZERS_PARALLELISM": "false", "CHONKIE_LOG": "off", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            # -P: without it the working directory, which may be the folder of sources being ingested, comes
-            # before the libraries
+            # -P keeps the working directory, which may hold the files being ingested, out of sys.path
             [sys.executable, "-P", "-m", "ragserve.ingest.parsing.parse_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # libxml2 and PDFium complain there about every odd file
-            env=environment,
-            start_new_session=True,  # Ctrl-C goes to the parent, which ends this one in order
+            stderr=subprocess.DEVNULL,  # libxml2 and PDFium complain about every odd file
+            env=os.environ | extra,
+            start_new_session=True,  # Ctrl-C goes to the parent, which ends this process
         )
         self._pending = b""
         try:
             self._send(self._config)
             self._receive(_START_S)
-        except (_TimedOut, EOFError, BrokenPipeError) as error:
+        except (TimeoutError, EOFError, BrokenPipeError) as error:
             raise Unavailable(
-                f"The parsing process did not start ({self._kill() or type(error).__name__}).",
-                hint="Run `python -P -m ragserve.ingest.parsing.parse_worker </dev/null` to see why, and `ragserve doctor`.",
+                f"The parsing process did not start ({self.close() or type(error).__name__}).",
+                hint="To see why, run `python -P -m ragserve.ingest.parsing.parse_worker </dev/null`.",
             ) from error
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -192,38 +190,22 @@ class ParseProcess:
             selector.register(process.stdout, selectors.EVENT_READ)
             while True:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise _TimedOut
+                    raise TimeoutError
                 piece = os.read(process.stdout.fileno(), 1 << 20)
                 if not piece:
                     raise EOFError
-                head, newline, rest = piece.partition(b"\n")
+                head, newline, self._pending = piece.partition(b"\n")
                 parts.append(head)
                 if newline:
-                    self._pending = rest
-                    reply: dict[str, Any] = json.loads(b"".join(parts))
-                    return reply
+                    return dict(json.loads(b"".join(parts)))
 
-    def _kill(self) -> str:
-        if self._process is not None:
-            self._process.kill()
-        return self._end()
-
-    def _end(self) -> str:
-        """Reap the process; how it ended, in words."""
+    def _reap(self) -> str:
+        """Wait for the process to exit and return how it ended, empty if there was none."""
         process, self._process = self._process, None
         if process is None:
             return ""
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue  # an unsent request to a process that is gone
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with suppress(BrokenPipeError):  # an unsent request to a process that is gone
+                pipe.close()
         code = process.wait()
-        if code < 0:
-            return signal.Signals(-code).name
-        return f"exit status {code}"
-
-
-class _TimedOut(Exception):
-    """Internal: the reply did not come in time."""
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -1,9 +1,10 @@
-"""The parsing process: reads a file, hashes it, parses it, cuts it into chunks. Nothing here may import torch
-or SGLang.
+"""The parsing process: reads a file, hashes it, parses it and cuts it into chunks. Nothing here may import
+torch or SGLang.
 
-It speaks JSON lines, one request and one reply at a time, on stdin and on what was stdout when it started.
-JSON and not pickle: a parser that a hostile file took over could otherwise run code in the parent. The
-parent's side, with the time limit and restarts, is `parse_process`."""
+It reads one JSON request per line from stdin and writes one JSON reply per line to its original stdout. It
+speaks JSON and not pickle, because a parser that a hostile file took over could otherwise run code in the
+parent. `parse_process` is the parent's side, with the time limit and restarts.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,11 @@ from typing import IO, Any
 
 from ragserve.errors import RagserveError, TooLarge, UnsupportedDocument
 
-__all__ = ["main"]
-
 
 def main() -> None:
+    """Serve requests until stdin ends. The first line of stdin configures the process."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # a library that prints must not be taken for a reply
+    os.dup2(2, 1)  # what a library prints must not look like a reply
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     _Worker(json.loads(requests.readline())).serve(requests, replies)
 
@@ -33,8 +33,7 @@ class _Worker:
         limit = int(config["memory_bytes"])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # chonkie imports it for a chunker that asks a remote model, which takes three quarters of the time
-        # this process needs to start
+        # chonkie imports it for a chunker that calls a remote model: 3/4 of this process's start-up time
         sys.modules["openai"] = None  # type: ignore[assignment]
         from ragserve.ingest.chunking import Chunker
         from ragserve.ingest.tokenizer import Counter, TokenizerSource
@@ -49,7 +48,7 @@ class _Worker:
     def serve(self, requests: IO[str], replies: IO[str]) -> None:
         _reply(replies, {"ready": True})
         for line in requests:
-            # an orphan of a killed parent that is stuck in a hostile file is ended by the kernel
+            # if the parent was killed and a hostile file hangs this process, the kernel ends it
             spent = resource.getrusage(resource.RUSAGE_SELF)
             deadline = int(spent.ru_utime + spent.ru_stime) + self._cpu_seconds
             resource.setrlimit(resource.RLIMIT_CPU, (deadline, resource.getrlimit(resource.RLIMIT_CPU)[1]))
@@ -64,7 +63,7 @@ class _Worker:
             return {"failed": f"needs more than {self._memory_mib} MiB of memory to parse", "code": "memory"}
         except OSError as error:
             return {"failed": f"unreadable: {error.strerror or error}", "code": "unreadable"}
-        except Exception as error:  # noqa: BLE001 - third parties' parsers raise anything; it is this file's failure with its reason
+        except Exception as error:  # noqa: BLE001 - third-party parsers raise anything, and only this file fails
             return {"failed": f"could not be parsed: {type(error).__name__}: {error}", "code": "parse_error"}
 
     def _document(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class _Worker:
 
 
 def _read(path: str, max_bytes: int) -> bytes:
-    """The file's bytes. O_NONBLOCK so that a named pipe cannot hang the open; only regular files are read."""
+    """Read a regular file. O_NONBLOCK keeps a named pipe from hanging the open."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
@@ -109,7 +108,7 @@ def _too_large(size: int, limit: int) -> TooLarge:
 
 
 def _reply(replies: IO[str], message: dict[str, Any]) -> None:
-    # ensure_ascii keeps lone surrogates and line separators out of the protocol
+    # json's default ensure_ascii keeps lone surrogates and line separators out of the protocol
     replies.write(json.dumps(message) + "\n")
     replies.flush()
 

@@ -1,4 +1,4 @@
-"""Uploads: durable before the job exists, run by the background thread, gone from disk when the job is over."""
+"""Uploads: durable before the job exists, run by the background thread, removed when the job is over."""
 
 from __future__ import annotations
 

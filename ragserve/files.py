@@ -1,0 +1,93 @@
+"""File helpers of all rooms: atomic writes, advisory locks, and the data that comes with the project."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+_RETRY_S = 0.05
+
+
+def bundled(path: str) -> Path:
+    """Locate a file or folder of the project by its path in the repository, e.g. ``requirements``.
+
+    An installed wheel carries it under ``ragserve/bundled`` (see ``package-dir`` in pyproject.toml); a
+    checkout, and so an editable install, has it in place.
+    """
+    installed = _PACKAGE / "bundled" / path
+    return installed if installed.exists() else _PACKAGE.parent / path
+
+
+def in_package(path: Path) -> bool:
+    """Whether ``path`` lies in the installed package. Write nothing there: an upgrade would remove it."""
+    return path.resolve().is_relative_to(_PACKAGE)
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made.
+
+    With ``durable`` the file and its name are on disk when this returns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Write ``value`` as indented JSON with a final newline, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable=durable)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, wait_s: float = 0.0, create: bool = True) -> Iterator[bool]:
+    """Hold an advisory lock on the file ``path`` while the block lasts; the kernel releases it if the process
+    dies.
+
+    Yields False, and runs the block without the lock, where others kept it for ``wait_s`` seconds. Several
+    processes may hold a ``shared`` lock. Raises ``FileNotFoundError`` for a missing file unless ``create``.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+    try:
+        yield _acquire(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait_s)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, kind: int, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_RETRY_S)
+        else:
+            return True
