@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ragserve_kernels.dispatch import FLOAT_DTYPES, HEAD_DIMS
+from ragserve_kernels.dispatch import FLOAT_DTYPES
+from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
 from sglang_ext.protocol import CACHE_BACKEND

@@ -12,13 +12,12 @@ from ragserve_kernels.block_summary.naive import block_summary_naive
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary, default_block_tokens
 from ragserve_kernels.dispatch import (
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
     check_same_device,
     check_shape,
-    query_group,
     use_triton,
 )
+from ragserve_kernels.kv import check_head_dim, query_group
 
 __all__ = ["BlockPlan", "BlockSummary", "block_summary", "block_summary_naive", "default_block_tokens"]
 

@@ -11,13 +11,12 @@ import torch
 from ragserve_kernels.dispatch import (
     INT_DTYPES,
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
     check_same_device,
     check_shape,
-    query_group,
     use_triton,
 )
+from ragserve_kernels.kv import check_head_dim, query_group
 from ragserve_kernels.prefix_rows_attention.naive import prefix_rows_attention_naive
 
 __all__ = ["prefix_rows_attention", "prefix_rows_attention_naive"]

@@ -8,14 +8,13 @@ import torch
 
 from ragserve_kernels.dispatch import (
     INT_DTYPES,
-    KVLayers,
     check_dtype,
-    check_head_dim,
     check_same_device,
     check_shape,
     next_power_of_2,
     use_triton,
 )
+from ragserve_kernels.kv import KVLayers, check_head_dim
 from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 from ragserve_kernels.rotate_gather.naive import rotate_gather_naive
 

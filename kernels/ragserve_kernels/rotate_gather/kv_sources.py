@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, KVLayers, check_dtype, check_same_device, check_shape
+from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_same_device, check_shape
+from ragserve_kernels.kv import KVLayers
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.dispatch import KVLayers, host_tile_bytes, next_power_of_2
+from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 
 _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

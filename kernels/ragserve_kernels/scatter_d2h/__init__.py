@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_head_dim, check_shape, use_naive
+from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_shape, use_naive
+from ragserve_kernels.kv import check_head_dim
 from ragserve_kernels.scatter_d2h.naive import scatter_d2h_naive
 from ragserve_kernels.scatter_d2h.saver import Saver
 

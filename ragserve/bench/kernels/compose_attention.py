@@ -112,7 +112,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     wide_k, wide_v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) for t in (keys, values))
     dense = partial(F.scaled_dot_product_attention, batched, wide_k, wide_v, attn_mask=mask[:, None])
     check(dense(), "SDPA")
-    ms = median_ms(dense, repeats=7)
+    ms = median_ms(dense)
     yield "SDPA with a mask, KV gathered and expanded beforehand", ms
 
     def visible(b: Any, h: Any, row: Any, key: Any) -> Any:
@@ -122,7 +122,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     flex = torch.compile(flex_attention, dynamic=False)
     sparse = partial(flex, batched, keys, values, block_mask=blocks, enable_gqa=True)
     check(sparse(), "FlexAttention")
-    ms = median_ms(sparse, repeats=7)
+    ms = median_ms(sparse)
     yield "FlexAttention, compiled, KV gathered and block mask made beforehand", ms
 
     flashinfer = kernels_flashinfer.flashinfer()
@@ -146,7 +146,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     pages = (k[:, None], v[:, None])
     agree(wrapper.run(q, pages), ours, "FlashInfer")
     name = f"FlashInfer {flashinfer.__version__} custom-mask prefill, page size 1, planned beforehand"
-    yield name, median_ms(lambda: wrapper.run(q, pages), repeats=7)
+    yield name, median_ms(lambda: wrapper.run(q, pages))
 
 
 def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
@@ -189,7 +189,6 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 partial(
                     F.scaled_dot_product_attention, wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
                 ),
-                repeats=7,
             )
         rows.append(
             {
@@ -201,7 +200,7 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         lse = torch.full((QUERY_HEADS, documents * length), math.log(length), device="cuda")
         for stride, given in ((1, False), (1, True), (8, True), (16, False), (16, True), (32, True)):
             plan = BlockPlan.build([length] * documents, query_stride=stride, device="cuda")
-            ms = median_ms(partial(block_summary, q, k, plan, lse=lse if given else None), repeats=7)
+            ms = median_ms(partial(block_summary, q, k, plan, lse=lse if given else None))
             name = (
                 f"every query{'' if stride == 1 else f' of {stride}'}{', log-sum-exp given' if given else ''}"
             )
@@ -218,7 +217,6 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for tile in (SummaryTile(128, 64, 4, 2), SummaryTile(64, 64, 4, 3), SummaryTile(128, 128, 8, 3)):
                 ms = median_ms(
                     partial(block_summary_triton, q, k, plan, scale=1 / math.sqrt(HEAD_DIM), tile=tile),
-                    repeats=5,
                 )
                 name = f"every query, rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}"
                 rows.append(

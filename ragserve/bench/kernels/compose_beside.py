@@ -1,6 +1,4 @@
-"""Host loads beside decode: how fast documents' KV comes while a decode step runs on the same GPU, and by how
-much that step slows down.
-"""
+"""Host loads beside decode: their bandwidth while a decode step runs on the same GPU, and that step's slowdown."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench.kernels.compose_load import BLOCK, compose_case
-from ragserve.bench.kernels.copy_engine import staged_compose
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, agree, bandwidth
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, bandwidth
 from ragserve.errors import RagserveError
 
 if TYPE_CHECKING:
@@ -22,9 +19,9 @@ CASE = "host, 2048 tokens, beside decode of 8 x 8192"
 
 
 def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
-    """A decode step of the model's shape: its matrix products and dense attention. Four layers' weights and
-    KV stand for all 32.
-    """
+    """Capture a decode step of the model's shape: its matrix products and dense attention.
+
+    The weights and KV of four layers stand for all 32. Returns the graph and what must be kept alive for it."""
     import torch
     import torch.nn.functional as F
 
@@ -61,28 +58,6 @@ def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
     return graph, (layers, caches, x, out)
 
 
-def _checked_staged(args: tuple[Any, ...], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """:func:`staged_compose` of ``args``, whose destination holds what ``rotate_gather`` gave.
-
-    Raises:
-        RagserveError: the two differ. Unavailable: no batched copies here.
-    """
-    import torch
-
-    dst = args[1]
-    want = [torch.stack(list(each)) for each in (dst.k, dst.v)]
-    for each in (*dst.k, *dst.v):
-        each.fill_(float("nan"))
-    call = staged_compose(*args, block=BLOCK)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    for got, expected, name in zip((dst.k, dst.v), want, "KV", strict=True):
-        agree(torch.stack(list(got)), expected, f"{name} by way of the copy engine", 1e-12)
-    return call
-
-
 def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     import torch
 
@@ -107,11 +82,7 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
 
-    def measure(variant: str, load: Callable[[], object], *, loads: int = 16, ahead: int = 0) -> Row:
-        """``ahead``: decode steps put in the queue before the loads, where submitting a load takes the CPU's
-        time.
-        """
-
+    def measure(variant: str, load: Callable[[], object], *, loads: int = 16) -> Row:
         def submit() -> tuple[Any, Any]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(side):
@@ -127,9 +98,8 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         torch.cuda.synchronize()
         unhindered = start.elapsed_time(end) / loads
         base = alone()
-        events = steps(ahead) if ahead else []
         start, end = submit()
-        events = events or steps(12)
+        events = steps(12)
         torch.cuda.synchronize()
         # only steps that ran wholly while loads were running
         within = [
@@ -174,12 +144,5 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             partial(device.copy_, host, non_blocking=True),
         )
     )
-    del host, device
-    variant = "blocks by the copy engine, batched, then rotated on the device"
-    try:
-        rows.append(measure(variant, _checked_staged(args, side), loads=4, ahead=40))
-    except RagserveError as error:
-        print(f"{variant}: {error}", flush=True)
-        rows.append({"case": CASE, "variant": variant, "not_measured": str(error)})
     del kept
     return rows

@@ -20,7 +20,7 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer."""
     import torch
 
-    from ragserve_kernels.dispatch import KVLayers
+    from ragserve_kernels.kv import KVLayers
     from ragserve_kernels.rotate_gather import DeviceSource, HostSource
 
     length = 4 * tokens // documents
@@ -106,7 +106,7 @@ def _per_layer_torch(
 def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     import torch
 
-    from ragserve_kernels.dispatch import KVLayers
+    from ragserve_kernels.kv import KVLayers
     from ragserve_kernels.rotate_gather import rotate_gather_naive
     from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
@@ -154,7 +154,6 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 }
                 ms = median_ms(
                     partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options),
-                    repeats=7 if host else 15,
                 )
                 label = f"programs {programs or 'all'}" + (
                     f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else ""
@@ -199,7 +198,7 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             f"blocks of {tokens * HEAD_DIM * 2 // 1024} KB",
         )
         for programs in (32,) if quick else (4, 8, 16, 32, 64):
-            ms = median_ms(partial(gather_h2d_triton, host, out, index, target, programs=programs), repeats=5)
+            ms = median_ms(partial(gather_h2d_triton, host, out, index, target, programs=programs))
             rows.append(bandwidth(case, f"programs {programs}", ms, gb, limit))
         some = min(blocks, 2048)
         pairs = list(zip(index[:some].tolist(), target[:some].tolist(), strict=True))
@@ -208,7 +207,7 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for source, place in pairs:
                 out[0][place].copy_(host[0][source], non_blocking=True)
 
-        ms = median_ms(one_by_one, repeats=3, graph=False)
+        ms = median_ms(one_by_one, graph=False)
         rows.append(
             bandwidth(
                 case,
@@ -264,6 +263,6 @@ def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for i, place in enumerate(index[head].tolist()):
                 hosts[0][place].copy_(sources[0][i * block : (i + 1) * block, head], non_blocking=True)
 
-    ms = median_ms(one_by_one, repeats=2, graph=False)
+    ms = median_ms(one_by_one, graph=False)
     rows.append(bandwidth(case, "rival: one copy per block (one tensor)", ms, sources[0].nbytes / 1e9, limit))
     return rows
