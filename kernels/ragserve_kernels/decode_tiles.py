@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton device functions of the decode kernels: from a step of a walk to pool slots, from slots to attention.
+"""Device functions of the decode kernels: from a step of a walk to pool slots, from slots to attention.
 
-Import with Triton only. The walk of a (request, KV head) covers its *virtual* tokens: those of its blocks in the
-order that the selection, the sink-and-local rule or the sequence gives. Head dimensions are handled in two halves,
-because a byte of 4-bit KV holds dimensions j and j + D/2. Scores and log-sum-exps are base-2 logarithms.
+Import with Triton only. The walk of a (request, KV head) covers its *virtual* tokens: those of its blocks in
+the order that the selection, the sink-and-local rule or the sequence gives. Head dimensions are handled in
+two halves, because a byte of 4-bit KV holds dimensions j and j + D/2. Scores and log-sum-exps are base-2
+logarithms.
 
 Shapes in comments: M query rows of a group, N tokens of a tile, D head size, H = D / 2."""
 
@@ -35,8 +36,8 @@ def tile_slots(
 ):
     """Return the pool slots of a tile of the walk, int64 [N], and which of them count, bool [N].
 
-    Step i of the walk is block ``p_index[i]`` if ``m_indexed``, else block i; from step ``i_gap`` on, ``n_gap``
-    blocks are skipped."""
+    Step i of the walk is block ``p_index[i]`` if ``m_indexed``, else block i; from step ``i_gap`` on,
+    ``n_gap`` blocks are skipped."""
     o_token = tl.arange(0, BLOCK_N)
     if BLOCK % BLOCK_N == 0 and PAGE % BLOCK_N == 0:  # a tile lies in one page: two scalar look-ups
         i_step = i_tile * BLOCK_N // BLOCK
@@ -65,8 +66,9 @@ def tile_slots(
     return i_slot, m_slot
 
 
-# Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and subtracting 136
-# (0x4308) gives the code. The compiler does as well for 8 bits by itself, but takes four times the instructions for 4.
+# Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and
+# subtracting 136 (0x4308) gives the code. The compiler does as well for 8 bits by itself, but takes four
+# times the instructions for 4.
 NIBBLES_TO_BF16: tl.constexpr = tl.constexpr("""{
     .reg .b32 a, b, c;
     mov.b32 c, 0x43084308;
@@ -116,7 +118,8 @@ def load_halves(
         # [N, H] each
         b_low = tl.load(p_half, mask=m_slot[:, None], other=0)
         b_high = tl.load(p_half + HALF, mask=m_slot[:, None], other=0)
-        # exact, bfloat16 holds 8 bits; by way of float32, as the interpreter cannot make bfloat16 from integers
+        # exact, bfloat16 holds 8 bits; by way of float32, as the interpreter cannot make bfloat16 from
+        # integers
         if BITS == 8:
             b_low = b_low.to(tl.float32).to(DTYPE)
             b_high = b_high.to(tl.float32).to(DTYPE)
@@ -125,7 +128,7 @@ def load_halves(
 
 @triton.jit
 def load_params(p_params, i_slot, m_slot, stride):
-    """Return scale and zero point, float32 [N] each, of the rows at ``i_slot``: a float16 pair in a 4-byte word."""
+    """Return scale and zero point, float32 [N] each: a float16 pair in a 4-byte word."""
     # [N]
     b_word = tl.load(p_params + i_slot * stride, mask=m_slot, other=0)
     b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
@@ -135,7 +138,7 @@ def load_params(p_params, i_slot, m_slot, stride):
 
 @triton.jit
 def load_query(p_q, o_row, stride, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """Return both halves [M, H] of a KV head's query group and their row sums [M]; rows past the group are zero."""
+    """Return both halves [M, H] of a query group and their row sums [M]; rows past the group are zero."""
     o_head = tl.arange(0, BLOCK_M)
     p_half = p_q + o_row + o_head[:, None] * stride + tl.arange(0, HALF)[None, :]
     m_head = (o_head < GROUP)[:, None]

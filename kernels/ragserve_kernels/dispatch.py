@@ -1,7 +1,7 @@
 """What every operation needs: the choice between the plain and the Triton forward, and argument checks.
 
-Checks raise ``ValueError`` (shape, size, value) or ``TypeError`` (dtype, device). The message names the argument
-and what is expected."""
+Checks raise ``ValueError`` (shape, size, value) or ``TypeError`` (dtype, device). The message names the
+argument and what is expected."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ def next_power_of_2(n: int) -> int:
 def host_tile_bytes(programs: int) -> int:
     """Return the bytes that each of ``programs`` programs keeps in flight from host memory.
 
-    256 KB together cover the link's latency. Few programs with large tiles disturb concurrent work least: a matrix
-    product that wants every SM waits for any program, however small (measured in ``rotate_gather/README.md``)."""
+    256 KB together cover the link's latency. Few programs with large tiles disturb concurrent work least: a
+    matrix product that wants every SM waits for any program, however small (measured in
+    ``rotate_gather/README.md``)."""
     return max(8 << 10, min(64 << 10, next_power_of_2((256 << 10) // programs)))

@@ -1,4 +1,4 @@
-"""KV caches as kernels see them: supported sizes, and the per-layer buffers of a pool behind pointer tables."""
+"""KV caches as kernels see them: supported sizes, and a pool's buffers behind pointer tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def query_group(query_heads: int, kv_heads: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class KVLayers:
-    """K and V of all layers, each ``[slots, kv_heads, head_dim]``, with their addresses in tables for kernels.
+    """K and V of all layers, each ``[slots, kv_heads, head_dim]``, with pointer tables for kernels.
 
     This is the layout of SGLang's ``MHATokenToKVPool`` (``KVLayers(pool.k_buffer, pool.v_buffer)``). Build it
     once: the tables are copied to the device, which a CUDA graph cannot capture. The object keeps the tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 KV = torch.Tensor | QuantizedKV
-"""K or V of one layer: ``[slots, kv_heads, head_dim]`` (SGLang's ``MHATokenToKVPool``), or the same quantised."""
+"""K or V of one layer, ``[slots, kv_heads, head_dim]`` as in SGLang's pool, plain or quantised."""
 
 KVPair = tuple[KV, KV]
 
@@ -48,15 +48,16 @@ CPU_PROGRAMS = 6
 class PagedBatch:
     """The requests of a decode step and where their KV lies; checked once, when it is made.
 
-    The tensors may be views of static buffers whose contents change: only shapes, dtypes and devices are checked.
+    The tensors may be views of static buffers whose contents change: only shapes, dtypes and devices are
+    checked.
 
     Attributes:
         page_table: int32 ``[batch, max_pages]``: physical pages; a token's slot is page * page_size + offset.
             Only entries of pages that hold a token are read.
         seq_lens: int32 ``[batch]``: tokens of each request, the newest included; 0 gives a zero output.
         page_size: tokens per page.
-        block_size: tokens per block, the unit of a :class:`PageSelection`; a power of two up to 512. Default: a
-            page.
+        block_size: tokens per block, the unit of a :class:`PageSelection`; a power of two up to 512. Default:
+            a page.
 
     Raises:
         ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
@@ -86,17 +87,13 @@ class PagedBatch:
         """Requests."""
         return self.seq_lens.shape[0]
 
-    def in_blocks(self, block_size: int) -> PagedBatch:
-        """Return the same requests with another block size."""
-        return replace(self, block_size=block_size)
-
 
 class PageSelection(NamedTuple):
     """Logical blocks per request and KV head, as ``page_select`` chooses or ranks them."""
 
     blocks: torch.Tensor
-    """int32 [batch, kv_heads, capacity], distinct; entries past the count are unspecified. With several layers
-    [layers, batch, ...].
+    """int32 [batch, kv_heads, capacity], distinct; entries past the count are unspecified. With several
+    layers [layers, batch, ...].
     """
     counts: torch.Tensor
     """int32 [batch, kv_heads] or [layers, batch, kv_heads]: how many of the entries are valid."""
@@ -133,7 +130,8 @@ def check_attention(q: torch.Tensor, kv: KVPair, batch: PagedBatch) -> int:
         raise TypeError("k and v must both be tensors or both be QuantizedKV.")
     if tuple(k.shape) != tuple(v.shape) or k.shape[2] != head_dim:
         raise ValueError(
-            f"k and v have shapes {list(k.shape)} and {list(v.shape)}; expected the same, ending in {head_dim}."
+            f"k and v have shapes {list(k.shape)} and {list(v.shape)}; "
+            f"expected the same, ending in {head_dim}."
         )
     for name, cache in (("k", k), ("v", v)):
         values = cache.codes if isinstance(cache, QuantizedKV) else cache
@@ -162,8 +160,8 @@ def check_selection(
 def kv_arguments(kv: KVPair) -> tuple[list[torch.Tensor], list[int]]:
     """Return the tensors and strides of K and V that the kernels take.
 
-    Tensors: K, V, and their parameters, a scale and a zero point packed into one int32; plain caches repeat the
-    values. Strides: (slot, head) of each tensor."""
+    Tensors: K, V, and their parameters, a scale and a zero point packed into one int32; plain caches repeat
+    the values. Strides: (slot, head) of each tensor."""
     values, params = [], []
     for cache in kv:
         if isinstance(cache, QuantizedKV):

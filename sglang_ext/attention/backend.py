@@ -1,8 +1,8 @@
-"""The attention backend: prefill and dense decode steps run in the wrapped backend, sparse ones read chosen pages.
+"""The attention backend: prefill and dense steps run in the wrapped backend, sparse ones read chosen pages.
 
-A step runs as one of the variants of `step_planner.Variant`, each a CUDA graph of its own where graphs are on, so that
-a batch without sparse rows costs what it costs without us. In the other variants all rows go through our kernels, the
-dense ones with all of their pages."""
+A step runs as one of the variants of `step_planner.Variant`, each a CUDA graph of its own where graphs are
+on, so that a batch without sparse rows costs what it costs without us. In the other variants all rows go
+through our kernels, the dense ones with all of their pages."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ class SparseDecodeBackend(AttentionBackend):
         # a model with a fused KV write; it shows at its first step, the engine's own warm-up
         if self._quantized and not save_kv_cache:
             raise NotImplementedError(
-                f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model with "
+                f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this "
+                "model with "
                 "kv_bits=16"
             )
         if self._is_wrapped(decode):

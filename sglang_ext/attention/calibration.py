@@ -235,7 +235,8 @@ def calibrate(
                 found.append({"chosen by": name, "share": part, **figures})
     save_pattern(out, gates, share=share, model=Path(model).name if Path(model).is_dir() else model)
     details = {
-        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} --tokens {tokens} --penalty {penalty} "
+        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} --tokens "
+        "{tokens} --penalty {penalty} "
         f"--held-out {held_out} --device {where}",
         "passkeys dense": next(row["passkeys"] for row in found if row["share"] == 0),
         "mean gate": round(float(gates.mean()), 4),

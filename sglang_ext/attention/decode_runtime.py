@@ -1,4 +1,4 @@
-"""Sparse decoding in the scheduler: around every forward pass, and at the beginning and end of every request."""
+"""Sparse decoding in the scheduler: around every forward pass, at the start and end of every request."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         wanted_pool is QuantizedKVPool and isinstance(pool, wanted_pool)
     ):
         problems.append(
-            f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is supported"
+            f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is "
+            "supported"
         )
     elif pool.dtype not in FLOAT_DTYPES or pool.dtype != runner.dtype:
         problems.append(f"the KV is {pool.dtype} and the model {runner.dtype}: leave kv_cache_dtype alone")

@@ -15,7 +15,7 @@ from sglang_ext.state import current
 
 
 def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:
-    """Return a factory for SGLang's registry that puts sparse decoding around the backend that ``make`` makes."""
+    """Return a factory for SGLang's registry: sparse decoding around what ``make`` makes."""
 
     def factory(runner: Any) -> Any:
         check_engine(runner, config)

@@ -1,8 +1,8 @@
 """Page statistics of the KV pool, kept with its pages: a page's owner, or the prefix cache, finds them right.
 
-Statistics of a full page are made from the pool, for all layers at once, after the forward pass that filled it. A page
-that is not full is its request's newest, and attended to whatever it scores. Freed pages need nothing: their next owner
-fills them first."""
+Statistics of a full page are made from the pool, for all layers at once, after the forward pass that filled
+it. A page that is not full is its request's newest, and attended to whatever it scores. Freed pages need
+nothing: their next owner fills them first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class PageStatistics:
         except torch.OutOfMemoryError as error:
             share = 1 / logical_page + 1 / (2 * page_size)
             raise RuntimeError(
-                f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool beside it: lower "
+                f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool beside "
+                "it: lower "
                 f"mem_fraction_static or max_total_tokens ({error})"
             ) from error
 
@@ -52,8 +53,8 @@ class PageStatistics:
     def after_extend(self, spans: Iterable[tuple[int, int, int]]) -> None:
         """Make the statistics of the pages that a forward pass filled.
 
-        ``spans``: per request its row, and from and to which token its KV was written. The page before the first new
-        token is made again: a request may have ended with a page just full."""
+        ``spans``: per request its row, and from and to which token its KV was written. The page before the
+        first new token is made again: a request may have ended with a page just full."""
         filled = []
         for row, start, end in spans:
             first, last = max(0, start - 1) // self.page_size, end // self.page_size
@@ -67,8 +68,8 @@ class PageStatistics:
     def after_request(self, row: int, tokens: int) -> None:
         """Make the statistics of the last page of a request that ends, if its ``tokens`` tokens just fill it.
 
-        With the overlap scheduler, a step that may still run writes the last token's KV: hence after all that was
-        launched on the stream of the forward passes."""
+        With the overlap scheduler, a step that may still run writes the last token's KV: hence after all that
+        was launched on the stream of the forward passes."""
         if not tokens or tokens % self.page_size:
             return
         page = (self._table[row, tokens - self.page_size : tokens - self.page_size + 1] // self.page_size).to(
@@ -90,8 +91,8 @@ class PageStatistics:
     def before_decode(self, rows: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor | None) -> None:
         """Make the statistics of the pages that the step before filled.
 
-        They are those of requests whose newest token, not yet written, begins a page. ``lens_cpu``: if given, it
-        saves the launch in most steps."""
+        They are those of requests whose newest token, not yet written, begins a page. ``lens_cpu``: if given,
+        it saves the launch in most steps."""
         if lens_cpu is not None and not bool(((lens_cpu > 1) & ((lens_cpu - 1) % self.page_size == 0)).any()):
             return
         pages = self._table[rows, (lens - 2).clamp_min(0)] // self.page_size
@@ -115,7 +116,7 @@ class PageStatistics:
         return (self._table[row, : count * self.page_size : self.page_size] // self.page_size).to(torch.int32)
 
     def differing(self, pages: torch.Tensor) -> list[int]:
-        """Return the full ``pages`` [n] whose statistics differ from what the plain implementation makes of the pool."""
+        """Return the full ``pages`` [n] whose statistics differ from what the plain forward makes."""
         return [
             page
             for some in torch.unique(pages.to(torch.int32)).split(_CHECKED_AT_ONCE)

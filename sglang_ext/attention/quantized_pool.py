@@ -33,7 +33,8 @@ class QuantizedKVPool(MHATokenToKVPool):
         rows, heads = self.size + self.page_size, self.head_num
         if self.use_hnd or self.v_head_dim != self.head_dim or self.is_quantized_kv_cache:
             raise ValueError(
-                f"KV of {self.bits} bits is for plain multi-head attention laid out token by token: use kv_bits=16"
+                f"KV of {self.bits} bits is for plain multi-head attention laid out token by token: use "
+                "kv_bits=16"
             )
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):

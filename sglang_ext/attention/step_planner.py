@@ -1,4 +1,4 @@
-"""The scheduler's side of sparse decoding: each request's options and account, and which rows of a step are sparse."""
+"""Requests' decode options and accounts, and the plan of each decode step. Host only."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Step:
         opened: per row, whether its newest page is new and joins those chosen for it.
         changed: the rows differ from those of the step before.
         kept: per row, its place in the step before if its pages stay, else -1.
-        prefixes: of an extend: per request its row of the request table, and how many of its tokens are in the
-            pool.
+        prefixes: of an extend: per request its row of the request table, and how many of its tokens are in
+            the pool.
     """
 
     variant: Variant = Variant.DENSE
@@ -114,11 +114,11 @@ IDLE = Step()
 class StepPlanner:
     """Plans decode steps on the host, from lengths that it knows anyway: nothing waits for the device.
 
-    A row's pages serve ``reuse`` steps and stay with it when others join or leave the batch. A page that begins
-    meanwhile joins them; when a second one begins, or if the row has none yet, its pages are chosen at once.
-    Otherwise they are chosen at the end of the step before, by its queries, for all layers in one launch. Rows in
-    the last three quarters of their interval come along, so that the rows of a batch end up choosing together. With
-    ``reuse`` 1 every step chooses at once, by its own queries."""
+    A row's pages serve ``reuse`` steps and stay with it when others join or leave the batch. A page that
+    begins meanwhile joins them; when a second one begins, or if the row has none yet, its pages are chosen at
+    once. Otherwise they are chosen at the end of the step before, by its queries, for all layers in one
+    launch. Rows in the last three quarters of their interval come along, so that the rows of a batch end up
+    choosing together. With ``reuse`` 1 every step chooses at once, by its own queries."""
 
     def __init__(self, config: AttentionConfig, page_size: int, context_length: int) -> None:
         self._config = config
@@ -146,14 +146,15 @@ class StepPlanner:
         """Check options against this server.
 
         Raises:
-            PlanError: a budget smaller than the pages that are always read or wider than the tables, or streaming
-                heads without a pattern.
+            PlanError: a budget smaller than the pages that are always read or wider than the tables, or
+                streaming heads without a pattern.
         """
         if options.mode == "hierarchical":
             smallest = FORCED_PAGES * self._page
             if options.budget < smallest:
                 raise PlanError(
-                    f"a budget of {options.budget} tokens: the first and the newest page alone take {smallest}, "
+                    f"a budget of {options.budget} tokens: the first and the newest page alone take "
+                    f"{smallest}, "
                     f"of {self._page} tokens each"
                 )
             if self._config.max_budget < options.budget < self._context_length:

@@ -50,12 +50,14 @@ def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world
         ) from None
     if version != PATTERN_VERSION:
         raise ValueError(
-            f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve calibrate-heads`"
+            f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve "
+            "calibrate-heads`"
         )
     total = kv_heads * world
     if pattern.dim() != 2 or pattern.shape[0] != layers or total % pattern.shape[1]:
         raise ValueError(
-            f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected [{layers}, {total}]"
+            f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected "
+            f"[{layers}, {total}]"
         )
     # With more ranks than KV heads, several ranks hold copies of one head.
     pattern = pattern.repeat_interleave(total // pattern.shape[1], dim=1)

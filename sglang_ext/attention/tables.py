@@ -15,7 +15,8 @@ from sglang_ext.attention.step_planner import Row, Step
 class TableShape:
     """Sizes of one rank's tables.
 
-    ``pages``: of the longest request. ``capacity``: pages of the largest budget, and one that may join them."""
+    ``pages``: of the longest request. ``capacity``: pages of the largest budget, and one that may join
+    them."""
 
     layers: int
     heads: int

@@ -50,7 +50,7 @@ class Batch:
         return dequantize_kv(cache, slots) if isinstance(cache, QuantizedKV) else cache[slots]
 
     def attend(self, request: int, kv_head: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact attention of one query group, float64: ``(out [group, head_dim], weights [group, tokens])``."""
+        """Exact attention of one query group: float64 out [group, head_dim], weights [group, tokens]."""
         group = self.q.shape[1] // self.k.shape[1]
         q = self.q[request : request + 1, kv_head * group : (kv_head + 1) * group]
         k, v = (self.values(cache, request, tokens)[:, kv_head : kv_head + 1] for cache in (self.k, self.v))
@@ -84,7 +84,7 @@ def make_batch(
     bits: int = 0,
     peak: float = 1.0,
 ) -> Batch:
-    """``peak`` scales the queries: with 1 random attention is nearly flat, with 8 a few tokens hold most weight."""
+    """``peak`` scales the queries: 1 makes attention nearly flat, with 8 a few tokens hold most of it."""
     max_pages = max(1, max(-(-n // page_size) for n in lens)) + 1
     used = sum(-(-n // page_size) for n in lens)
     pages = torch.randperm(used + 3)[:used].to(torch.int32)

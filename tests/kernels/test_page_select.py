@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,8 +64,8 @@ class Case:
         return page_select(self.q, self.batch, self.keys, **options)
 
     def check(self, *, budget_tokens: int | None = None, sink: int = 1, recent: int = 1) -> None:
-        """The chosen blocks are the best: none left out scores higher than one chosen, but for rounding of the
-        scores.
+        """The chosen blocks are the best: none left out scores higher than one chosen, but for rounding of
+        the scores.
         """
         got = self.select(budget_tokens=budget_tokens, sink_blocks=sink, recent_blocks=recent)
         scores = block_scores(self.q, self.batch, self.keys)
@@ -198,7 +199,7 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     with pytest.raises(ValueError, match="holds 1 blocks of 16"):
         case.select(budget_tokens=16)
     with pytest.raises(ValueError, match="not pages of 16"):
-        page_select(case.q, case.batch.in_blocks(32), case.keys)
+        page_select(case.q, replace(case.batch, block_size=32), case.keys)
     with pytest.raises(ValueError, match="per_block is 3"):
         page_select(case.q, case.batch, KeySummary(high, low, 3))
     with pytest.raises(ValueError, match="same shape and strides"):

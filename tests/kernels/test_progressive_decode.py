@@ -33,8 +33,8 @@ def check(
     block_size: int = 0,
     bound: str = "lowest",
 ) -> Progressive:
-    """The stop is where the estimate first passes (but for rounding at the threshold), the output is attention over
-    those blocks.
+    """The stop is where the estimate first passes (but for rounding at the threshold), the output is
+    attention over those blocks.
     """
     paged = batch.paged(block_size)
     got = progressive_decode(
@@ -380,7 +380,8 @@ def test_every_call_gives_the_same_bits(bound: str) -> None:
             again = progressive_decode(*inputs, ranking, **options)
             wrong += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)])
         print(
-            f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in {wrong.tolist()}"
+            f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in "
+            f"{wrong.tolist()}"
         )
         assert not wrong.any()
         assert torch.isfinite(first.out).all()

@@ -189,7 +189,8 @@ def test_any_shape(
 ) -> None:
     if (
         bits and not GPU
-        # the interpreter cuts a float32 to bfloat16 instead of rounding it: too coarse for codes of few tokens
+        # the interpreter cuts a float32 to bfloat16 instead of rounding it: too coarse for codes of few
+        # tokens
     ):
         dtype = torch.float32
     batch = make_batch(

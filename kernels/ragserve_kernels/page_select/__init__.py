@@ -1,4 +1,4 @@
-"""Choose the blocks of the KV that a decode step attends to (LServe 3.5; ArkVale's cuboid-mean as PSA uses it).
+"""Choose the blocks of the KV that a decode step attends to (LServe 3.5; PSA's cuboid-mean).
 
 See README.md."""
 
@@ -38,13 +38,14 @@ def page_select(
 ) -> PageSelection:
     """Score every block of every (request, KV head) against its query group; keep the best, or rank all.
 
-    A logical page's score is the best over the query heads of the group: with min and max keys the upper bound of
-    q . k (LServe, equation 2), else q . centre. A block's score is the best of its logical pages. The first
-    ``sink_blocks`` and last ``recent_blocks`` blocks always come first, within the budget, whatever their score; so
-    the last block's summary may be stale if ``recent_blocks`` is at least 1.
+    A logical page's score is the best over the query heads of the group: with min and max keys the upper
+    bound of q . k (LServe, equation 2), else q . centre. A block's score is the best of its logical pages.
+    The first ``sink_blocks`` and last ``recent_blocks`` blocks always come first, within the budget, whatever
+    their score; so the last block's summary may be stale if ``recent_blocks`` is at least 1.
 
-    Several layers in one call: ``q`` ``[layers, batch, heads, head_dim]``, with layers in front in ``keys``, the
-    result and ``into``, which may then be a slice of wider tables along the batch. Layers share all other arguments.
+    Several layers in one call: ``q`` ``[layers, batch, heads, head_dim]``, with layers in front in ``keys``,
+    the result and ``into``, which may then be a slice of wider tables along the batch. Layers share all other
+    arguments.
 
     The call can be captured in a CUDA graph: nothing waits for the device.
 
@@ -53,8 +54,8 @@ def page_select(
         batch: the requests' pages and lengths; a block is a page.
         keys: the summaries of all pages of the pool.
         budget_tokens: choose budget_tokens // block_size blocks, at least sink + recent, in the order of the
-            sequence. Default: rank all blocks, the forced ones first in their order, then by falling score. Ties
-            go to the earlier block.
+            sequence. Default: rank all blocks, the forced ones first in their order, then by falling score.
+            Ties go to the earlier block.
         budgets: int32 ``[batch]``: blocks of each request, at most those of ``budget_tokens``; values are not
             checked.
         active: int32 ``[batch]``: requests with 0 keep what is in ``into`` and cost almost nothing.

@@ -15,8 +15,8 @@ def summarise(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``(min, max, mean, box centre)`` of keys over runs of ``logical_size`` slots.
 
-    ``k`` [slots, kv_heads, head_dim], of full pages; each result [slots / logical_size, kv_heads, head_dim]. Raise
-    ValueError if the runs do not divide the slots."""
+    ``k`` [slots, kv_heads, head_dim], of full pages; each result [slots / logical_size, kv_heads, head_dim].
+    Raise ValueError if the runs do not divide the slots."""
     if k.shape[0] % logical_size:
         raise ValueError(f"{k.shape[0]} slots are not a multiple of the logical page, {logical_size}.")
     runs = k.view(k.shape[0] // logical_size, logical_size, *k.shape[1:])
@@ -33,7 +33,7 @@ def forced_blocks(total: int, sink: int, recent: int) -> torch.Tensor:
 
 
 def block_scores(q: torch.Tensor, batch: PagedBatch, keys: KeySummary) -> torch.Tensor:
-    """Return scores float64 [batch, kv_heads, max_blocks] on the CPU, -inf past a request's blocks. One layer."""
+    """Return one layer's scores, float64 [batch, kv_heads, max_blocks] on the CPU; -inf past the end."""
     heads, head_dim = q.shape[1:]
     kv_heads, per = keys.high.shape[1], keys.per_block
     logical = batch.block_size // per

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Two kernels: the scores of all blocks, then the best of them by a search for the last score that fits.
 
-A ranking sorts the scores instead. An item is a (layer, request, KV head). Shapes in comments: M query rows of a
-group, D head size."""
+A ranking sorts the scores instead. An item is a (layer, request, KV head). Shapes in comments: M query rows
+of a group, D head size."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _choose_one(
     EACH: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """Keep the best blocks of an item, all held in registers: find the last score that fits, two bits at a time."""
+    """Keep an item's best blocks, in registers: find the last score that fits, two bits at a time."""
     i_item = tl.program_id(0)
     i_l = (i_item // per_layer).to(tl.int64)
     i_b = i_item % per_layer // kv_heads

@@ -10,7 +10,7 @@ __all__ = ["KeySummary"]
 
 
 class KeySummary(NamedTuple):
-    """Summaries of a pool's keys in rows of a logical page; block p owns ``per_block`` rows from p * per_block on.
+    """Summaries of a pool's keys, a row per logical page; those of block p begin at p * per_block.
 
     Each tensor is ``[rows, kv_heads, head_dim]`` in q's dtype, or ``[layers, rows, ...]``."""
 

@@ -1,4 +1,4 @@
-"""Statistics of a KV pool's pages, recomputed from the pool for named pages: what `page_select` scores. See README.md."""
+"""Statistics of a KV pool's pages, made from the pool: what `page_select` scores. See README.md."""
 
 from __future__ import annotations
 

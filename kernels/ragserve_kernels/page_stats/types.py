@@ -17,8 +17,8 @@ class PageStats:
     """Statistics of all pages and layers, in the KV's dtype.
 
     Attributes:
-        k_min, k_max: ``[layers, pages * per_page, kv_heads, head_dim]``: of each logical page; the rows of page p
-            begin at p * per_page.
+        k_min, k_max: ``[layers, pages * per_page, kv_heads, head_dim]``: of each logical page; the rows of
+            page p begin at p * per_page.
         k_center: ``[layers, pages, kv_heads, head_dim]``: the centre of the page's bounding box.
     """
 
@@ -36,7 +36,8 @@ class PageStats:
         check_page_size(page_size)
         if logical_size < 1 or logical_size & (logical_size - 1) or logical_size > page_size:
             raise ValueError(
-                f"The logical page has {logical_size} tokens; expected a power of two up to the page, {page_size}."
+                f"The logical page has {logical_size} tokens; expected a power of two up to the page, "
+                f"{page_size}."
             )
         pages, shape = kv.slots // page_size, (kv.kv_heads, kv.head_dim)
         rows = pages * (page_size // logical_size)

@@ -36,9 +36,9 @@ def progressive_decode(
 ) -> Progressive:
     """Attend one decode step over ranked blocks, in rounds that stop by themselves on the device.
 
-    After each round, P = AS_acc / (AS_acc + AS_min * blocks left) (PSA, algorithm 1). A (request, KV head) stops
-    when P > ``threshold`` for every query head of its group. The number of launches depends on the ranking's
-    capacity only, so a CUDA graph can capture the call; nothing waits for the device.
+    After each round, P = AS_acc / (AS_acc + AS_min * blocks left) (PSA, algorithm 1). A (request, KV head)
+    stops when P > ``threshold`` for every query head of its group. The number of launches depends on the
+    ranking's capacity only, so a CUDA graph can capture the call; nothing waits for the device.
 
     Args:
         q: ``[batch, heads, head_dim]``.
@@ -46,8 +46,8 @@ def progressive_decode(
         batch: the requests' pages and lengths.
         ranking: ``page_select`` without a budget: distinct blocks that hold a token, the most critical first.
         threshold: in (0, 1]; or float32 ``[batch]``, one per request, whose values are not checked.
-        bound: AS_min is "lowest": the lowest block so far, as in the paper; or "round": the mean of the latest
-            round's blocks, which one block ranked too high cannot pull down.
+        bound: AS_min is "lowest": the lowest block so far, as in the paper; or "round": the mean of the
+            latest round's blocks, which one block ranked too high cannot pull down.
         rounds: their sizes, and how many of the first blocks are forced.
         scale: of the scores; default 1 / sqrt(head_dim).
 

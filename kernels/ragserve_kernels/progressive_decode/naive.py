@@ -1,4 +1,4 @@
-"""The truth of ``progressive_decode`` in plain torch, accumulated in float64: PSA's rounds, one head at a time."""
+"""The truth of ``progressive_decode`` in plain torch and float64: PSA's rounds, one head at a time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""PSA's rounds as a fixed chain of launches; a (request, KV head) that has passed the threshold exits at once.
+"""PSA's rounds as a fixed chain of launches; a (request, KV head) past the threshold exits at once.
 
-Each item's round is split over a fixed number of programs. A program keeps its part of the output in place over the
-rounds. The log sums that the stopping rule needs go to a buffer per round, because the programs of the next round all
-read them while they already write their own.
+Each item's round is split over a fixed number of programs. A program keeps its part of the output in place
+over the rounds. The log sums that the stopping rule needs go to a buffer per round, because the programs of
+the next round all read them while they already write their own.
 
 Shapes in comments: M query rows of a group, N tokens of a tile, D head size, H = D / 2."""
 
@@ -45,9 +45,10 @@ def _lse(b_x, AXIS: tl.constexpr):
 def _estimate(
     p_state, i_item, n_left, n_ranked, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, MEAN: tl.constexpr
 ):
-    """Return P per head, [M], from a round's state, ``[items, 3, splits, M]``: maximum, sum, and the bound's part.
+    """Return P per head, [M], from a round's state: maximum, sum, and the bound's part.
 
-    The bound's part is the lowest block so far or, with ``MEAN``, the log sum of the round's ``n_ranked`` blocks."""
+    The bound's part is the lowest block so far or, with ``MEAN``, the log sum of the round's ``n_ranked``
+    blocks."""
     o_state = tl.arange(0, SPLITS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     p_item = p_state + i_item.to(tl.int64) * (3 * SPLITS * BLOCK_M)
     # [SPLITS, M] each
@@ -128,9 +129,9 @@ def _round(
     n_ranked = tl.where(n_len > 0, n_ranked, 0)
     m_go = True
     if not FIRST:
-        # p_stopped holds the first round that is not run: an earlier one or this one, which the item's first program
-        # may be writing while the warps of another read it. The warps must agree, so this round's number counts as
-        # still running, and all of them come to the same answer below.
+        # p_stopped holds the first round that is not run: an earlier one or this one, which the item's first
+        # program may be writing while the warps of another read it. The warps must agree, so this round's
+        # number counts as still running, and all of them come to the same answer below.
         i_stopped = tl.load(p_stopped + i_item)
         m_go = (i_stopped < 0) | (i_stopped == i_round)
         if m_go:

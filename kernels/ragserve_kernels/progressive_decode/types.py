@@ -11,7 +11,7 @@ import torch
 __all__ = ["MAX_TILE", "Progressive", "Rounds"]
 
 MAX_TILE = 64
-"""Tokens of the largest tile. Rounds end at whole tiles, so that blocks smaller than a tile are read together."""
+"""Tokens of the largest tile. Rounds end at whole tiles: blocks smaller than a tile are read together."""
 
 
 class Progressive(NamedTuple):
@@ -22,7 +22,7 @@ class Progressive(NamedTuple):
     blocks_used: torch.Tensor
     """int32 [batch, kv_heads]: ranked blocks attended to."""
     weight: torch.Tensor
-    """float32 [batch, heads]: the estimated share of the attention weight in those blocks; 1 if they are all."""
+    """float32 [batch, heads]: the estimated share of the attention weight in them; 1 if they are all."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Rounds:
         first: blocks of the first round.
         growth: each later round has this many times the blocks of the one before.
         forced: the first ``forced`` blocks of a ranking (the first and the newest block of the sequence) are
-            attended to in the first round whatever their score. They do not enter the bound, since they were not
-            ranked.
+            attended to in the first round whatever their score. They do not enter the bound, since they were
+            not ranked.
 
     Raises:
         ValueError: a value out of range.

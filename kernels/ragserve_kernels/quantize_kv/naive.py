@@ -10,8 +10,8 @@ from ragserve_kernels.quantize_kv.types import QuantizedKV
 def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(codes int64 [..., head_dim], params float16 [..., 2])`` for ``x`` [..., head_dim].
 
-    Codes are computed against the scale and zero point as stored, so that rounding those to float16 costs next to
-    nothing."""
+    Codes are computed against the scale and zero point as stored, so that rounding those to float16 costs
+    next to nothing."""
     half = 1 << (bits - 1)
     values = x.float()
     low, high = values.amin(-1), values.amax(-1)

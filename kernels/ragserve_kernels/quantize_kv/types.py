@@ -11,14 +11,14 @@ BITS = (4, 8)
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
-    """K or V of one layer in 8 or 4 bits: value = scale * code + zero, scale and zero point per token and head.
+    """K or V of one layer in 8 or 4 bits: value = scale * code + zero, per token and head.
 
     Inputs beyond float16's range (65504) do not fit.
 
     Attributes:
-        codes: 8 bits: int8 ``[slots, kv_heads, head_dim]``, -128 to 127. 4 bits: uint8 ``[slots, kv_heads, head_dim
-            / 2]``, each code + 8; the low nibble of byte j is dimension j, the high nibble j + head_dim / 2, so that
-            a kernel needs no interleaving.
+        codes: 8 bits: int8 ``[slots, kv_heads, head_dim]``, -128 to 127. 4 bits: uint8 ``[slots, kv_heads,
+            head_dim / 2]``, each code + 8; the low nibble of byte j is dimension j, the high nibble j +
+            head_dim / 2, so that a kernel needs no interleaving.
         params: float16 ``[slots, kv_heads, 2]``, contiguous: scale and zero point.
         bits: 4 or 8.
     """

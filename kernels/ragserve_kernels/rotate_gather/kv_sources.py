@@ -81,13 +81,15 @@ class HostSource:
             check_shape(f"HostSource.{name}", arena, (None,))
             if arena.is_cuda and arena.device != self.base.device:
                 raise TypeError(
-                    f"HostSource.{name} is on {arena.device}; expected host memory, or that of the destination."
+                    f"HostSource.{name} is on {arena.device}; expected host memory, or that of the "
+                    "destination."
                 )
             if arena.stride(0) != 1 or arena.data_ptr() % 16:
                 raise ValueError(f"HostSource.{name} must be contiguous and aligned to 16 bytes.")
             if self.base.is_cuda and not arena.is_cuda and not arena.is_pinned():
                 raise ValueError(
-                    f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with pin_memory=True."
+                    f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with "
+                    "pin_memory=True."
                 )
         if self.k.dtype != self.v.dtype:
             raise TypeError(f"HostSource.v has dtype {self.v.dtype}; expected K's, {self.k.dtype}.")

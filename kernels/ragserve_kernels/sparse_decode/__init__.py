@@ -1,4 +1,4 @@
-"""Paged decode attention over a selection of blocks, per request and KV head (LServe, section 3.6). See README.md."""
+"""Paged decode attention over blocks chosen per request and KV head (LServe, 3.6). See README.md."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ def sparse_decode(
     lse: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Attend one decode step: full, selected and streaming heads of a ragged batch in one launch, then a merge.
+    """Attend one decode step: full, selected and streaming heads of a ragged batch in one launch.
 
-    The call can be captured in a CUDA graph: nothing waits for the device, and the launch depends on shapes only.
+    The call can be captured in a CUDA graph: nothing waits for the device, and the launch depends on shapes
+    only.
 
     Args:
         q: ``[batch, heads, head_dim]``.
         kv: K and V of the layer, ``[slots, kv_heads, head_dim]`` each, in q's dtype or quantised.
         batch: the requests' pages and lengths.
-        selection: the blocks that SELECTED heads attend to, distinct, in any order; negative ones are skipped.
+        selection: the blocks that SELECTED heads attend to, distinct, in any order; negative ones are
+            skipped.
         heads: the kind of each KV head. Default: all SELECTED if there is a selection, else all FULL.
         scale: of the scores; default 1 / sqrt(head_dim).
         out: like q, contiguous; allocated by default.

@@ -13,7 +13,7 @@ from ragserve_kernels.sparse_decode.types import FULL, SELECTED, STREAMING, Head
 def head_blocks(
     seq_len: int, block_size: int, kind: int, index: torch.Tensor | None, sink_tokens: int, local_tokens: int
 ) -> torch.Tensor:
-    """Return the logical blocks (int64) that a head attends to; ``index``: its selection, cut to its count."""
+    """Return the logical blocks (int64) that a head attends to; ``index``: its selection, cut to size."""
     total = -(-seq_len // block_size)
     if kind == SELECTED and index is not None:
         blocks = index.long().cpu()
@@ -32,7 +32,7 @@ def block_tokens(blocks: torch.Tensor, block_size: int, seq_len: int) -> torch.T
 
 
 def gather(cache: KV, head: int, tokens: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return float64 [tokens, head_dim]: one head's values at positions ``tokens``; ``pages``: a page table row."""
+    """Return one head's values, float64 [tokens, head_dim]; ``pages``: the request's page table row."""
     tokens = tokens.to(pages.device)
     slots = pages[tokens // page_size].long() * page_size + tokens % page_size
     if isinstance(cache, QuantizedKV):

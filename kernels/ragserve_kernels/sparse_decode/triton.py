@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Stream-K decode: the tiles of all (request, KV head) items form one list, split evenly over the programs.
 
-A program's share may begin and end inside an item. It then leaves a partial result in segment ``program + item``.
-That number is unique: along the list the program, the item or both advance. A second kernel merges the segments of
-an item by their log-sum-exp.
+A program's share may begin and end inside an item. It then leaves a partial result in segment ``program +
+item``. That number is unique: along the list the program, the item or both advance. A second kernel merges
+the segments of an item by their log-sum-exp.
 
 Shapes in comments: M query rows of a group, N tokens of a tile, D head size, H = D / 2, I items rounded up, S
 segments."""

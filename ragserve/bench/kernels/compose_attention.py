@@ -1,4 +1,4 @@
-"""The attention half of the compose benchmark: prefix_rows_attention and block_summary beside their rivals."""
+"""The attention half of the compose benchmark: prefix_rows_attention and block_summary, and rivals."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, 
 
 
 def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
-    """Random ones of the kept tokens recomputed: their rows attend to all kept tokens before them. One layer."""
+    """Recompute random kept tokens: their rows attend to all kept tokens before them. One layer."""
     import torch
 
     from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-    from ragserve_kernels.prefix_rows_attention.triton import RowTile, prefix_rows_attention_triton
 
     rows: list[Row] = []
-    tiles = [
-        RowTile(128, 64, 8, 3),
-        RowTile(128, 64, 4, 2),
-        RowTile(128, 64, 4, 3),
-        RowTile(128, 32, 4, 3),
-        RowTile(128, 128, 8, 3),
-        RowTile(128, 128, 4, 2),
-        RowTile(64, 64, 4, 2),
-        RowTile(64, 64, 4, 3),
-        RowTile(64, 32, 4, 4),
-        RowTile(256, 64, 8, 2),
-        RowTile(256, 64, 8, 3),
-    ]
     cases = (1, 614, 4096), (8, 614, 4096), (1, 4915, 32768), (16, 153, 1024), (1, 256, 8192)
     for requests, recomputed, kept in cases[:1] if quick else cases:
         slots = torch.randperm(requests * kept // 16, device="cuda")[:, None] * 16 + torch.arange(
@@ -67,19 +53,6 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
 
         ours = median_ms(partial(prefix_rows_attention, *args, max_rows=recomputed, out=out))
         rows.append(row("default", ours))
-        if not quick:
-            direct = partial(
-                prefix_rows_attention_triton,
-                *args,
-                torch.empty_like(out),
-                max_rows=recomputed,
-                scale=1 / math.sqrt(HEAD_DIM),
-            )
-            for tile, splits in [(tile, 1) for tile in tiles] + [
-                (tile, n) for tile in (tiles[2], tiles[4]) for n in (2, 4, 8)
-            ]:
-                name = f"rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}, {splits} splits"
-                rows.append(row(name, median_ms(partial(direct, tile=tile, splits=splits))))
         try:
             for name, ms in _rivals(q, k, v, slots, positions, out):
                 rows.append({**row(f"rival: {name}", ms), "ours_is_faster_by": round(ms / ours, 2)})
@@ -158,7 +131,6 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from ragserve_kernels.block_summary import BlockPlan, block_summary, block_summary_naive
-    from ragserve_kernels.block_summary.launches import SummaryTile, block_summary_triton
 
     rows: list[Row] = []
     for documents, length in ((4, 2048),) if quick else ((32, 512), (4, 2048), (4, 8192), (1, 32768)):
@@ -212,19 +184,4 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                     "of_prefill_attention": round(ms / prefill, 3),
                 }
             )
-        if (documents, length) == (4, 8192):
-            plan = BlockPlan.build([length] * documents, device="cuda")
-            for tile in (SummaryTile(128, 64, 4, 2), SummaryTile(64, 64, 4, 3), SummaryTile(128, 128, 8, 3)):
-                ms = median_ms(
-                    partial(block_summary_triton, q, k, plan, scale=1 / math.sqrt(HEAD_DIM), tile=tile),
-                )
-                name = f"every query, rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}"
-                rows.append(
-                    {
-                        "case": case,
-                        "variant": name,
-                        "ms": round(ms, 4),
-                        "of_prefill_attention": round(ms / prefill, 3),
-                    }
-                )
     return rows

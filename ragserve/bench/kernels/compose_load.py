@@ -12,9 +12,6 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree
 
 BLOCK = 16  # tokens
 
-# --- rotate_gather
-# ------------------------------------------------------------------------------------------------------------------
-
 
 def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer."""
@@ -126,48 +123,18 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 agree(torch.stack(list(dst.v)), torch.stack(list(truth.v)), "rotate_gather V", 1e-12)
             del truth
             case = f"{'host' if host else 'device'}, {tokens} tokens, blocks of 16"
-            if host:
-                gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
-                variants: list[tuple[int | None, int | None, int | None, int]] = [
-                    (p, None, None, 1) for p in (None, 1, 2, 8, 32, 64)
-                ]
-                variants += [(32, 16, 4, 3), (128, 16, 4, 1)]
-            else:
-                gb, limit = 2 * tokens * token_bytes / 1e9, ceiling["copy_gb_per_s"]
-                variants = [
-                    (None, None, None, 1),
-                    (None, 16, 4, 1),
-                    (None, 32, 4, 1),
-                    (None, 64, 4, 1),
-                    (None, 64, 8, 1),
-                    (None, 128, 8, 1),
-                    (132 * 8, 32, 4, 3),
-                ]
-            for programs, tile_rows, warps, stages in (
-                variants if tokens == 2048 and not quick else [(None, None, None, 1)]
-            ):
-                options: dict[str, Any] = {
-                    "programs": programs,
-                    "tile_rows": tile_rows,
-                    "num_warps": warps,
-                    "stages": stages,
-                }
-                ms = median_ms(
-                    partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options),
-                )
-                label = f"programs {programs or 'all'}" + (
-                    f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else ""
-                )
-                label = label if programs or tile_rows else "default"
+            gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
+            if not host:
+                gb, limit = 2 * gb, ceiling["copy_gb_per_s"]
+            sweep = (None, 1, 2, 8, 32, 64) if host and tokens == 2048 and not quick else (None,)
+            for programs in sweep:
+                ms = median_ms(partial(rotate_gather_triton, *args, tile_tokens=BLOCK, programs=programs))
+                label = f"programs {programs}" if programs else "default"
                 rows.append(bandwidth(case, label, ms, gb, limit))
             if not host:
                 ms = median_ms(_per_layer_torch(*args))
                 rows.append(bandwidth(case, "rival: torch, per layer", ms, gb, limit))
     return rows
-
-
-# --- plain transfers
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:

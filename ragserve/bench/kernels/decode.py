@@ -315,13 +315,17 @@ def run(
         measures,
         chosen,
         workload={
-            "model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: its own"
+            "model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: "
+            "its own"
         },
         ceilings={"copy_gb_per_s": ceiling},
         note=(
-            "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, L2 emptied before. GB count the "
-            "bytes that must move: K and V attended to, and the summaries where pages are selected. every_4th_step_ms: selection reused "
-            "for 4 steps (select / 4 + attend). slower_than_*: 0.02 is 2 % slower than the rival, FlashInfer's fastest variant."
+            "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, "
+            "L2 emptied before. GB count the "
+            "bytes that must move: K and V attended to, and the summaries where pages are selected. "
+            "every_4th_step_ms: selection reused "
+            "for 4 steps (select / 4 + attend). slower_than_*: 0.02 is 2 % slower than the rival, "
+            "FlashInfer's fastest variant."
         ),
         out_dir=out_dir,
     )

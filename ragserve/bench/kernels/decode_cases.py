@@ -169,7 +169,7 @@ def block_weights(case: DecodeCase, layer: Layer) -> torch.Tensor:
 
 
 def layer_ms(run: Callable[[int], object], layers: int, *, calls: int = 8) -> float:
-    """Return the median milliseconds of ``run(layer)`` in a CUDA graph of ``calls`` of them, layer after layer.
+    """Return the median milliseconds of ``run(layer)`` in a CUDA graph of ``calls``, layer after layer.
 
     The L2 is emptied before each replay; with several layers none finds its own data there."""
     for i in range(layers):

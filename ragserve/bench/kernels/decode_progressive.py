@@ -57,7 +57,7 @@ def attended(
 
 
 def ranked(case: DecodeCase, layer: Layer, ranking: Ranking) -> PageSelection:
-    """All blocks, the forced ones first; "true" ranks by the weight that the group's keenest head gives each."""
+    """Rank all blocks, the forced ones first; "true" ranks by the largest weight in the query group."""
     import torch
 
     from ragserve_kernels.page_select import PageSelection
@@ -267,12 +267,14 @@ def real_rows(ceiling: float, quick: bool, *, model: str, data: Sequence[Path]) 
         prompts = long_prompts(model, path, count=4 if quick else 16)
         records = record(model, prompts, steps=8, device=device, dtype=torch.bfloat16)
         print(
-            f"{path.name}: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens recorded",
+            f"{path.name}: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} "
+            "tokens recorded",
             flush=True,
         )
         for page in (64, 16):
             cases = recorded_cases(records, page=page, steps=(7, 0, 3))
-            name = f"{path.name.split('.')[0]}, {len(prompts)} x {int(cases[0].lens.float().mean())} tokens, blocks of {page}"
+            tokens = int(cases[0].lens.float().mean())
+            name = f"{path.name.split('.')[0]}, {len(prompts)} x {tokens} tokens, blocks of {page}"
             rows += compare(name, cases, ceiling, ("minmax", "center", "true"))
             del cases
             torch.cuda.empty_cache()

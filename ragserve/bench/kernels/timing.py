@@ -1,4 +1,4 @@
-"""How the kernel benchmarks measure: medians over graph replays with a cold L2; and this machine's two ceilings."""
+"""How the kernel benchmarks measure: medians with a cold L2, and this machine's two ceilings."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def require_cuda(name: str) -> torch.device:
 
 
 def median_ms(run: Callable[[], object], *, graph: bool = True) -> float:
-    """Return the median milliseconds of ``run`` on the GPU, by ``triton.testing.do_bench``, which empties the L2.
+    """Return the median milliseconds of ``run`` on the GPU by ``do_bench``, which empties the L2.
 
-    ``graph`` captures ``run`` in a CUDA graph, so that launches cost what they cost inside an engine's graph."""
+    ``graph`` captures ``run`` in a CUDA graph, so that launches cost what they cost inside an engine's
+    graph."""
     import torch
     from triton.testing import do_bench
 

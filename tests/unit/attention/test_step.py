@@ -1,4 +1,4 @@
-"""The parts around the kernels: a step's tables, captured variants, engine checks, and the account of what was read."""
+"""Around the kernels: a step's tables, captured variants, engine checks, and the account of reads."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def runtime_of(config: AttentionConfig | None = None) -> tuple[Any, Backend, Sta
 
     config = config or AttentionConfig()
     backend, statistics = Backend(), Statistics()
-    runtime = DecodeRuntime(config, StepPlanner(config, 16, 8192), statistics, backend)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    runtime = DecodeRuntime(config, StepPlanner(config, 16, 8192), statistics, backend)
     return runtime, backend, statistics
 
 
