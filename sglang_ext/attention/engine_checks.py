@@ -1,4 +1,4 @@
-"""What sparse decoding cannot serve is refused when the engine starts."""
+"""Refuses engines and models that sparse decoding cannot serve, when the engine starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE_SIZES = (16, 32, 64, 128)
 
 
 def check_engine(runner: Any, config: AttentionConfig) -> None:
-    """Raise ValueError, saying what to change, for an engine that sparse decoding does not work with."""
+    """Raise ValueError, with what to change, for an engine that sparse decoding cannot serve."""
     args, pool = runner.server_args, runner.token_to_kv_pool
     problems = []
     if runner.page_size not in _PAGE_SIZES:
@@ -57,9 +57,7 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
 
 
 def _unserved_layers(model: Any, pool: Any) -> list[str]:
-    """What attention layers want that our kernels do not do, a line for each thing, with the first layer that
-    wants it.
-    """
+    """Return what attention layers want that our kernels do not do: a line per kind, with its first layer."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]

@@ -30,7 +30,7 @@ def rotate_gather(
     block_tokens: int,
     programs: int | None = None,
 ) -> None:
-    """Copy documents' K and V into ``dst``, K rotated by its document's shift in positions (RoPE, half-split).
+    """Copy documents' K and V into ``dst``, K rotated by its document's shift in positions (half-split RoPE).
 
     Args:
         source: where the documents' KV lies: slots of a device pool, or host memory that the kernel reads

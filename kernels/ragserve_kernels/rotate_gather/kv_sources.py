@@ -1,4 +1,4 @@
-"""Where documents' KV lies."""
+"""Sources of documents' KV: slots of a device pool, or host memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from ragserve_kernels.kv import KVLayers
 
 @dataclass(frozen=True, eq=False)
 class DeviceSource:
-    """Documents in slots of a device pool, with any page size: token ``t`` of document ``d`` has slot
-    ``slots[start[d] + t]``.
-    """
+    """Documents in a device pool of any page size: token t of document d is in slots[start[d] + t]."""
 
     kv: KVLayers
     slots: torch.Tensor  # int32 or int64 [all documents' tokens]
