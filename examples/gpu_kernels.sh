@@ -23,7 +23,7 @@ from pathlib import Path
 
 out, model, name, part, quick, *sets = sys.argv[1:]
 options = {"model": model, "data": [Path(each) for each in sets]} if name == "kernels_decode" else {}
-import_module(f"ragserve.bench.{name}").run(None if quick == "quick" else Path(out), quick=quick == "quick", parts=[part], **options)
+import_module(f"ragserve.bench.{name.replace('_', '.')}").run(None if quick == "quick" else Path(out), quick=quick == "quick", parts=[part], **options)
 PY
 }
 export -f bench

@@ -45,10 +45,10 @@ def _wrap_attention() -> None:
         return
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_ext.attention.factory import wrapping
+    from sglang_ext.attention.factory import with_sparse_decode
 
     for name in ("torch_native", "flashinfer", "triton", "fa3", "fa4", "trtllm_mha"):
-        ATTENTION_BACKENDS[name] = wrapping(ATTENTION_BACKENDS[name], config)
+        ATTENTION_BACKENDS[name] = with_sparse_decode(ATTENTION_BACKENDS[name], config)
 
 
 def _torch_native(runner: Any) -> Any:

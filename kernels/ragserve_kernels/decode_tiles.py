@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton device functions of the decode kernels: from a step of the walk to pool slots, and from slots to
-attention. Import with Triton only.
+"""Device functions of the decode kernels: from a step of a walk to pool slots, from slots to attention.
 
-The walk of a (request, KV head) is over its *virtual* tokens: those of its blocks in the order in which the
-index table, the sink-and-local rule or the sequence itself gives them. Head dimensions are handled in two
-halves, because a byte of 4-bit KV holds dimensions j and j + D/2. Scores and log-sum-exps are in the base-2
-logarithm."""
+Import with Triton only. The walk of a (request, KV head) covers its *virtual* tokens: those of its blocks in
+the order that the selection, the sink-and-local rule or the sequence gives. Head dimensions are handled in
+two halves, because a byte of 4-bit KV holds dimensions j and j + D/2. Scores and log-sum-exps are base-2
+logarithms.
+
+Shapes in comments: M query rows of a group, N tokens of a tile, D head size, H = D / 2."""
 
 from __future__ import annotations
 
@@ -21,49 +22,53 @@ STREAMING: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def tile_slots(
-    tile,
+    i_tile,
     n_blocks,
-    gap_at,
-    gap,
-    indexed,
-    seq_len,
-    index,
-    table,
+    i_gap,
+    n_gap,
+    m_indexed,
+    n_len,
+    p_index,
+    p_table,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Pool slots (int64 [BLOCK_N]) of tile ``tile`` of the walk, and which of them count.
+    """Return the pool slots of a tile of the walk, int64 [N], and which of them count, bool [N].
 
-    Step i of the walk is block ``index[i]`` if ``indexed``, else i, moved on by ``gap`` from step ``gap_at``
-    on."""
-    offsets = tl.arange(0, BLOCK_N)
+    Step i of the walk is block ``p_index[i]`` if ``m_indexed``, else block i; from step ``i_gap`` on,
+    ``n_gap`` blocks are skipped."""
+    o_token = tl.arange(0, BLOCK_N)
     if BLOCK % BLOCK_N == 0 and PAGE % BLOCK_N == 0:  # a tile lies in one page: two scalar look-ups
-        step = tile * BLOCK_N // BLOCK
-        block = step + tl.where(step >= gap_at, gap, 0)
-        block = tl.where(indexed, tl.load(index + step, mask=indexed & (step < n_blocks), other=-1), block)
-        first = block * BLOCK + tile * BLOCK_N % BLOCK
-        some = (step < n_blocks) & (block >= 0) & (first < seq_len)
-        page = tl.load(table + first // PAGE, mask=some, other=0).to(tl.int64)
-        slots = page * PAGE + first % PAGE + offsets
-        ok = some & (first + offsets < seq_len)
-    else:
-        token = tile * BLOCK_N + offsets
-        steps = token // BLOCK
-        blocks = steps + tl.where(steps >= gap_at, gap, 0)
-        blocks = tl.where(
-            indexed, tl.load(index + steps, mask=indexed & (steps < n_blocks), other=-1), blocks
+        i_step = i_tile * BLOCK_N // BLOCK
+        i_block = i_step + tl.where(i_step >= i_gap, n_gap, 0)
+        i_block = tl.where(
+            m_indexed, tl.load(p_index + i_step, mask=m_indexed & (i_step < n_blocks), other=-1), i_block
         )
-        position = blocks * BLOCK + token % BLOCK
-        ok = (steps < n_blocks) & (blocks >= 0) & (position < seq_len)
-        pages = tl.load(table + position // PAGE, mask=ok, other=0).to(tl.int64)
-        slots = pages * PAGE + position % PAGE
-    return slots, ok
+        i_first = i_block * BLOCK + i_tile * BLOCK_N % BLOCK
+        m_tile = (i_step < n_blocks) & (i_block >= 0) & (i_first < n_len)
+        i_page = tl.load(p_table + i_first // PAGE, mask=m_tile, other=0).to(tl.int64)
+        i_slot = i_page * PAGE + i_first % PAGE + o_token
+        m_slot = m_tile & (i_first + o_token < n_len)
+    else:
+        i_token = i_tile * BLOCK_N + o_token
+        i_step = i_token // BLOCK
+        i_block = i_step + tl.where(i_step >= i_gap, n_gap, 0)
+        # [N]
+        i_block = tl.where(
+            m_indexed, tl.load(p_index + i_step, mask=m_indexed & (i_step < n_blocks), other=-1), i_block
+        )
+        i_position = i_block * BLOCK + i_token % BLOCK
+        m_slot = (i_step < n_blocks) & (i_block >= 0) & (i_position < n_len)
+        # [N]
+        i_page = tl.load(p_table + i_position // PAGE, mask=m_slot, other=0).to(tl.int64)
+        i_slot = i_page * PAGE + i_position % PAGE
+    return i_slot, m_slot
 
 
-# Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and 136
-# (0x4308) less is the code. The compiler does as much for 8 bits by itself, but takes four times the
-# instructions for 4.
+# Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and
+# subtracting 136 (0x4308) gives the code. The compiler does as well for 8 bits by itself, but takes four
+# times the instructions for 4.
 NIBBLES_TO_BF16: tl.constexpr = tl.constexpr("""{
     .reg .b32 a, b, c;
     mov.b32 c, 0x43084308;
@@ -83,115 +88,116 @@ NIBBLES_TO_BF16: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def load_halves(
-    base,
-    slots,
-    ok,
+    p_rows,
+    i_slot,
+    m_slot,
     stride,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Both halves, [BLOCK_N, HALF] each, of the rows at ``slots``: values, or codes where quantised."""
-    address = base + slots[:, None] * stride + tl.arange(0, HALF)[None, :]
+    """Return both halves, [N, H] each, of the rows at ``i_slot``: values, or codes where quantised."""
+    p_half = p_rows + i_slot[:, None] * stride + tl.arange(0, HALF)[None, :]
     if BITS == 4:
-        codes = tl.load(address, mask=ok[:, None], other=0)
+        # [N, H], two codes a byte
+        b_codes = tl.load(p_half, mask=m_slot[:, None], other=0)
         if DTYPE == tl.bfloat16 and PRECISION != "upcast":  # noqa: SIM300
-            low, high = tl.inline_asm_elementwise(
+            b_low, b_high = tl.inline_asm_elementwise(
                 NIBBLES_TO_BF16,
                 "=r,=r,=r,=r,r",
-                [codes],
+                [b_codes],
                 dtype=(tl.bfloat16, tl.bfloat16),
                 is_pure=True,
                 pack=4,
             )
         else:
-            low = ((codes & 15).to(tl.float32) - 8.0).to(DTYPE)
-            high = ((codes >> 4).to(tl.float32) - 8.0).to(DTYPE)
+            b_low = ((b_codes & 15).to(tl.float32) - 8.0).to(DTYPE)
+            b_high = ((b_codes >> 4).to(tl.float32) - 8.0).to(DTYPE)
     else:
-        low = tl.load(address, mask=ok[:, None], other=0)
-        high = tl.load(address + HALF, mask=ok[:, None], other=0)
-        if (
-            BITS == 8
-            # exact: bfloat16 has 8 bits; by way of float32 because the interpreter cannot make bfloat16 from
-            # integers
-        ):
-            low = low.to(tl.float32).to(DTYPE)
-            high = high.to(tl.float32).to(DTYPE)
-    return low, high
+        # [N, H] each
+        b_low = tl.load(p_half, mask=m_slot[:, None], other=0)
+        b_high = tl.load(p_half + HALF, mask=m_slot[:, None], other=0)
+        # exact, bfloat16 holds 8 bits; by way of float32, as the interpreter cannot make bfloat16 from
+        # integers
+        if BITS == 8:
+            b_low = b_low.to(tl.float32).to(DTYPE)
+            b_high = b_high.to(tl.float32).to(DTYPE)
+    return b_low, b_high
 
 
 @triton.jit
-def load_params(base, slots, ok, stride):
-    """Scale and zero (fp32 [BLOCK_N]) of the rows at ``slots``: float16 pairs, read as one 4-byte word."""
-    word = tl.load(base + slots * stride, mask=ok, other=0)
-    scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), zero.to(tl.float32)
+def load_params(p_params, i_slot, m_slot, stride):
+    """Return scale and zero point, float32 [N] each: a float16 pair in a 4-byte word."""
+    # [N]
+    b_word = tl.load(p_params + i_slot * stride, mask=m_slot, other=0)
+    b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    b_zero = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return b_scale.to(tl.float32), b_zero.to(tl.float32)
 
 
 @triton.jit
-def load_query(q, row, group, stride, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """Both halves [BLOCK_M, HALF] of a KV head's query group and their row sums; rows past the group are
-    zero.
-    """
-    heads = tl.arange(0, BLOCK_M)
-    address = q + row + heads[:, None] * stride + tl.arange(0, HALF)[None, :]
-    ok = (heads < GROUP)[:, None]
-    low = tl.load(address, mask=ok, other=0.0)
-    high = tl.load(address + HALF, mask=ok, other=0.0)
-    return low, high, tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
+def load_query(p_q, o_row, stride, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    """Return both halves [M, H] of a query group and their row sums [M]; rows past the group are zero."""
+    o_head = tl.arange(0, BLOCK_M)
+    p_half = p_q + o_row + o_head[:, None] * stride + tl.arange(0, HALF)[None, :]
+    m_head = (o_head < GROUP)[:, None]
+    # [M, H] each
+    b_low = tl.load(p_half, mask=m_head, other=0.0)
+    b_high = tl.load(p_half + HALF, mask=m_head, other=0.0)
+    return b_low, b_high, tl.sum(b_low.to(tl.float32), 1) + tl.sum(b_high.to(tl.float32), 1)
 
 
 @triton.jit
 def attend_tile(
-    q_low,
-    q_high,
-    q_sum,
-    acc_low,
-    acc_high,
-    acc_zero,
+    b_q_low,
+    b_q_high,
+    b_q_sum,
+    b_acc_low,
+    b_acc_high,
+    b_acc_zero,
     b_max,
     b_sum,
-    slots,
-    ok,
-    k,
-    v,
-    k_params,
-    v_params,
+    i_slot,
+    m_slot,
+    p_k,
+    p_v,
+    p_k_params,
+    p_v_params,
     stride_k,
     stride_v,
     stride_kp,
     stride_vp,
-    scale,
+    scale_2,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of online softmax. Returns the scores [BLOCK_M, BLOCK_N] and the new state.
+    """Fold one tile into the running softmax; return its scores [M, N] and the new state.
 
     Quantised K: q . (s c + z) = s (q . c) + z sum(q). Quantised V: sum p (s c + z) = (p s) . c + sum(p z),
-    the last term kept in ``acc_zero``."""
-    k_low, k_high = load_halves(k, slots, ok, stride_k, HALF, BITS, q_low.dtype, PRECISION)
-    scores = tl.zeros([q_low.shape[0], ok.shape[0]], tl.float32)
-    scores = dot(q_low, tl.trans(k_low), scores, PRECISION)
-    scores = dot(q_high, tl.trans(k_high), scores, PRECISION)
+    with the last term kept in ``b_acc_zero``."""
+    b_k_low, b_k_high = load_halves(p_k, i_slot, m_slot, stride_k, HALF, BITS, b_q_low.dtype, PRECISION)
+    b_s = tl.zeros([b_q_low.shape[0], m_slot.shape[0]], tl.float32)
+    b_s = dot(b_q_low, tl.trans(b_k_low), b_s, PRECISION)
+    b_s = dot(b_q_high, tl.trans(b_k_high), b_s, PRECISION)
     if BITS > 0:
-        k_scale, k_zero = load_params(k_params, slots, ok, stride_kp)
-        scores = scores * k_scale[None, :] + q_sum[:, None] * k_zero[None, :]
-    scores = tl.where(ok[None, :], scores * scale, float("-inf"))
-    new_max = tl.maximum(b_max, tl.max(scores, 1))
-    safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.math.exp2(scores - safe[:, None])
-    alpha = tl.math.exp2(b_max - safe)
-    b_sum = b_sum * alpha + tl.sum(p, 1)
+        b_k_scale, b_k_zero = load_params(p_k_params, i_slot, m_slot, stride_kp)
+        b_s = b_s * b_k_scale[None, :] + b_q_sum[:, None] * b_k_zero[None, :]
+    b_s = tl.where(m_slot[None, :], b_s * scale_2, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    # a row without tokens so far: exp2(-inf - 0) = 0, not NaN
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.math.exp2(b_s - b_base[:, None])
+    b_decay = tl.math.exp2(b_max - b_base)
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
     if BITS > 0:
-        v_scale, v_zero = load_params(v_params, slots, ok, stride_vp)
-        acc_zero = acc_zero * alpha + tl.sum(p * v_zero[None, :], 1)
-        p = p * v_scale[None, :]
+        b_v_scale, b_v_zero = load_params(p_v_params, i_slot, m_slot, stride_vp)
+        b_acc_zero = b_acc_zero * b_decay + tl.sum(b_p * b_v_zero[None, :], 1)
+        b_p = b_p * b_v_scale[None, :]
     # quantised with float16 queries: a weight times a scale can leave float16's range
-    dtype: tl.constexpr = tl.bfloat16 if BITS > 0 and q_low.dtype == tl.float16 else q_low.dtype
-    v_low, v_high = load_halves(v, slots, ok, stride_v, HALF, BITS, dtype, PRECISION)
-    acc_low = dot(p.to(dtype), v_low, acc_low * alpha[:, None], PRECISION)
-    acc_high = dot(p.to(dtype), v_high, acc_high * alpha[:, None], PRECISION)
-    return scores, acc_low, acc_high, acc_zero, new_max, b_sum
+    DTYPE: tl.constexpr = tl.bfloat16 if BITS > 0 and b_q_low.dtype == tl.float16 else b_q_low.dtype
+    b_v_low, b_v_high = load_halves(p_v, i_slot, m_slot, stride_v, HALF, BITS, DTYPE, PRECISION)
+    b_acc_low = dot(b_p.to(DTYPE), b_v_low, b_acc_low * b_decay[:, None], PRECISION)
+    b_acc_high = dot(b_p.to(DTYPE), b_v_high, b_acc_high * b_decay[:, None], PRECISION)
+    return b_s, b_acc_low, b_acc_high, b_acc_zero, b_new, b_sum

@@ -1,142 +1,193 @@
-"""What the decode operations share on the host: their paged KV, its checks, and the sizes of their launches."""
+"""What the decode operations share on the host: the batch, its KV, selections of pages, and launch sizes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ragserve_kernels.dispatch import (
+    check_contiguous,
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
-    check_page_size,
     check_same_device,
     check_shape,
     next_power_of_2,
-    query_group,
 )
+from ragserve_kernels.kv import check_head_dim, check_page_size, query_group
 from ragserve_kernels.quantize_kv.types import QuantizedKV
 
+__all__ = [
+    "CPU_PROGRAMS",
+    "KV",
+    "KVPair",
+    "PageSelection",
+    "PagedBatch",
+    "check_attention",
+    "check_query",
+    "check_selection",
+    "code_precision",
+    "kv_arguments",
+    "resident_programs",
+    "tile_rows",
+    "tile_tokens",
+]
+
 KV = torch.Tensor | QuantizedKV
-"""K or V of one layer: ``[slots, kv_heads, head_dim]`` (SGLang's ``MHATokenToKVPool``), or the same
-quantised.
-"""
+"""K or V of one layer, ``[slots, kv_heads, head_dim]`` as in SGLang's pool, plain or quantised."""
+
+KVPair = tuple[KV, KV]
 
 CPU_PROGRAMS = 6
 """Programs per launch in Triton's interpreter: enough that requests are split and merged."""
 
 
-def check_block_size(block_size: int) -> None:
-    if block_size < 1 or block_size & (block_size - 1) or block_size > 512:
-        raise ValueError(f"Block size {block_size} is not supported; expected a power of two up to 512.")
+@dataclass(frozen=True, eq=False)
+class PagedBatch:
+    """The requests of a decode step and where their KV lies; checked once, when it is made.
 
+    The tensors may be views of static buffers whose contents change: only shapes, dtypes and devices are
+    checked.
 
-def check_paged(
-    q: torch.Tensor,
-    k: KV,
-    v: KV,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    page_size: int,
-    block_size: int,
-) -> tuple[int, int]:
-    """Check one decode batch; returns ``(query group, bits)`` with bits 0 for plain K and V.
+    Attributes:
+        page_table: int32 ``[batch, max_pages]``: physical pages; a token's slot is page * page_size + offset.
+            Only entries of pages that hold a token are read.
+        seq_lens: int32 ``[batch]``: tokens of each request, the newest included; 0 gives a zero output.
+        page_size: tokens per page.
+        block_size: tokens per block, the unit of a :class:`PageSelection`; a power of two up to 512. Default:
+            a page.
 
-    Raises ``ValueError`` or ``TypeError`` that name the argument.
+    Raises:
+        ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
     """
-    check_page_size(page_size)
-    check_block_size(block_size)
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+    block_size: int = 0
+
+    def __post_init__(self) -> None:
+        check_page_size(self.page_size)
+        block = self.block_size or self.page_size
+        if block < 1 or block & (block - 1) or block > 512:
+            raise ValueError(f"Block size {block} is not supported; expected a power of two up to 512.")
+        object.__setattr__(self, "block_size", block)
+        check_dtype("seq_lens", self.seq_lens, (torch.int32,))
+        check_shape("seq_lens", self.seq_lens, (None,))
+        check_dtype("page_table", self.page_table, (torch.int32,))
+        check_shape("page_table", self.page_table, (self.size, None))
+        check_last_contiguous("seq_lens", self.seq_lens)
+        check_last_contiguous("page_table", self.page_table)
+        check_same_device(self.page_table, seq_lens=self.seq_lens)
+
+    @property
+    def size(self) -> int:
+        """Requests."""
+        return self.seq_lens.shape[0]
+
+
+class PageSelection(NamedTuple):
+    """Logical blocks per request and KV head, as ``page_select`` chooses or ranks them."""
+
+    blocks: torch.Tensor
+    """int32 [batch, kv_heads, capacity], distinct; entries past the count are unspecified. With several
+    layers [layers, batch, ...].
+    """
+    counts: torch.Tensor
+    """int32 [batch, kv_heads] or [layers, batch, kv_heads]: how many of the entries are valid."""
+
+
+def check_query(q: torch.Tensor, batch: PagedBatch) -> None:
+    """Check queries ``[batch, heads, head_dim]``, or ``[layers, batch, ...]``, against the batch."""
     check_dtype("q", q)
-    check_shape("q", q, (None, None, None))
-    batch, query_heads, head_dim = q.shape
-    check_head_dim(head_dim)
+    check_shape("q", q, (*q.shape[:-3], batch.size, None, None))
+    check_head_dim(q.shape[-1])
     check_last_contiguous("q", q)
-    if isinstance(k, QuantizedKV) != isinstance(v, QuantizedKV):
-        raise TypeError("k and v must both be quantised or both be plain tensors.")
+    check_same_device(q, page_table=batch.page_table)
+
+
+def check_attention(q: torch.Tensor, kv: KVPair, batch: PagedBatch) -> int:
+    """Check the inputs of one layer's attention; return the bits of quantised K and V, 0 for plain ones.
+
+    Raises:
+        ValueError, TypeError: named after the argument that does not fit.
+    """
+    check_query(q, batch)
+    head_dim = q.shape[2]
+    k, v = kv
+    bits = 0
     if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
         if k.bits != v.bits:
             raise ValueError(f"k has {k.bits} bits and v has {v.bits}; expected the same.")
-        bits, first, second = k.bits, k.codes, v.codes
-    else:
-        if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
-            raise TypeError("k and v must be tensors or QuantizedKV.")
+        bits = k.bits
+    elif isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
         check_dtype("k", k, (q.dtype,))
         check_dtype("v", v, (q.dtype,))
         check_shape("k", k, (None, None, head_dim))
-        bits, first, second = 0, k, v
+    else:
+        raise TypeError("k and v must both be tensors or both be QuantizedKV.")
     if tuple(k.shape) != tuple(v.shape) or k.shape[2] != head_dim:
         raise ValueError(
-            f"k and v have shapes {list(k.shape)} and {list(v.shape)}; expected the same, ending in {head_dim}."
+            f"k and v have shapes {list(k.shape)} and {list(v.shape)}; "
+            f"expected the same, ending in {head_dim}."
         )
-    check_last_contiguous("k", first)
-    check_last_contiguous("v", second)
-    check_table("page_table", page_table, batch)
-    check_lens(seq_lens, batch)
-    check_same_device(q, k=first, v=second, page_table=page_table, seq_lens=seq_lens)
-    return query_group(query_heads, k.shape[1]), bits
+    for name, cache in (("k", k), ("v", v)):
+        values = cache.codes if isinstance(cache, QuantizedKV) else cache
+        check_last_contiguous(name, values)
+        check_same_device(q, **{name: values})
+    query_group(q.shape[1], k.shape[1])
+    return bits
 
 
-def check_table(name: str, table: torch.Tensor, batch: int) -> None:
-    check_dtype(name, table, (torch.int32,))
-    check_shape(name, table, (batch, None))
-    check_last_contiguous(name, table)
+def check_selection(
+    selection: PageSelection, q: torch.Tensor, kv_heads: int, capacity: int | None = None
+) -> None:
+    """Check a selection for the queries ``q``; ``capacity`` None stands for any."""
+    shape = (*q.shape[:-2], kv_heads)
+    for name, tensor, wanted in (
+        ("blocks", selection.blocks, (*shape, capacity)),
+        ("counts", selection.counts, shape),
+    ):
+        check_dtype(name, tensor, (torch.int32,))
+        check_shape(name, tensor, wanted)
+        check_same_device(q, **{name: tensor})
+        for layer in tensor if q.dim() == 4 else (tensor,):  # layers may lie in wider tables
+            check_contiguous(name, layer)
 
 
-def check_lens(seq_lens: torch.Tensor, batch: int) -> None:
-    check_dtype("seq_lens", seq_lens, (torch.int32,))
-    check_shape("seq_lens", seq_lens, (batch,))
-    check_last_contiguous("seq_lens", seq_lens)
+def kv_arguments(kv: KVPair) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the tensors and strides of K and V that the kernels take.
 
-
-def check_index(index: torch.Tensor, counts: torch.Tensor, batch: int, kv_heads: int) -> None:
-    """An index table: int32 ``[batch, kv_heads, capacity]`` of logical blocks and int32 ``[batch,
-    kv_heads]``, how many of them count.
-    """
-    check_dtype("index", index, (torch.int32,))
-    check_shape("index", index, (batch, kv_heads, None))
-    check_dtype("counts", counts, (torch.int32,))
-    check_shape("counts", counts, (batch, kv_heads))
-    if not index.is_contiguous() or not counts.is_contiguous():
-        raise ValueError("index and counts must be contiguous.")
-
-
-def kv_arguments(cache: KV) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
-    """``(values, parameters, slot stride, head stride, parameter slot stride, parameter head stride)``; plain
-    caches repeat the values.
-    """
-    if isinstance(cache, QuantizedKV):
-        packed = cache.params.view(torch.int32)[
-            ..., 0
-        ]  # scale and zero of a token and head in one 4-byte load
-        return (
-            cache.codes,
-            packed,
-            cache.codes.stride(0),
-            cache.codes.stride(1),
-            packed.stride(0),
-            packed.stride(1),
-        )
-    return cache, cache, cache.stride(0), cache.stride(1), 0, 0
+    Tensors: K, V, and their parameters, a scale and a zero point packed into one int32; plain caches repeat
+    the values. Strides: (slot, head) of each tensor."""
+    values, params = [], []
+    for cache in kv:
+        if isinstance(cache, QuantizedKV):
+            values.append(cache.codes)
+            params.append(cache.params.view(torch.int32)[..., 0])
+        else:
+            values.append(cache)
+    strides = [stride for tensor in values for stride in tensor.stride()[:2]]
+    strides += [stride for tensor in params for stride in tensor.stride()[:2]] or [0, 0, 0, 0]
+    return values + (params or values), strides
 
 
 def code_precision(dtype: torch.dtype, bits: int) -> str:
-    """The matrix products' precision: with quantised KV and float16 queries, codes are multiplied as
-    bfloat16.
-    """
+    """Return the precision of the matrix products; codes with float16 queries are multiplied as bfloat16."""
     from ragserve_kernels.dot import dot_precision  # imports Triton
 
     return dot_precision(torch.bfloat16 if bits and dtype == torch.float16 else dtype)
 
 
 def tile_rows(group: int) -> int:
-    """Rows of a query tile: the matrix units want at least 16."""
+    """Return the rows of a query tile: the matrix units want at least 16."""
     return max(16, next_power_of_2(group))
 
 
 def tile_tokens(head_dim: int, itemsize: int) -> int:
-    """Tokens of a K tile: as many as give 16 KiB, from 16 to 128."""
+    """Return the tokens of a K tile: 16 KiB, but 16 to 128 tokens."""
     return max(16, min(128, 16384 // (head_dim * itemsize)))
 
 
@@ -146,7 +197,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def resident_programs(tensor: torch.Tensor, per_multiprocessor: int) -> int:
-    """Programs that run at once on ``tensor``'s device."""
+    """Return how many programs run at once on the device of ``tensor``."""
     if not tensor.is_cuda:
         return CPU_PROGRAMS
     return _multiprocessors(tensor.device.index or 0) * per_multiprocessor

@@ -55,7 +55,7 @@ class LocalEngine:
         if (cache["decode"] is not None) != (self._settings.sparse_attention == "on"):
             raise EngineError(
                 f"sparse_attention={self._settings.sparse_attention} is not what the engine runs: it wrapped {cache['decode']}.",
-                hint="Leave attention_backend to SGLang, or set it to one that can be wrapped: see sglang_ext/attention/README.md.",
+                hint="Leave attention_backend to SGLang, or set it to one that can be wrapped: see docs/sparse-decoding.md.",
             )
         self._info = EngineInfo(
             kind="local",

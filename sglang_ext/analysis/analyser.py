@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
+from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.analysis import retrieval_heads as heads
 from sglang_ext.analysis.document_analysis import Analysis, Cut, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
@@ -170,6 +170,6 @@ class Analyser:
 
 def _summary(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, scale: float) -> BlockSummary:
     """One layer's; head sizes that the kernel does not know take the plain way."""
-    if q.shape[-1] in kernels.HEAD_DIMS:
+    if q.shape[-1] in HEAD_DIMS:
         return block_summary(q, k, plan, scale=scale)
     return block_summary_naive(q, k, plan, scale=scale, precision=torch.float32)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve_kernels import dispatch as kernels
+from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.model import decoder_layers, forward_batch
 
@@ -127,7 +128,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scalin
     k and v.
     """
     rows, end = len(q), start + len(q)
-    if kernels.use_triton(q) and q.shape[-1] in kernels.HEAD_DIMS:
+    if kernels.use_triton(q) and q.shape[-1] in HEAD_DIMS:
         slots = torch.arange(end, device=q.device)
         first = torch.zeros(1, dtype=torch.int64, device=q.device)
         bounds = torch.arange(2, device=q.device) * rows

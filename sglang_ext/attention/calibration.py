@@ -1,4 +1,4 @@
-"""Which KV heads need all of the context: gates learned by DuoAttention's objective on synthetic passkeys.
+"""Learns which KV heads need all of the context: gates by DuoAttention's objective on synthetic passkeys.
 
 A head's attention becomes ``gate * full + (1 - gate) * streaming``, with gates from 0 to 1 per layer and KV
 head and the model frozen. Adam minimises the mean squared difference of the last hidden states from the
@@ -33,14 +33,12 @@ _FILLER = (
     "In winter the lake is covered with ice. ",
 )
 SHARES = (0.25, 0.5, 0.75)
-_HELD_OUT_SEED = 1_000_003  # of texts that are not trained on
+_HELD_OUT_SEED = 1_000_003  # of the texts for evaluation
 
 
 @dataclass(frozen=True)
 class Passkeys:
-    """``ids`` of a long text with passkeys in it and of their repetition at its end; ``answers``: from which
-    token on it repeats them.
-    """
+    """A long text with passkeys, then their repetition, which begins at token ``answers``."""
 
     ids: list[int]
     answers: int
@@ -48,9 +46,10 @@ class Passkeys:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of a share of streaming heads, on texts not trained on, at the tokens that repeat passkeys: relative
-    error of the hidden states and agreement of the next token, both with the unchanged model; ``passkeys``:
-    share of those tokens that come out right."""
+    """What a share of streaming heads costs on held-out texts, at the tokens that repeat passkeys.
+
+    ``error``: of the hidden states, relative to the unchanged model's. ``agreement``: share of tokens with
+    its next token. ``passkeys``: share of tokens that come out right."""
 
     share: float
     error: float
@@ -61,7 +60,7 @@ class Quality:
 def make_passkeys(
     encode: Callable[[str], list[int]], tokens: int, draw: random.Random, count: int = 5
 ) -> Passkeys:
-    """About ``tokens`` tokens."""
+    """Make a text of about ``tokens`` tokens with ``count`` passkeys."""
     names = draw.sample([f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS], count)
     facts = [f"The code of the {name} is {draw.randrange(10_000, 100_000)}. " for name in names]
     answer = encode("".join(draw.sample(facts, count)))
@@ -77,9 +76,7 @@ def make_passkeys(
 
 
 class GatedModel:
-    """A frozen Hugging Face causal model whose attention mixes full and streaming by ``gates`` [layers,
-    kv_heads].
-    """
+    """A frozen Hugging Face causal model that mixes full and streaming attention by gates [layers, kv_heads]."""
 
     def __init__(self, path: str, *, device: str = "cpu", sink: int = 64, local: int = 256) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
@@ -107,7 +104,7 @@ class GatedModel:
 
     @contextmanager
     def gated(self, gates: torch.Tensor) -> Iterator[None]:
-        """Mix by these gates inside the block."""
+        """Mix by these gates inside the block; without them attention is full."""
         self._gates = gates
         try:
             yield
@@ -115,13 +112,13 @@ class GatedModel:
             self._gates = None
 
     def hidden(self, text: Passkeys) -> torch.Tensor:
-        """Last hidden states [tokens, hidden] that predict the repetition."""
+        """Return the last hidden states [tokens, hidden] that predict the repetition."""
         ids = torch.tensor([text.ids], device=self.device)
         states: torch.Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state[0]
         return states[text.answers - 1 : -1]
 
     def next_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """Most likely next tokens [tokens]."""
+        """Return the most likely next tokens, [tokens]."""
         found: torch.Tensor = self.model.get_output_embeddings()(states).argmax(-1)
         return found
 
@@ -161,9 +158,9 @@ def learn(
     seed: int = 0,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> torch.Tensor:
-    """Gates float32 [layers, kv_heads] on the CPU. ``progress`` gets the step, the relative error of the
-    states, and the mean gate.
-    """
+    """Learn gates, float32 [layers, kv_heads] on the CPU.
+
+    ``progress`` gets the step, the relative error of the states, and the mean gate."""
     draw = random.Random(seed)
     gates = torch.ones(model.shape, device=model.device, requires_grad=True)
     optimiser = torch.optim.Adam([gates], lr=rate)
@@ -187,9 +184,7 @@ def learn(
 
 @torch.no_grad()
 def evaluate(model: GatedModel, streaming: torch.Tensor, texts: Sequence[Passkeys]) -> Quality:
-    """With the heads of ``streaming`` (bool [layers, kv_heads]) streaming and the others attending to
-    everything.
-    """
+    """Evaluate the model with the heads named in ``streaming``, bool [layers, kv_heads], streaming."""
     error, agreed, right, total = 0.0, 0, 0, 0
     for text in texts:
         want = model.hidden(text)
@@ -215,10 +210,9 @@ def calibrate(
     device: str,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Learn gates, write the pattern of ``share`` streaming heads to ``out``, and say what shares of
-    streaming heads cost.
+    """Learn gates and write the pattern of ``share`` streaming heads to ``out``; return what shares cost.
 
-    A row per share, ``share`` and SHARES among them, and way of choosing the heads: by their gates, or by
+    A row per share (``share`` and SHARES among them) and way of choosing the heads: by their gates, or by
     chance. ``device``: a torch device, or "auto": cuda if there is one."""
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     gated = GatedModel(model, device=where)
@@ -235,7 +229,8 @@ def calibrate(
                 found.append({"chosen by": name, "share": part, **figures})
     save_pattern(out, gates, share=share, model=Path(model).name if Path(model).is_dir() else model)
     details = {
-        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} --tokens {tokens} --penalty {penalty} "
+        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} --tokens "
+        "{tokens} --penalty {penalty} "
         f"--held-out {held_out} --device {where}",
         "passkeys dense": next(row["passkeys"] for row in found if row["share"] == 0),
         "mean gate": round(float(gates.mean()), 4),

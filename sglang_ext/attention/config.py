@@ -38,13 +38,15 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.bound not in ("lowest", "round") or self.ranking not in ("minmax", "center"):
             raise ValueError(
-                f"bound is {self.bound!r} and ranking {self.ranking!r}: expected lowest or round, and minmax or center"
+                f"bound is {self.bound!r} and ranking {self.ranking!r}: expected lowest or round, and "
+                "minmax or center"
             )
         if self.kv_bits not in (16, 8, 4):
             raise ValueError(f"kv_bits is {self.kv_bits}: expected 16, 8 or 4")
         if self.max_budget < self.options.budget:
             raise ValueError(
-                f"the largest budget, {self.max_budget} tokens, is below the default one, {self.options.budget}"
+                f"the largest budget, {self.max_budget} tokens, is below the default one, "
+                f"{self.options.budget}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What sparse decoding cannot serve is refused when the engine starts."""
+"""Refuses engines and models that sparse decoding cannot serve, when the engine starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ragserve_kernels.dispatch import FLOAT_DTYPES, HEAD_DIMS
+from ragserve_kernels.dispatch import FLOAT_DTYPES
+from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
 from sglang_ext.protocol import CACHE_BACKEND
@@ -15,7 +16,7 @@ _PAGE_SIZES = (16, 32, 64, 128)
 
 
 def check_engine(runner: Any, config: AttentionConfig) -> None:
-    """Raise ValueError, saying what to change, for an engine that sparse decoding does not work with."""
+    """Raise ValueError, with what to change, for an engine that sparse decoding cannot serve."""
     args, pool = runner.server_args, runner.token_to_kv_pool
     problems = []
     if runner.page_size not in _PAGE_SIZES:
@@ -25,7 +26,8 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         wanted_pool is QuantizedKVPool and isinstance(pool, wanted_pool)
     ):
         problems.append(
-            f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is supported"
+            f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is "
+            "supported"
         )
     elif pool.dtype not in FLOAT_DTYPES or pool.dtype != runner.dtype:
         problems.append(f"the KV is {pool.dtype} and the model {runner.dtype}: leave kv_cache_dtype alone")
@@ -55,9 +57,7 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
 
 
 def _unserved_layers(model: Any, pool: Any) -> list[str]:
-    """What attention layers want that our kernels do not do, a line for each thing, with the first layer that
-    wants it.
-    """
+    """Return what attention layers want that our kernels do not do: a line per kind, with its first layer."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]

@@ -1,6 +1,4 @@
-"""Prometheus metrics of sparse decoding, in the registry that SGLang exposes. Made on first use: see
-`ragserve.metrics`.
-"""
+"""Prometheus metrics of sparse decoding, in the registry that SGLang exposes; made on first use."""
 
 from __future__ import annotations
 
@@ -10,6 +8,8 @@ from sglang_ext.protocol import DecodeReport
 
 
 class DecodeMetrics:
+    """Counters per mode, and a histogram of the estimated weight."""
+
     def __init__(self) -> None:
         from prometheus_client import Counter, Histogram
 
@@ -30,7 +30,7 @@ class DecodeMetrics:
         )
 
     def observe(self, report: DecodeReport) -> None:
-        """Count one request at its end."""
+        """Count a request that ends."""
         self.steps.labels(report.mode, "yes").inc(report.sparse_steps)
         self.steps.labels(report.mode, "no").inc(report.steps - report.sparse_steps)
         self.pages.labels(report.mode, "read").inc(report.pages * report.steps)
@@ -41,5 +41,5 @@ class DecodeMetrics:
 
 @lru_cache(maxsize=1)
 def decode_metrics() -> DecodeMetrics:
-    """The process's metrics."""
+    """Return the metrics of this process."""
     return DecodeMetrics()

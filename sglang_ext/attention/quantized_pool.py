@@ -1,10 +1,9 @@
-"""A KV pool of 8 or 4 bits: SGLang's plain pool with quantised rows, and one layer of plain KV that prefill
-reads.
+"""A KV pool of 8 or 4 bits: SGLang's plain pool with quantised rows, and a plain workspace for prefill.
 
-Decode steps read the codes themselves (`ragserve_kernels.sparse_decode`, `progressive_decode`), dense ones
-too. SGLang's own backends, which do the prefill, read plain KV: for each layer of an extend the rows of its
-cached prefixes are dequantised into a workspace that all layers share, at their own slots; the rows that the
-extend writes stand there as they are, and quantised in the pool."""
+Decode steps read the codes (`ragserve_kernels.sparse_decode`, `progressive_decode`), dense ones too. SGLang's
+own backends run the prefill and read plain KV. For each layer of an extend, the rows of its cached prefixes
+are dequantised into a workspace of one layer that all layers share, at their own slots. Rows that the extend
+writes go there as they are, and quantised into the pool."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 
-_AT_ONCE = 32_768  # rows: what a dequantisation of one layer needs memory for
+_AT_ONCE = 32_768  # rows per dequantisation of one layer: bounds its memory
 _PAGES_AT_ONCE = 16  # in all layers
 
 
 class QuantizedKVPool(MHATokenToKVPool):
-    """``k_buffer`` and ``v_buffer`` are the codes; made with :func:`quantized_pool`."""
+    """A pool whose ``k_buffer`` and ``v_buffer`` hold codes; make its class with :func:`quantized_pool`."""
 
     bits: int
 
@@ -33,7 +32,8 @@ class QuantizedKVPool(MHATokenToKVPool):
         rows, heads = self.size + self.page_size, self.head_num
         if self.use_hnd or self.v_head_dim != self.head_dim or self.is_quantized_kv_cache:
             raise ValueError(
-                f"KV of {self.bits} bits is for plain multi-head attention laid out token by token: use kv_bits=16"
+                f"KV of {self.bits} bits is for plain multi-head attention laid out token by token: use "
+                "kv_bits=16"
             )
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -56,25 +56,23 @@ class QuantizedKVPool(MHATokenToKVPool):
         return [*self.k_buffer, *self.v_buffer, *(x.params for x in (*self._k, *self._v))]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Of K and of V, their shares of the workspace included."""
+        """Return the bytes of K and of V, with their shares of the workspace."""
         half = (self._codes.codes.nbytes + self._codes.params.nbytes + self._workspace.nbytes) // 2
         return half, half
 
     def quantized(self, layer: int) -> tuple[QuantizedKV, QuantizedKV]:
-        """K and V of a layer."""
+        """Return K and V of a layer."""
         return self._k[layer - self.start_layer], self._v[layer - self.start_layer]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Quantise rows k, v [tokens, kv_heads, head_dim] into ``slots`` [tokens]; the workspace stays as it
-        is.
-        """
+        """Quantise rows k, v [tokens, kv_heads, head_dim] into ``slots`` [tokens], not into the workspace."""
         keys, values = self.quantized(layer)
         shape = (len(slots), self.head_num, self.head_dim)
         quantize_kv(k.reshape(shape), slots, keys)
         quantize_kv(v.reshape(shape), slots, values)
 
     def prepare(self, layer: int, slots: torch.Tensor) -> None:
-        """Let the workspace hold these ``slots`` [n] of a layer, for an extend over them."""
+        """Dequantise ``slots`` [n] of a layer into the workspace, for an extend that reads them."""
         for some in slots.split(_AT_ONCE):
             for plain, cache in zip(self._workspace, self.quantized(layer), strict=True):
                 plain[some] = dequantize_kv(cache, some).to(self.dtype)
@@ -91,9 +89,7 @@ class QuantizedKVPool(MHATokenToKVPool):
         v_scale: Any = None,
         layer_id_override: int | None = None,
     ) -> None:
-        """What an extend writes: quantised into the pool, and as it is into the workspace, where the same
-        pass reads it.
-        """
+        """Write an extend's rows: quantised into the pool, plain into the workspace that the pass reads."""
         slots = unwrap_write_loc(loc_info)[0]
         self.store(
             layer.layer_id if layer_id_override is None else layer_id_override, slots, cache_k, cache_v
@@ -103,7 +99,7 @@ class QuantizedKVPool(MHATokenToKVPool):
             plain[slots] = rows.reshape(shape).to(self.dtype)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """The workspace: right for what was prepared or written for this layer, in an extend."""
+        """Return the workspace, which in an extend holds what was prepared or written for this layer."""
         return self._workspace[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
@@ -115,7 +111,7 @@ class QuantizedKVPool(MHATokenToKVPool):
         return self._workspace[0], self._workspace[1]
 
     def get_cpu_copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported, like what follows: what SGLang would copy is the codes without their scales."""
+        """Raise RuntimeError: SGLang would copy the codes without their scales. So for the names below."""
         raise RuntimeError("KV of 8 or 4 bits cannot be moved out of the pool: use kv_bits=16")
 
     load_cpu_copy = get_contiguous_buf_infos = set_kv_buffer_prefix_valid = get_cpu_copy
@@ -123,16 +119,16 @@ class QuantizedKVPool(MHATokenToKVPool):
     # statistics
 
     def new_statistics(self, logical_page: int) -> PageStats:
-        """Room for those of all pages, in the plain KV's dtype."""
+        """Return room for the statistics of all pages, in the plain KV's dtype."""
         pages = (self.size + self.page_size) // self.page_size
         shape = (self.layer_num, pages * self.page_size // logical_page, self.head_num, self.head_dim)
         k_min = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return PageStats(k_min, torch.zeros_like(k_min), torch.zeros_like(k_min[:, :pages]))
 
     def page_statistics(self, pages: torch.Tensor, into: PageStats) -> None:
-        """Those of ``pages`` int32 [n] from their dequantised keys; for a negative number those of page 0,
-        which nobody owns.
-        """
+        """Make the statistics of ``pages``, int32 [n], from their dequantised keys.
+
+        A negative number stands for page 0, which no request owns."""
         for some in pages.clamp_min(0).long().split(_PAGES_AT_ONCE):
             slots = some[:, None] * self.page_size + torch.arange(self.page_size, device=pages.device)
             codes, params = (
@@ -155,16 +151,17 @@ class QuantizedKVPool(MHATokenToKVPool):
 
 
 def quantized_pool(bits: int) -> type[QuantizedKVPool]:
-    """The class of a pool of ``bits`` bits, to stand where SGLang takes a class."""
+    """Return the class of a pool of ``bits`` bits, for where SGLang takes a class."""
     return type(f"QuantizedKVPool{bits}", (QuantizedKVPool,), {"bits": bits})
 
 
 def cell_bytes(
     plain: int, *, layers: int, kv_heads: int, head_dim: int, page_size: int, logical_page: int, bits: int
 ) -> int:
-    """Bytes that a token's slot takes with sparse decoding, where SGLang counts ``plain`` for its K and V in
-    all layers: the codes, their scales and the workspace where they are quantised, and the page statistics.
-    """
+    """Return the bytes of a token's slot with sparse decoding.
+
+    ``plain``: SGLang's count for K and V in all layers. Page statistics are included, and with 8 or 4 bits the
+    scales and the workspace."""
     statistics = plain * (1 / logical_page + 1 / page_size / 2)
     if bits == 16:
         return round(plain + statistics)

@@ -11,9 +11,9 @@ PATTERN_VERSION = 1
 
 
 def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str) -> None:
-    """Write the gates (float [layers, kv_heads], 1: needs all of the context) and the pattern that makes
-    ``share`` of the heads stream.
-    """
+    """Write the gates and the pattern in which ``share`` of the heads stream.
+
+    ``gates``: float [layers, kv_heads]; 1: the head needs all of the context."""
     pattern = streaming_heads(gates, share)
     text = json.dumps(
         {
@@ -28,7 +28,7 @@ def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str) -
 
 
 def streaming_heads(gates: torch.Tensor, share: float) -> torch.Tensor:
-    """Bool [layers, kv_heads]: the ``share`` of the heads with the lowest gates."""
+    """Return bool [layers, kv_heads], True for the ``share`` of the heads with the lowest gates."""
     if not 0 <= share <= 1:
         raise ValueError(f"a share of {share} of the heads: expected 0 to 1")
     chosen = torch.zeros(gates.numel(), dtype=torch.bool)
@@ -37,9 +37,10 @@ def streaming_heads(gates: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world: int = 1) -> torch.Tensor:
-    """Bool [layers, kv_heads]: the streaming heads among those of this rank, which has ``kv_heads`` of them.
+    """Return bool [layers, kv_heads], True for the streaming ones of this rank's ``kv_heads`` heads.
 
-    Raises ValueError, naming the file, where it is no pattern for this model.
+    Raises:
+        ValueError: the file is no pattern for this model.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -50,12 +51,14 @@ def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world
         ) from None
     if version != PATTERN_VERSION:
         raise ValueError(
-            f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve calibrate-heads`"
+            f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve "
+            "calibrate-heads`"
         )
     total = kv_heads * world
     if pattern.dim() != 2 or pattern.shape[0] != layers or total % pattern.shape[1]:
         raise ValueError(
-            f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected [{layers}, {total}]"
+            f"{path} is for another model: it has {list(pattern.shape)} layers and KV heads, expected "
+            f"[{layers}, {total}]"
         )
     # With more ranks than KV heads, several ranks hold copies of one head.
     pattern = pattern.repeat_interleave(total // pattern.shape[1], dim=1)

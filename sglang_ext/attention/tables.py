@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
-from sglang_ext.attention.step_planner import Row
+from sglang_ext.attention.step_planner import Row, Step
 
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """Of one rank: ``pages`` that the longest request has, ``capacity`` pages of the largest budget and one
-    that may join them.
-    """
+    """Sizes of one rank's tables.
+
+    ``pages``: of the longest request. ``capacity``: pages of the largest budget, and one that may join
+    them."""
 
     layers: int
     heads: int
@@ -26,10 +28,32 @@ class TableShape:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """The tables' first n rows, as views; see :class:`StepTables` for shapes."""
+
+    batch: PagedBatch
+    ranked: PagedBatch  # the progressive rows only: others have length 0
+    index: torch.Tensor
+    counts: torch.Tensor
+    kinds: torch.Tensor
+    by_rank: torch.Tensor
+    queries: torch.Tensor
+    used: torch.Tensor
+    weight: torch.Tensor
+    budgets: torch.Tensor
+    active: torch.Tensor
+    thresholds: torch.Tensor
+
+    def selection(self, layer: int | slice) -> PageSelection:
+        """Return the pages chosen for one layer or several."""
+        return PageSelection(self.index[layer], self.counts[layer])
+
+
 class StepTables:
-    """Tables for up to ``size`` rows. Rows past a batch are FULL ones: what a graph's padding attends to is
-    one dummy token.
-    """
+    """Tables for up to ``size`` rows.
+
+    Rows past a batch are FULL ones: what a graph's padding attends to is one dummy token."""
 
     def __init__(
         self, size: int, shape: TableShape, device: torch.device, pattern: torch.Tensor | None
@@ -41,7 +65,7 @@ class StepTables:
 
         self.size = size
         self._shape = shape
-        self._pattern = pattern  # bool [layers, kv_heads]
+        self._pattern = pattern  # bool [layers, kv_heads]: streaming heads
         self.pages = zeros(size, shape.pages)  # page numbers of each request
         self.lens = zeros(size)
         self.ranked_lens = zeros(size)  # of progressive rows; 0 for others
@@ -49,22 +73,50 @@ class StepTables:
         self.counts = zeros(layers, size, kv_heads)
         self.kinds = zeros(layers, size, kv_heads)
         self.by_rank = zeros(layers, size, kv_heads)  # 1: the head attends progressively
-        self.queries = zeros(
-            layers, size, shape.heads, shape.head_dim, dtype=shape.dtype
-        )  # of a step at whose end pages are chosen
+        # queries of a step at whose end pages are chosen
+        self.queries = zeros(layers, size, shape.heads, shape.head_dim, dtype=shape.dtype)
         self.used = zeros(layers, size, kv_heads)
         self.weight = zeros(layers, size, shape.heads, dtype=torch.float32)
         self._rows = zeros(4, size)
-        self._places = zeros(2, size)
+        self._moves = zeros(2, size)
         self._limits: tuple[int, ...] = ()  # pages of each row's budget
         self.budgets, self._kind, self._streaming, self.progressive = self._rows.unbind(0)
         self.thresholds = torch.ones(size, dtype=torch.float32, device=device)
         self.active = zeros(size)
-        self._active_now: tuple[bool, ...] = ()
+        self._active_rows: tuple[bool, ...] = ()
+        self._views: dict[int, TableRows] = {}  # by n, at most `size`
+
+    def rows(self, n: int) -> TableRows:
+        """Return the first ``n`` rows. They are checked when first asked for, not in every layer."""
+        if n not in self._views:
+            page = self._shape.page_size
+            self._views[n] = TableRows(
+                batch=PagedBatch(self.pages[:n], self.lens[:n], page),
+                ranked=PagedBatch(self.pages[:n], self.ranked_lens[:n], page),
+                index=self.index[:, :n],
+                counts=self.counts[:, :n],
+                kinds=self.kinds[:, :n],
+                by_rank=self.by_rank[:, :n],
+                queries=self.queries[:, :n],
+                used=self.used[:, :n],
+                weight=self.weight[:, :n],
+                budgets=self.budgets[:n],
+                active=self.active[:n],
+                thresholds=self.thresholds[:n],
+            )
+        return self._views[n]
+
+    def set_step(self, step: Step) -> None:
+        """Set what a step needs but for lengths and pages, which :meth:`set_lengths` sets."""
+        if step.changed:
+            self.set_rows(step.rows, step.kept)
+        self.open_pages({i: row.state.newest for i, row in enumerate(step.rows) if step.opened[i]})
+        self.set_active(step.active)
 
     def set_rows(self, rows: tuple[Row, ...], kept: tuple[int, ...] = ()) -> None:
-        """Other requests, or other ones of them sparse: their kinds and limits; the pages chosen for rows
-        that were at ``kept`` move along, all others are forgotten."""
+        """Set the rows' kinds and limits, for other requests or other ones of them sparse.
+
+        ``kept``: per row, its place before. Pages chosen for it move along; with -1 they are forgotten."""
         page = self._shape.page_size
         values = torch.zeros(4, self.size, dtype=torch.int32)
         thresholds = torch.ones(self.size)
@@ -85,23 +137,23 @@ class StepTables:
             stream = self._pattern[:, None, :] & (self._streaming > 0)[None, :, None]
             self.kinds.masked_fill_(stream, STREAMING)
             self.by_rank.masked_fill_(stream, 0)
-        self._active_now = ()
+        self._active_rows = ()
 
     def set_active(self, active: tuple[bool, ...]) -> None:
-        """Which rows choose their pages in this step."""
-        if active != self._active_now:
+        """Set which rows choose their pages in this step."""
+        if active != self._active_rows:
             values = torch.zeros(self.size, dtype=torch.int32)
             values[: len(active)] = torch.tensor(active, dtype=torch.int32)
             self._copy(values, self.active)
-            self._active_now = active
+            self._active_rows = active
 
     def adopt(self, other: StepTables) -> None:
-        """Hold the pages chosen in smaller tables, whose rows keep their places."""
+        """Take over the pages chosen in smaller tables; rows keep their places."""
         self.index[:, : other.size].copy_(other.index)
         self.counts[:, : other.size].copy_(other.counts)
 
     def open_pages(self, pages: dict[int, int]) -> None:
-        """By row: the page that joins those chosen, after the last of them."""
+        """Append to the pages chosen for a row, by row, a page that begins."""
         for row, page in pages.items():
             count = self._limits[row]
             self.index[:, row, :, count] = page
@@ -110,8 +162,13 @@ class StepTables:
     def set_lengths(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, longest: int | None
     ) -> None:
-        """Lengths and pages of requests that hold ``rows`` [n] of the request table; ``longest`` of them
-        where the host knows it.
+        """Set lengths and pages.
+
+        Args:
+            req_to_token: SGLang's request table, int32 ``[requests, tokens]``: slots.
+            rows: ``[n]``: the requests' rows of it.
+            lens: ``[n]``: tokens of each request.
+            longest: of the lengths, if the host knows it.
         """
         n, page = len(rows), self._shape.page_size
         self.lens[:n].copy_(lens)
@@ -127,11 +184,11 @@ class StepTables:
         places = torch.zeros(2, self.size, dtype=torch.int32)
         places[0, : len(kept)] = torch.tensor(kept, dtype=torch.int32).clamp_min(0)
         places[1, : len(kept)] = torch.tensor([place >= 0 for place in kept], dtype=torch.int32)
-        self._copy(places, self._places)
-        source, is_kept = self._places.unbind(0)
+        self._copy(places, self._moves)
+        source, is_kept = self._moves.unbind(0)
         self.index.copy_(self.index.index_select(1, source))
         self.counts.copy_(self.counts.index_select(1, source) * is_kept[None, :, None])
 
     def _copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """From a fresh pinned copy: an earlier step's may still be on its way."""
+        """Copy from a fresh pinned buffer: an earlier step's may still be in flight."""
         target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

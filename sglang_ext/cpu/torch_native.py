@@ -1,9 +1,9 @@
-"""SGLang's torch-native attention backend without its detour for cached prefixes.
+"""SGLang's torch-native attention backend, without recomputing cached prefixes.
 
-SGLang 0.5.16 pads the queries of an extend with one row for every cached token and attends with all of them,
-so that a request whose whole prompt but one token is cached pays the attention of the whole prompt, and every
-chunk of a chunked prefill pays for all before it. Here only the new rows attend. The arithmetic of a row is
-the same; with no cached prefix the call is the same, too."""
+SGLang 0.5.16 pads the queries of an extend with a row per cached token and attends with all of them. A
+request with all but one token cached pays the attention of the whole prompt, and every chunk of a chunked
+prefill pays for all before it. Here only the new rows attend. The arithmetic of a row is the same; without a
+cached prefix the call is the same, too."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class TorchNativeCpuBackend(TorchNativeAttnBackend):
-    """Drop-in for `TorchNativeAttnBackend`; sliding windows and encoder-decoder models take the original
-    path.
-    """
+    """Replaces `TorchNativeAttnBackend`; sliding windows and encoder-decoders take the original path."""
 
     def _run_sdpa_forward_extend(
         self,
@@ -37,10 +35,11 @@ class TorchNativeCpuBackend(TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> torch.Tensor:
-        """Causal attention of each request's new tokens to all its tokens.
+        """Attend causally from each request's new tokens to all its tokens; return ``output``.
 
         query, output: [new tokens of all requests, heads, head_dim]; k_cache, v_cache: [slots, kv_heads,
-        head_dim]; seq_lens counts cached and new tokens. Returns output."""
+            head_dim];
+        seq_lens: cached and new tokens of each request."""
         if (
             encoder_lens is not None
             or not causal

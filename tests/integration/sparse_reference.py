@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragserve_kernels.page_select import page_select, summarise
+from ragserve_kernels.page_select import KeySummary, page_select, summarise
+from ragserve_kernels.paged import PagedBatch
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 from sglang_ext.protocol import DecodeOptions
@@ -168,25 +169,14 @@ class SparseReference(Reference):
             for x in (k, v)
         ]
         low, high, _, _ = summarise(padded[0], self.logical)
-        table = torch.arange(pages, dtype=torch.int32)[None]
-        lens = torch.tensor([tokens], dtype=torch.int32)
-        ranking = page_select(
-            q,
-            table,
-            lens,
-            block_size=self.page,
-            k_min=low,
-            k_max=high,
-            per_block=self.page // self.logical,
-            rank=True,
+        batch = PagedBatch(
+            torch.arange(pages, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32), self.page
         )
         return progressive_decode(
             q,
-            *padded,
-            table,
-            lens,
-            *ranking,
-            page_size=self.page,
+            (padded[0], padded[1]),
+            batch,
+            page_select(q, batch, KeySummary(high, low, self.page // self.logical)),
             threshold=self.decode.threshold,
             bound="round",
             scale=scaling,

@@ -1,6 +1,6 @@
-"""Random paged batches for the decode operations: NaN wherever no token of the batch lives, garbage in the
-table where no page is.
-"""
+"""Random paged batches for the decode operations.
+
+Slots without a token of the batch hold NaN; table entries without a page hold garbage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.paged import KV
+from ragserve_kernels.paged import KV, KVPair, PagedBatch, PageSelection
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 from tests.kernels.reference import attention64
 
@@ -27,8 +27,15 @@ class Batch:
     page_size: int
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, KV, KV, torch.Tensor, torch.Tensor]:
-        return self.q, self.k, self.v, self.page_table, self.seq_lens
+    def kv(self) -> KVPair:
+        return self.k, self.v
+
+    def paged(self, block_size: int = 0) -> PagedBatch:
+        return PagedBatch(self.page_table, self.seq_lens, self.page_size, block_size)
+
+    def inputs(self, block_size: int = 0) -> tuple[torch.Tensor, KVPair, PagedBatch]:
+        """What the operations take first; a block is a page by default."""
+        return self.q, self.kv, self.paged(block_size)
 
     def slots(self, request: int, tokens: torch.Tensor) -> torch.Tensor:
         """Pool slots of the tokens at these positions."""
@@ -43,9 +50,7 @@ class Batch:
         return dequantize_kv(cache, slots) if isinstance(cache, QuantizedKV) else cache[slots]
 
     def attend(self, request: int, kv_head: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact attention of one query group over ``tokens``, float64: ``(out [group, head_dim], weights
-        [group, tokens])``.
-        """
+        """Exact attention of one query group: float64 out [group, head_dim], weights [group, tokens]."""
         group = self.q.shape[1] // self.k.shape[1]
         q = self.q[request : request + 1, kv_head * group : (kv_head + 1) * group]
         k, v = (self.values(cache, request, tokens)[:, kv_head : kv_head + 1] for cache in (self.k, self.v))
@@ -58,7 +63,7 @@ class Batch:
         return tokens[tokens < int(self.seq_lens[request])]
 
     def forget(self, request: int, kv_head: int, blocks: torch.Tensor, block_size: int) -> None:
-        """Fill the K and V of one head's ``blocks`` with NaN: whoever reads them shows."""
+        """Fill the K and V of one head's ``blocks`` with NaN: reading them shows."""
         slots = self.slots(request, self.tokens(request, blocks, block_size))
         for cache in (self.k, self.v):
             if isinstance(cache, QuantizedKV):
@@ -79,9 +84,7 @@ def make_batch(
     bits: int = 0,
     peak: float = 1.0,
 ) -> Batch:
-    """``peak`` scales the queries: at 1 random attention is nearly flat, at 8 a few tokens hold most of the
-    weight.
-    """
+    """``peak`` scales the queries: 1 makes attention nearly flat, with 8 a few tokens hold most of it."""
     max_pages = max(1, max(-(-n // page_size) for n in lens)) + 1
     used = sum(-(-n // page_size) for n in lens)
     pages = torch.randperm(used + 3)[:used].to(torch.int32)
@@ -120,10 +123,8 @@ def make_batch(
     )
 
 
-def random_index(batch: Batch, block_size: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A shuffled ``share`` of every head's blocks, at least one: ``(index, counts)``; garbage past the
-    counts.
-    """
+def random_index(batch: Batch, block_size: int, share: float) -> PageSelection:
+    """A shuffled ``share`` of every head's blocks, at least one; garbage past the counts."""
     lens = batch.seq_lens.tolist()
     kv_heads = batch.k.shape[1]
     totals = [-(-n // block_size) for n in lens]
@@ -134,4 +135,4 @@ def random_index(batch: Batch, block_size: int, share: float) -> tuple[torch.Ten
             n = min(total, max(1, round(total * share)))
             index[b, h, :n] = torch.randperm(total)[:n]
             counts[b, h] = n
-    return index.to(batch.q.device), counts.to(batch.q.device)
+    return PageSelection(index.to(batch.q.device), counts.to(batch.q.device))

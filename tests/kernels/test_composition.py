@@ -258,7 +258,7 @@ def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.dev
 
 
 def test_what_a_larger_pass_left_is_not_looked_up_by_a_smaller_one(device: torch.device, seed: int) -> None:
-    """A graph of few rows reads the last row of each job there may be, those of jobs that are not there, too."""
+    """A graph of few rows reads the last row of every possible job, also of absent ones."""
     draw = random.Random(seed)
     static = StaticRows(24, 80, device)
     for counts in ((6, 6, 6, 6), (3,), (2, 5)):

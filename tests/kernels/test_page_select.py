@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragserve_kernels.dispatch import forced_naive
-from ragserve_kernels.page_select import PageSelection, page_select, summarise
+from ragserve_kernels.page_select import KeySummary, PageSelection, page_select, summarise
 from ragserve_kernels.page_select.naive import block_scores, forced_blocks
+from ragserve_kernels.paged import PagedBatch
 from ragserve_kernels.sparse_decode import sparse_decode
 from tests.kernels.paged import make_batch
 
@@ -51,50 +53,25 @@ class Case:
         for summary in (low, high, mean):
             summary[rows.flatten()] = math.nan
         self.q = torch.randn(len(lens), heads, head_dim).to(dtype).to(device)
-        self.table = table.to(device)
-        self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        self.parts = tuple(s.to(device) for s in ((low, high) if scoring == "minmax" else (mean,)))
+        lengths = torch.tensor(lens, dtype=torch.int32, device=device)
+        self.batch = PagedBatch(table.to(device), lengths, block_size)
+        self.keys = KeySummary(high.to(device), low.to(device), per_block)
+        if scoring == "center":
+            self.keys = KeySummary(mean.to(device), None, per_block)
         self.totals = totals
-        self.block_size, self.per_block = block_size, per_block
 
     def select(self, **options: object) -> PageSelection:
-        names = ("k_min", "k_max") if len(self.parts) == 2 else ("k_center",)
-        summaries = dict(zip(names, self.parts, strict=True))
-        return page_select(
-            self.q,
-            self.table,
-            self.lens,
-            block_size=self.block_size,
-            per_block=self.per_block,
-            **summaries,
-            **options,
-        )
+        return page_select(self.q, self.batch, self.keys, **options)
 
-    def check(
-        self, *, budget_tokens: int | None = None, sink: int = 1, recent: int = 1, sum_group: bool = False
-    ) -> None:
+    def check(self, *, budget_tokens: int | None = None, sink: int = 1, recent: int = 1) -> None:
         """The chosen blocks are the best: none left out scores higher than one chosen, but for rounding of
         the scores.
         """
-        got = self.select(
-            budget_tokens=budget_tokens,
-            rank=budget_tokens is None,
-            sink_blocks=sink,
-            recent_blocks=recent,
-            sum_group=sum_group,
-        )
-        scores = block_scores(
-            self.q,
-            self.parts,
-            self.table,
-            self.lens,
-            block_size=self.block_size,
-            per_block=self.per_block,
-            sum_group=sum_group,
-        )
+        got = self.select(budget_tokens=budget_tokens, sink_blocks=sink, recent_blocks=recent)
+        scores = block_scores(self.q, self.batch, self.keys)
         slack = 1e-4 * scores[scores.isfinite()].abs().amax().item() if scores.isfinite().any() else 0.0
         for b, total in enumerate(self.totals):
-            take = total if budget_tokens is None else min(total, budget_tokens // self.block_size)
+            take = total if budget_tokens is None else min(total, budget_tokens // self.batch.block_size)
             forced = forced_blocks(total, sink, recent)
             for h in range(got.counts.shape[1]):
                 assert int(got.counts[b, h]) == take
@@ -132,11 +109,10 @@ def test_dtypes_and_head_sizes(device: torch.device, head_dim: int, dtype: torch
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 2), (0, 5)])
-@pytest.mark.parametrize("sum_group", [False, True])
-def test_forced_blocks_and_group_sums(device: torch.device, sum_group: bool, sink: int, recent: int) -> None:
+def test_forced_blocks(device: torch.device, sink: int, recent: int) -> None:
     case = Case(device, [700, 17], heads=5, kv_heads=1)
-    case.check(budget_tokens=96, sink=sink, recent=recent, sum_group=sum_group)
-    case.check(sink=sink, recent=recent, sum_group=sum_group)
+    case.check(budget_tokens=96, sink=sink, recent=recent)
+    case.check(sink=sink, recent=recent)
 
 
 @pytest.mark.parametrize("blocks", [5000, 20000, 70000] if GPU else [17000])
@@ -146,11 +122,11 @@ def test_more_blocks_than_registers_hold(device: torch.device, blocks: int) -> N
 
 def test_ties_go_to_the_earlier_block(device: torch.device) -> None:
     case = Case(device, [320], heads=1, kv_heads=1, scoring="center")
-    case.parts[0].zero_()
-    case.parts[0][..., 0] = 1.0  # one term a sum: exactly equal scores, whatever the order of addition
+    case.keys.high.zero_()
+    case.keys.high[..., 0] = 1.0  # one term a sum: exactly equal scores, whatever the order of addition
     got = case.select(budget_tokens=96)
     assert got.blocks[0, 0].tolist() == [0, 1, 2, 3, 4, 19]
-    assert case.select(rank=True).blocks[0, 0, :20].tolist() == [0, 19, *range(1, 19)]
+    assert case.select().blocks[0, 0, :20].tolist() == [0, 19, *range(1, 19)]
 
 
 def test_min_max_score_bounds_every_key(device: torch.device) -> None:
@@ -162,18 +138,9 @@ def test_min_max_score_bounds_every_key(device: torch.device) -> None:
     slot = batch.slots(0, torch.tensor([wanted * 64 + 37]))
     batch.k[slot, 0] = 4 * batch.q[0, 1]
     low, high, _, _ = summarise(batch.k.nan_to_num(), 16)
-    got = page_select(
-        batch.q,
-        batch.page_table,
-        batch.seq_lens,
-        block_size=64,
-        per_block=4,
-        k_min=low,
-        k_max=high,
-        budget_tokens=256,
-    )
+    got = page_select(batch.q, batch.paged(), KeySummary(high, low, 4), budget_tokens=256)
     assert wanted in got.blocks[0, 0].tolist()
-    out = sparse_decode(*batch.inputs, page_size=64, index=got.blocks, counts=got.counts)
+    out = sparse_decode(*batch.inputs(), selection=got)
     assert torch.nn.functional.cosine_similarity(out[0, 1], batch.v[slot[0], 0], dim=0) > 0.99
 
 
@@ -228,27 +195,17 @@ def test_the_plain_forward_agrees(device: torch.device) -> None:
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:
     case = Case(device, [100])
-    low, high = case.parts
-    with pytest.raises(ValueError, match="either k_min and k_max, or k_center"):
-        page_select(case.q, case.table, case.lens, block_size=16, k_min=low, budget_tokens=64)
-    with pytest.raises(ValueError, match="either budget_tokens or rank"):
-        case.select()
+    high, low, _ = case.keys
     with pytest.raises(ValueError, match="holds 1 blocks of 16"):
         case.select(budget_tokens=16)
+    with pytest.raises(ValueError, match="not pages of 16"):
+        page_select(case.q, replace(case.batch, block_size=32), case.keys)
     with pytest.raises(ValueError, match="per_block is 3"):
-        page_select(
-            case.q, case.table, case.lens, block_size=16, per_block=3, k_min=low, k_max=high, budget_tokens=64
-        )
-    with pytest.raises(TypeError, match="k_min has dtype"):
-        page_select(
-            case.q,
-            case.table,
-            case.lens,
-            block_size=16,
-            k_min=low.double(),
-            k_max=high.double(),
-            budget_tokens=64,
-        )
+        page_select(case.q, case.batch, KeySummary(high, low, 3))
+    with pytest.raises(ValueError, match="same shape and strides"):
+        page_select(case.q, case.batch, KeySummary(high, low[1:]))
+    with pytest.raises(TypeError, match="low has dtype"):
+        page_select(case.q, case.batch, KeySummary(high, low.double()))
 
 
 @pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
@@ -284,35 +241,34 @@ def test_layers_in_one_call_are_those_of_a_call_each(device: torch.device, scori
     """Into a slice of wider tables, some requests left out, budgets of their own; and ranked."""
     lens, width = [200, 90, 333], 8
     case = Case(device, lens, per_block=2, scoring=scoring)
-    names = ("k_min", "k_max") if scoring == "minmax" else ("k_center",)
     q = torch.stack([case.q, -case.q, 2 * case.q.flip(0)])
-    parts = {
-        name: torch.stack([part, part.flip(-1), part * 3])
-        for name, part in zip(names, case.parts, strict=True)
-    }
+
+    def layered(part: torch.Tensor | None) -> torch.Tensor | None:
+        return None if part is None else torch.stack([part, part.flip(-1), part * 3])
+
+    keys = KeySummary(layered(case.keys.high), layered(case.keys.low), 2)
     options = {
         "budget_tokens": 16 * width,
         "budgets": torch.tensor([3, 8, 5], dtype=torch.int32, device=device),
         "active": torch.tensor([1, 0, 1], dtype=torch.int32, device=device),
     }
-    shared = {"block_size": 16, "per_block": 2}
     wide = PageSelection(
         torch.full((3, 5, 2, width), 7, dtype=torch.int32, device=device),
         torch.full((3, 5, 2), 6, dtype=torch.int32, device=device),
     )
     into = PageSelection(wide.blocks[:, :3], wide.counts[:, :3])
     with forced_naive(naive):
-        page_select(q, case.table, case.lens, **shared, **parts, **options, into=into)
-        ranked = page_select(q, case.table, case.lens, **shared, **parts, rank=True)
+        page_select(q, case.batch, keys, **options, into=into)
+        ranked = page_select(q, case.batch, keys)
         for layer in range(3):
-            own = {name: part[layer] for name, part in parts.items()}
+            own = KeySummary(keys.high[layer], None if keys.low is None else keys.low[layer], 2)
             alone = PageSelection(
                 torch.full_like(into.blocks[layer], 7), torch.full_like(into.counts[layer], 6)
             )
-            page_select(q[layer], case.table, case.lens, **shared, **own, **options, into=alone)
+            page_select(q[layer], case.batch, own, **options, into=alone)
             assert torch.equal(into.blocks[layer], alone.blocks)
             assert torch.equal(into.counts[layer], alone.counts)
-            order = page_select(q[layer], case.table, case.lens, **shared, **own, rank=True)
+            order = page_select(q[layer], case.batch, own)
             assert torch.equal(ranked.counts[layer], order.counts)
             for b, total in enumerate(case.totals):
                 assert torch.equal(ranked.blocks[layer, b, :, :total], order.blocks[b, :, :total])
@@ -324,13 +280,13 @@ def test_layers_in_one_call_are_those_of_a_call_each(device: torch.device, scori
 def test_reuse_needs_a_budget_and_a_place(device: torch.device) -> None:
     case = Case(device, [64])
     ones = torch.ones(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="not with rank"):
-        case.select(rank=True, budgets=ones)
+    with pytest.raises(ValueError, match="need budget_tokens"):
+        case.select(budgets=ones)
     with pytest.raises(ValueError, match="active goes with into"):
         case.select(budget_tokens=32, active=ones)
     wrong = PageSelection(
         torch.zeros(1, 2, 3, dtype=torch.int32, device=device),
         torch.zeros(1, 2, dtype=torch.int32, device=device),
     )
-    with pytest.raises(ValueError, match=r"into\.blocks"):
+    with pytest.raises(ValueError, match="blocks has shape"):
         case.select(budget_tokens=32, into=wrong)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from ragserve_kernels.dispatch import KVLayers, forced_naive
+from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.page_stats import PageStats, page_stats
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -43,7 +43,7 @@ def make(
     ordered: bool = True,
     padding: int = 0,
 ) -> Case:
-    """``requests``: (rows, kept slots) each; lengths from 0 to all kept. Slots that no request has are NaN."""
+    """``requests``: (rows, kept slots) each; lengths from 0 to all kept. Slots of no request are NaN."""
     pages = [-(-kept // page) for _, kept in requests]
     order = torch.randperm(sum(pages) + 1)
     slots, used = [], 0

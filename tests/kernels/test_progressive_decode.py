@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragserve_kernels.dispatch import forced_naive
-from ragserve_kernels.page_select import page_select, summarise
-from ragserve_kernels.progressive_decode import Progressive, progressive_decode
-from ragserve_kernels.progressive_decode.naive import block_logs, round_ends, weight_estimate
+from ragserve_kernels.page_select import KeySummary, page_select, summarise
+from ragserve_kernels.paged import PageSelection
+from ragserve_kernels.progressive_decode import Progressive, Rounds, progressive_decode
+from ragserve_kernels.progressive_decode.naive import block_logs, weight_estimate
 from ragserve_kernels.sparse_decode import sparse_decode
 from tests.kernels.paged import Batch, make_batch, random_index
 from tests.kernels.reference import assert_close
@@ -25,32 +26,23 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 def check(
     batch: Batch,
-    index: torch.Tensor,
-    counts: torch.Tensor,
+    ranking: PageSelection,
     *,
-    block_size: int,
     threshold: float,
-    first_round: int,
-    growth: float,
-    forced: int = 2,
+    rounds: Rounds,
+    block_size: int = 0,
     bound: str = "lowest",
 ) -> Progressive:
     """The stop is where the estimate first passes (but for rounding at the threshold), the output is
     attention over those blocks.
     """
+    paged = batch.paged(block_size)
     got = progressive_decode(
-        *batch.inputs,
-        index,
-        counts,
-        page_size=batch.page_size,
-        block_size=block_size,
-        threshold=threshold,
-        first_round=first_round,
-        growth=growth,
-        forced=forced,
-        bound=bound,
+        batch.q, batch.kv, paged, ranking, threshold=threshold, rounds=rounds, bound=bound
     )
-    ends = round_ends(index.shape[2], max(first_round, forced, 1), growth, block_size)
+    index, counts = ranking
+    ends = rounds.ends(index.shape[2], paged.block_size)
+    forced, block_size = rounds.forced, paged.block_size
     group = batch.q.shape[1] // batch.k.shape[1]
     slack = {torch.float32: 1e-4}.get(batch.q.dtype, 2e-2)
     want = torch.zeros(batch.q.shape, dtype=torch.float64)
@@ -91,25 +83,15 @@ def check(
     return got
 
 
-def ranked(batch: Batch, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def ranked(batch: Batch) -> PageSelection:
     """The ranking by min/max scores, with a block per page."""
     keys = (
         batch.k.nan_to_num()
         if isinstance(batch.k, torch.Tensor)
         else batch.values(batch.k, 0, torch.arange(1))
     )
-    low, high, _, _ = summarise(keys, min(16, block_size))
-    per_block = max(1, block_size // 16)
-    return page_select(
-        batch.q,
-        batch.page_table,
-        batch.seq_lens,
-        block_size=block_size,
-        per_block=per_block,
-        k_min=low,
-        k_max=high,
-        rank=True,
-    )
+    low, high, _, _ = summarise(keys, min(16, batch.page_size))
+    return page_select(batch.q, batch.paged(), KeySummary(high, low, max(1, batch.page_size // 16)))
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.95, 1.0])
@@ -120,9 +102,7 @@ def test_stops_where_the_estimate_passes(
     batch = make_batch(
         [1000, 0, 1, 63] if GPU else [500, 0, 1], device=device, kv_heads=1, heads=2, peak=peak
     )
-    got = check(
-        batch, *ranked(batch, 16), block_size=16, threshold=threshold, first_round=4, growth=1.5, bound=bound
-    )
+    got = check(batch, ranked(batch), threshold=threshold, rounds=Rounds(4, 1.5), bound=bound)
     if threshold == 1.0:
         assert got.blocks_used[0].tolist() == [63 if GPU else 32], "only all the blocks hold all the weight"
 
@@ -148,11 +128,10 @@ def test_layouts(
     )
     check(
         batch,
-        *random_index(batch, block_size, 1.0),
+        random_index(batch, block_size, 1.0),
         block_size=block_size,
         threshold=0.9,
-        first_round=2,
-        growth=1.0,
+        rounds=Rounds(2, 1.0),
     )
 
 
@@ -161,44 +140,35 @@ def test_blocks_larger_than_a_tile(device: torch.device) -> None:
     batch = make_batch([300], device=device, page_size=128, head_dim=256, kv_heads=1, heads=2, peak=3.0)
     check(
         batch,
-        *random_index(batch, 128, 1.0),
-        block_size=128,
+        random_index(batch, 128, 1.0),
         threshold=0.8,
-        first_round=1,
-        growth=1.0,
-        forced=0,
+        rounds=Rounds(1, 1.0, forced=0),
     )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised(device: torch.device, bits: int) -> None:
     batch = make_batch([300, 20], device=device, bits=bits, kv_heads=1, heads=2, peak=3.0)
-    check(batch, *random_index(batch, 16, 1.0), block_size=16, threshold=0.8, first_round=4, growth=2.0)
+    check(batch, random_index(batch, 16, 1.0), threshold=0.8, rounds=Rounds(4))
 
 
 def test_all_blocks_equal_dense(device: torch.device) -> None:
     batch = make_batch([200, 5], device=device)
-    got = progressive_decode(*batch.inputs, *ranked(batch, 16), page_size=16, threshold=1.0)
-    assert_close(got.out, sparse_decode(*batch.inputs, page_size=16), torch.float32)
+    got = progressive_decode(*batch.inputs(), ranked(batch), threshold=1.0)
+    assert_close(got.out, sparse_decode(*batch.inputs()), torch.float32)
     assert (got.weight == 1).all()
 
 
 @pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
 def test_a_threshold_for_each_request(device: torch.device, naive: bool) -> None:
     batch = make_batch([400, 400, 90], device=device, kv_heads=1, heads=2, peak=4.0)
-    index, counts = ranked(batch, 16)
-    options = {"page_size": 16, "first_round": 4, "growth": 1.0, "bound": "round"}
+    ranking, options = ranked(batch), {"rounds": Rounds(4, 1.0), "bound": "round"}
     thresholds = [0.3, 1.0, 0.9]
     with forced_naive(naive):
-        got = progressive_decode(
-            *batch.inputs,
-            index,
-            counts,
-            threshold=torch.tensor(thresholds, dtype=torch.float32, device=device),
-            **options,
-        )
+        each = torch.tensor(thresholds, dtype=torch.float32, device=device)
+        got = progressive_decode(*batch.inputs(), ranking, threshold=each, **options)
         for b, threshold in enumerate(thresholds):
-            alone = progressive_decode(*batch.inputs, index, counts, threshold=threshold, **options)
+            alone = progressive_decode(*batch.inputs(), ranking, threshold=threshold, **options)
             assert torch.equal(got.blocks_used[b], alone.blocks_used[b])
             assert_close(got.out[b], alone.out[b], torch.float32)
     assert got.blocks_used[0, 0] < got.blocks_used[1, 0] == 25, "the low threshold stops earlier"
@@ -206,23 +176,21 @@ def test_a_threshold_for_each_request(device: torch.device, naive: bool) -> None
 
 def test_blocks_after_the_stop_are_not_read(device: torch.device) -> None:
     batch = make_batch([1600], device=device, kv_heads=1, heads=2, peak=12.0)
-    selection = ranked(batch, 16)
-    first = check(batch, *selection, block_size=16, threshold=0.6, first_round=8, growth=1.0)
+    ranking, rounds = ranked(batch), Rounds(8, 1.0)
+    first = check(batch, ranking, threshold=0.6, rounds=rounds)
     used = int(first.blocks_used[0, 0])
     assert used < 100, "a peaked head stops early"
-    batch.forget(0, 0, selection.blocks[0, 0, used:100], 16)
-    again = progressive_decode(
-        *batch.inputs, *selection, page_size=16, threshold=0.6, first_round=8, growth=1.0
-    )
+    batch.forget(0, 0, ranking.blocks[0, 0, used:100], 16)
+    again = progressive_decode(*batch.inputs(), ranking, threshold=0.6, rounds=rounds)
     assert torch.equal(again.out, first.out)
 
 
 def test_the_plain_forward_agrees(device: torch.device) -> None:
     batch = make_batch([400, 0, 33], device=device, peak=4.0)
-    selection = ranked(batch, 16)
-    got = progressive_decode(*batch.inputs, *selection, page_size=16, threshold=0.9, first_round=4)
+    ranking, options = ranked(batch), {"threshold": 0.9, "rounds": Rounds(4)}
+    got = progressive_decode(*batch.inputs(), ranking, **options)
     with forced_naive():
-        want = progressive_decode(*batch.inputs, *selection, page_size=16, threshold=0.9, first_round=4)
+        want = progressive_decode(*batch.inputs(), ranking, **options)
     assert_close(got.out, want.out, torch.float32)
     assert torch.equal(got.blocks_used, want.blocks_used)
     assert_close(got.weight, want.weight, torch.float32)
@@ -240,7 +208,7 @@ def test_achieved_weight_against_the_threshold(
     tokens = torch.arange(1500)
     for peak in (1.0, 4.0, 12.0) if GPU else (12.0,):
         batch = make_batch([1500] * (16 if GPU else 1), device=device, peak=peak)
-        scored = ranked(batch, block_size)
+        scored = ranked(batch)
         exact = torch.empty_like(scored.blocks)
         truth = []
         for b in range(len(batch.seq_lens)):
@@ -264,13 +232,10 @@ def test_achieved_weight_against_the_threshold(
         for name, bound, index in rankings:
             for threshold in (0.9, 0.98) if GPU else (0.9,):
                 got = progressive_decode(
-                    *batch.inputs,
-                    index,
-                    scored.counts,
-                    page_size=16,
+                    *batch.inputs(),
+                    PageSelection(index, scored.counts),
                     threshold=threshold,
-                    first_round=4,
-                    growth=1.5,
+                    rounds=Rounds(4, 1.5),
                     bound=bound,
                 )
                 below = []
@@ -332,31 +297,27 @@ def test_any_shape(
         bits=bits,
         peak=3.0,
     )
-    index, counts = random_index(batch, block_size, share)
     check(
         batch,
-        index,
-        counts,
+        random_index(batch, block_size, share),
         block_size=block_size,
         threshold=threshold,
-        first_round=first_round,
-        growth=growth,
-        forced=forced,
+        rounds=Rounds(first_round, growth, forced),
         bound=bound,
     )
 
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:
     batch = make_batch([20], device=device)
-    index, counts = random_index(batch, 16, 1.0)
+    ranking = random_index(batch, 16, 1.0)
     with pytest.raises(ValueError, match="threshold is 0"):
-        progressive_decode(*batch.inputs, index, counts, page_size=16, threshold=0.0)
-    with pytest.raises(ValueError, match="first_round, growth and forced"):
-        progressive_decode(*batch.inputs, index, counts, page_size=16, growth=0.5)
+        progressive_decode(*batch.inputs(), ranking, threshold=0.0)
+    with pytest.raises(ValueError, match="first, growth and forced"):
+        Rounds(growth=0.5)
     with pytest.raises(ValueError, match="bound is 'mean'"):
-        progressive_decode(*batch.inputs, index, counts, page_size=16, bound="mean")
-    with pytest.raises(TypeError, match="index has dtype"):
-        progressive_decode(*batch.inputs, index.long(), counts, page_size=16)
+        progressive_decode(*batch.inputs(), ranking, bound="mean")
+    with pytest.raises(TypeError, match="blocks has dtype"):
+        progressive_decode(*batch.inputs(), ranking._replace(blocks=ranking.blocks.long()))
 
 
 @pytest.mark.gpu
@@ -373,22 +334,21 @@ def test_a_captured_graph_follows_its_inputs() -> None:
         dtype=torch.bfloat16,
         peak=4.0,
     )
-    index, counts = ranked(batch, 64)
-    options = {"page_size": 64, "threshold": 0.9, "first_round": 8}
-    progressive_decode(*batch.inputs, index, counts, **options)
+    ranking, inputs = ranked(batch), batch.inputs()
+    options = {"threshold": 0.9, "rounds": Rounds(8)}
+    progressive_decode(*inputs, ranking, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = progressive_decode(*batch.inputs, index, counts, **options)
+        got = progressive_decode(*inputs, ranking, **options)
     for lens in ([8000, 1], [0, 3000]):
         batch.seq_lens.copy_(torch.tensor(lens))
         batch.q.normal_().mul_(4)
-        fresh, fresh_counts = ranked(batch, 64)
-        index.copy_(fresh)
-        counts.copy_(fresh_counts)
+        for kept, fresh in zip(ranking, ranked(batch), strict=True):
+            kept.copy_(fresh)
         got.out.fill_(torch.nan)
         graph.replay()
-        want = progressive_decode(*batch.inputs, index, counts, **options)
+        want = progressive_decode(*inputs, ranking, **options)
         assert torch.equal(got.blocks_used, want.blocks_used)
         assert torch.equal(got.out, want.out)
 
@@ -411,16 +371,17 @@ def test_every_call_gives_the_same_bits(bound: str) -> None:
         dtype=torch.bfloat16,
         peak=4.0,
     )
-    index, counts = ranked(batch, 64)
+    ranking, inputs = ranked(batch), batch.inputs()
     for threshold in (0.5, 0.8, 0.95):
-        options = {"page_size": 64, "threshold": threshold, "bound": bound, "first_round": 8, "growth": 1.25}
-        first = progressive_decode(*batch.inputs, index, counts, **options)
+        options = {"threshold": threshold, "bound": bound, "rounds": Rounds(8, 1.25)}
+        first = progressive_decode(*inputs, ranking, **options)
         wrong = torch.zeros(3, dtype=torch.int64, device=device)
         for _ in range(1000):
-            again = progressive_decode(*batch.inputs, index, counts, **options)
+            again = progressive_decode(*inputs, ranking, **options)
             wrong += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)])
         print(
-            f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in {wrong.tolist()}"
+            f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in "
+            f"{wrong.tolist()}"
         )
         assert not wrong.any()
         assert torch.isfinite(first.out).all()

@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragserve_kernels.dispatch import KVLayers, forced_naive
+from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.rotate_gather import DeviceSource, HostSource, rotate_gather, rotate_gather_naive
 from tests.kernels.reference import TOLERANCE, assert_close, poisoned, relative_error
 

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragserve_kernels.dispatch import forced_naive
-from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING, sparse_decode
+from ragserve_kernels.paged import PagedBatch, PageSelection
+from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING, HeadKinds, sparse_decode
 from tests.kernels.paged import Batch, make_batch, random_index
 from tests.kernels.reference import assert_close, poisoned
 
@@ -22,10 +23,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENS = [1, 63, 0, 111] if GPU else [1, 0, 111]
 
 
-def decode(batch: Batch, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(batch: Batch, block_size: int = 0, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     out = poisoned(*batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
     lse = poisoned(*batch.q.shape[:2], dtype=torch.float32, device=batch.q.device)
-    assert sparse_decode(*batch.inputs, page_size=batch.page_size, out=out, lse=lse, **options) is out
+    assert sparse_decode(*batch.inputs(block_size), out=out, lse=lse, **options) is out
     return out, lse
 
 
@@ -93,22 +94,21 @@ def test_only_selected_blocks_are_read(
     device: torch.device, page_size: int, block_size: int, bits: int
 ) -> None:
     batch = make_batch([300, 0, 1], device=device, page_size=page_size, bits=bits)
-    index, counts = random_index(batch, block_size, 0.4)
+    selection = random_index(batch, block_size, 0.4)
     for b, n in enumerate(batch.seq_lens.tolist()):
         for h in range(2):
-            chosen = index[b, h, : counts[b, h]].cpu().long()
+            chosen = selection.blocks[b, h, : selection.counts[b, h]].cpu().long()
             others = torch.ones(-(-n // block_size), dtype=torch.bool)
             others[chosen] = False
             batch.forget(b, h, others.nonzero().flatten(), block_size)
-    check(batch, block_size=block_size, index=index, counts=counts)
+    check(batch, block_size=block_size, selection=selection)
 
 
 @pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.float16], ids=str)
 def test_all_blocks_selected_equal_dense(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch([63, 111], device=device, dtype=dtype)
-    index, counts = random_index(batch, 16, 1.0)
     dense, dense_lse = decode(batch)
-    out, lse = decode(batch, index=index, counts=counts)
+    out, lse = decode(batch, selection=random_index(batch, 16, 1.0))
     assert_close(out, dense, dtype)
     assert_close(lse, dense_lse, dtype)
 
@@ -121,25 +121,24 @@ def test_three_kinds_of_heads_in_one_launch(
     device: torch.device, sink_tokens: int, local_tokens: int
 ) -> None:
     batch = make_batch([200, 17, 1, 0], device=device, heads=6, kv_heads=3)
-    index, counts = random_index(batch, 16, 0.3)
+    selection = random_index(batch, 16, 0.3)
     kinds = torch.tensor([STREAMING, FULL, SELECTED], dtype=torch.int32, device=device)
     for b, n in enumerate([200, 17, 1]):  # a streaming head reads its sink and local blocks only
         sink, local = -(-sink_tokens // 16), max(n - local_tokens, 0) // 16
         batch.forget(b, 0, torch.arange(sink, max(local, sink)), 16)
-    check(batch, index=index, counts=counts, kinds=kinds, sink_tokens=sink_tokens, local_tokens=local_tokens)
+    check(batch, selection=selection, heads=HeadKinds(kinds, sink_tokens, local_tokens))
 
 
 def test_kinds_by_request(device: torch.device) -> None:
     """Requests of all kinds in one launch read what each of them would alone."""
     batch = make_batch([150, 150, 90], device=device)
-    index, counts = random_index(batch, 16, 0.4)
+    selection = random_index(batch, 16, 0.4)
     kinds = torch.tensor(
         [[FULL, FULL], [SELECTED, STREAMING], [STREAMING, SELECTED]], dtype=torch.int32, device=device
     )
-    options = {"index": index, "counts": counts, "sink_tokens": 16, "local_tokens": 30}
-    out, lse = decode(batch, kinds=kinds, **options)
+    out, lse = decode(batch, selection=selection, heads=HeadKinds(kinds, 16, 30))
     for b in range(3):
-        alone, alone_lse = decode(batch, kinds=kinds[b].contiguous(), **options)
+        alone, alone_lse = decode(batch, selection=selection, heads=HeadKinds(kinds[b].contiguous(), 16, 30))
         assert_close(out[b], alone[b], torch.float32)
         assert_close(lse[b], alone_lse[b], torch.float32)
 
@@ -157,7 +156,7 @@ def test_no_counts_and_negative_entries_give_zero(device: torch.device) -> None:
     batch = make_batch([40, 40], device=device)
     index = torch.full((2, 2, 3), -1, dtype=torch.int32, device=device)
     counts = torch.tensor([[0, 3], [2, 0]], dtype=torch.int32, device=device)
-    out, lse = decode(batch, index=index, counts=counts)
+    out, lse = decode(batch, selection=PageSelection(index, counts))
     assert not out.any()
     assert torch.isneginf(lse).all()
 
@@ -190,7 +189,8 @@ def test_any_shape(
 ) -> None:
     if (
         bits and not GPU
-        # the interpreter cuts a float32 to bfloat16 instead of rounding it: too coarse for codes of few tokens
+        # the interpreter cuts a float32 to bfloat16 instead of rounding it: too coarse for codes of few
+        # tokens
     ):
         dtype = torch.float32
     batch = make_batch(
@@ -202,39 +202,42 @@ def test_any_shape(
         dtype=dtype,
         bits=bits,
     )
-    index, counts = random_index(batch, block_size, share)
+    selection = random_index(batch, block_size, share)
     kinds = torch.randint(0, 3, (kv_heads,), dtype=torch.int32, device=device)
     check(
         batch,
         block_size=block_size,
-        index=index,
-        counts=counts,
-        kinds=kinds,
-        sink_tokens=5,
-        local_tokens=33,
+        selection=selection,
+        heads=HeadKinds(kinds, 5, 33),
         programs=programs,
     )
 
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:
     batch = make_batch([20], device=device)
-    q, k, v, table, lens = batch.inputs
+    q, (k, v), paged = batch.inputs()
+    table, lens = batch.page_table, batch.seq_lens
     with pytest.raises(ValueError, match="Page size 3"):
-        sparse_decode(q, k, v, table, lens, page_size=3)
+        PagedBatch(table, lens, 3)
     with pytest.raises(ValueError, match="Block size 24"):
-        sparse_decode(q, k, v, table, lens, page_size=16, block_size=24)
-    with pytest.raises(ValueError, match="not a multiple"):
-        sparse_decode(q[:, :3], k, v, table, lens, page_size=16)
+        PagedBatch(table, lens, 16, 24)
     with pytest.raises(TypeError, match="seq_lens has dtype"):
-        sparse_decode(q, k, v, table, lens.long(), page_size=16)
-    with pytest.raises(TypeError, match="k has dtype"):
-        sparse_decode(q, k.double(), v, table, lens, page_size=16)
-    with pytest.raises(ValueError, match="both or neither"):
-        sparse_decode(
-            q, k, v, table, lens, page_size=16, index=torch.zeros(1, 2, 1, dtype=torch.int32, device=device)
-        )
+        PagedBatch(table, lens.long(), 16)
     with pytest.raises(ValueError, match="page_table has shape"):
-        sparse_decode(q, k, v, table[:0], lens, page_size=16)
+        PagedBatch(table[:0], lens, 16)
+    with pytest.raises(ValueError, match="not a multiple"):
+        sparse_decode(q[:, :3], (k, v), paged)
+    with pytest.raises(ValueError, match="q has shape"):
+        sparse_decode(q[:0], (k, v), paged)
+    with pytest.raises(TypeError, match="k has dtype"):
+        sparse_decode(q, (k.double(), v), paged)
+    wrong = PageSelection(
+        *(torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((1, 2, 1), (1, 3)))
+    )
+    with pytest.raises(ValueError, match="counts has shape"):
+        sparse_decode(q, (k, v), paged, selection=wrong)
+    with pytest.raises(ValueError, match="sink_tokens and local_tokens"):
+        sparse_decode(q, (k, v), paged, heads=HeadKinds(torch.zeros(2, dtype=torch.int32, device=device), -1))
 
 
 @pytest.mark.gpu
@@ -244,24 +247,24 @@ def test_a_captured_graph_follows_its_inputs() -> None:
     batch = make_batch(
         [5000, 300], device=device, heads=32, kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16
     )
-    index, counts = random_index(batch, 64, 0.5)
-    options = {"page_size": 64, "index": index, "counts": counts}
+    selection = random_index(batch, 64, 0.5)
+    inputs = batch.inputs()
     out = torch.empty_like(batch.q)
-    sparse_decode(*batch.inputs, out=out, **options)
+    sparse_decode(*inputs, out=out, selection=selection)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sparse_decode(*batch.inputs, out=out, **options)
+        sparse_decode(*inputs, out=out, selection=selection)
     for lens, share in (([4000, 1], 0.2), ([0, 300], 1.0), ([4999, 299], 0.01)):
         batch.seq_lens.copy_(torch.tensor(lens))
         batch.q.normal_()
-        fresh, fresh_counts = random_index(batch, 64, share)
-        index[:, :, : fresh.shape[2]] = fresh
-        counts.copy_(fresh_counts)
+        fresh = random_index(batch, 64, share)
+        selection.blocks[:, :, : fresh.blocks.shape[2]] = fresh.blocks
+        selection.counts.copy_(fresh.counts)
         out.fill_(torch.nan)
         graph.replay()
         with forced_naive():
-            want = sparse_decode(*batch.inputs, **options)
+            want = sparse_decode(*inputs, selection=selection)
         assert_close(out, want, torch.bfloat16)
 
 
@@ -296,5 +299,5 @@ def test_addresses_beyond_two_billion_elements(bits: int) -> None:
             pool = torch.empty((far + 60) * 64, 8, 128, dtype=torch.bfloat16, device=device)
             pool[far * 64 : far * 64 + cache.shape[0]] = cache
             caches.append(pool)
-    out = sparse_decode(small.q, *caches, page_table, small.seq_lens, page_size=64)
+    out = sparse_decode(small.q, tuple(caches), PagedBatch(page_table, small.seq_lens, 64))
     assert torch.equal(out, want)

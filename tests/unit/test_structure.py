@@ -288,6 +288,10 @@ def test_readme_tables_are_in_sync() -> None:
         "examples/results/first_token.md",
         "kernels/README.md",
         "sglang_ext/context/README.md",
+        "docs/sparse-decoding.md",
+        "examples/results/decode.md",
+        "sglang_ext/attention/README.md",
+        *(path.relative_to(REPO).as_posix() for path in REPO.glob("kernels/ragserve_kernels/*/README.md")),
     ],
 )
 def test_paths_that_documents_name_exist(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What is kept of a document at ingestion, per block: mean, min and max K, mean local Q, and SamKV's static
+"""What ingestion keeps of a document, per block: mean, min and max K, mean local Q, and SamKV's static
 attention analysis (A.1).
 """
 
@@ -12,13 +12,12 @@ from ragserve_kernels.block_summary.naive import block_summary_naive
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary, default_block_tokens
 from ragserve_kernels.dispatch import (
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
     check_same_device,
     check_shape,
-    query_group,
     use_triton,
 )
+from ragserve_kernels.kv import check_head_dim, query_group
 
 __all__ = ["BlockPlan", "BlockSummary", "block_summary", "block_summary_naive", "default_block_tokens"]
 
@@ -33,12 +32,15 @@ def block_summary(
 ) -> BlockSummary:
     """Summarise one layer of a batch of documents, each attending causally to itself alone.
 
-    Args: q: ``[tokens, query_heads, head_dim]``, rotated, the documents one after another as in ``plan``. k:
-        ``[tokens, kv_heads, head_dim]``, the same dtype, rotated. plan: on ``q``'s device. scale: of the
-        scores; default ``1 / sqrt(head_dim)``. lse: float32 ``[query_heads, tokens]``: the natural
-        log-sum-exp of each query's scores, if the prefill's attention kept it; it saves half of the work.
+    Nothing waits for the device, so a CUDA graph can capture the call for a fixed plan.
 
-    Nothing waits for the device, so a CUDA graph can capture it for a fixed plan.
+    Args:
+        q: ``[tokens, query_heads, head_dim]``, rotated, the documents one after another as in ``plan``.
+        k: ``[tokens, kv_heads, head_dim]``, the same dtype, rotated.
+        plan: on the device of ``q``.
+        scale: of the scores; default 1 / sqrt(head_dim).
+        lse: float32 ``[query_heads, tokens]``: the natural log-sum-exp of each query's scores, if the
+            prefill's attention kept it. It saves half of the work.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.

@@ -32,7 +32,7 @@ class SummaryTile(NamedTuple):
 
 
 def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> SummaryTile:
-    """The fastest measured on the H200 (README.md); float32 runs without tensor cores and needs small tiles."""
+    """The fastest on the H200 (README.md); float32 runs without tensor cores and needs small tiles."""
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return SummaryTile(least, 32, 4, 1)
@@ -48,13 +48,12 @@ def block_summary_triton(
     *,
     scale: float,
     lse: torch.Tensor | None = None,
-    tile: SummaryTile | None = None,
 ) -> BlockSummary:
     device, tokens = q.device, plan.tokens
     query_heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
     group = query_heads // kv_heads
     block_group = next_power_of_2(group)
-    tile = tile or choose_tile(head_dim, group, q.dtype)
+    tile = choose_tile(head_dim, group, q.dtype)
     rows = max(1, tile.rows // block_group)
     stride, sampled = plan.query_stride, plan.max_length // plan.query_stride
     block_tokens = next_power_of_2(max(plan.block_tokens))

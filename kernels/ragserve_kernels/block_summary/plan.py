@@ -62,7 +62,8 @@ class BlockPlan:
             sizes = [block_tokens] * len(lengths) if isinstance(block_tokens, int) else list(block_tokens)
         if len(sizes) != len(lengths) or any(not 1 <= size <= 128 for size in sizes):
             raise ValueError(
-                f"block_tokens is {sizes} for {len(lengths)} documents; expected one size from 1 to 128 for each."
+                f"block_tokens is {sizes} for {len(lengths)} documents; expected one size from 1 to 128 "
+                "for each."
             )
         doc_start, doc_block, block_start, block_doc, local_start = [0], [0], [0], [], []
         for i, (n, size) in enumerate(zip(lengths, sizes, strict=True)):

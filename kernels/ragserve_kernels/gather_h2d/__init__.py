@@ -1,6 +1,4 @@
-"""Load scattered blocks from pinned host memory into device blocks with one kernel (SparseServe's FlashH2D,
-section 3.2.1).
-"""
+"""Load scattered blocks from pinned host memory into device blocks with one kernel (SparseServe, 3.2.1)."""
 
 from __future__ import annotations
 
@@ -22,27 +20,30 @@ def gather_h2d(
     *,
     programs: int | None = None,
 ) -> None:
-    """``out[a][out_index[i]] = host[a][index[i]]`` for every ``i`` with ``index[i] >= 0``, for one arena
-    ``a`` or two (K and V).
+    """Copy ``out[a][out_index[i]] = host[a][index[i]]`` for all i with index[i] >= 0.
 
-    Args: host: one or two arenas ``[blocks, ...]`` in host memory, contiguous, pinned if ``out`` is on a GPU.
-        Usually ``[blocks, block_tokens, head_dim]``: one block of one KV head is contiguous.
-        out: as many tensors ``[device_blocks, ...]``, the same dtype and block shape, contiguous. index:
-        int32 or int64 ``[n]``, on ``out``'s device: host blocks; negative entries are skipped, so that a
-        captured CUDA graph serves any number of blocks up to ``n``.
-        out_index: like ``index``: device blocks, all different. A block must have a multiple of 16 bytes.
-        programs: how many programs run; default 4, which saturate the link and leave the rest of the chip to
-        decode.
+    There are one or two arenas a: K and V.
 
-    Raises: ValueError, TypeError: shapes, dtypes or devices that do not fit. Index values are not checked
-        against the arenas' sizes.
+    Args:
+        host: one or two arenas ``[blocks, ...]`` in host memory, contiguous, pinned if ``out`` is on a GPU.
+            Usually ``[blocks, block_tokens, head_dim]``: one block of one KV head is contiguous. A block has
+            a multiple of 16 bytes.
+        out: as many tensors ``[device_blocks, ...]`` of the same dtype and block shape, contiguous.
+        index: int32 or int64 ``[n]`` on the device of ``out``: host blocks. Negative entries are skipped, so
+            that a captured CUDA graph serves any number of blocks up to n. Values are not checked.
+        out_index: like ``index``: device blocks, all different.
+        programs: of the launch; default 4, which saturate the link and leave the rest of the chip to decode.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
     if len(host) != len(out) or len(host) not in (1, 2):
         raise ValueError(f"Got {len(host)} host arenas and {len(out)} outputs; expected one of each, or two.")
     for i, (arena, target) in enumerate(zip(host, out, strict=True)):
         if arena.dim() < 2 or arena.shape[1:] != host[0].shape[1:]:
             raise ValueError(
-                f"host[{i}] has shape {list(arena.shape)}; expected [blocks, ...] with the same block shape in all arenas."
+                f"host[{i}] has shape {list(arena.shape)}; expected [blocks, ...] with the same block "
+                "shape in all arenas."
             )
         check_shape(f"out[{i}]", target, (None, *arena.shape[1:]))
         check_dtype(f"out[{i}]", target, (arena.dtype,))

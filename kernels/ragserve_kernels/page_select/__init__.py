@@ -1,152 +1,117 @@
-"""Choose the blocks of the KV that a decode step attends to (LServe 3.5; ArkVale's cuboid-mean as PSA uses
-it). See README.md.
-"""
+"""Choose the blocks of the KV that a decode step attends to (LServe 3.5; PSA's cuboid-mean).
+
+See README.md."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ragserve_kernels.dispatch import (
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
     check_same_device,
     check_shape,
-    query_group,
     use_triton,
 )
+from ragserve_kernels.kv import query_group
 from ragserve_kernels.page_select import naive
 from ragserve_kernels.page_select.naive import summarise
-from ragserve_kernels.paged import check_block_size, check_index, check_lens, check_table
+from ragserve_kernels.page_select.types import KeySummary
+from ragserve_kernels.paged import PagedBatch, PageSelection, check_query, check_selection
 
-__all__ = ["PageSelection", "page_select", "summarise"]
-
-
-class PageSelection(NamedTuple):
-    """An index table for ``sparse_decode`` and ``progressive_decode``."""
-
-    blocks: torch.Tensor
-    """int32 [batch, kv_heads, capacity]: logical blocks; entries past the count are unspecified. With layers,
-    [layers, batch, ...].
-    """
-    counts: torch.Tensor
-    """int32 [batch, kv_heads], or [layers, batch, kv_heads]."""
+__all__ = ["KeySummary", "PageSelection", "page_select", "summarise"]
 
 
 def page_select(
     q: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    batch: PagedBatch,
+    keys: KeySummary,
     *,
-    block_size: int,
-    k_min: torch.Tensor | None = None,
-    k_max: torch.Tensor | None = None,
-    k_center: torch.Tensor | None = None,
-    per_block: int = 1,
     budget_tokens: int | None = None,
-    rank: bool = False,
     sink_blocks: int = 1,
     recent_blocks: int = 1,
-    sum_group: bool = False,
     budgets: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
     into: PageSelection | None = None,
 ) -> PageSelection:
-    """Score every block of every (request, KV head) against the query group, then keep the best within a
-    budget or rank all.
+    """Score every block of every (request, KV head) against its query group; keep the best, or rank all.
 
-    ``q`` [batch, heads, head_dim]. Summaries [rows, kv_heads, head_dim] of q's dtype, either ``k_min`` and
-    ``k_max`` (hierarchical scoring, equation 2 of LServe) or ``k_center`` (the mean of the keys, or the
-    centre of their box): ``per_block`` logical pages per block, whose rows are ``block_table[b, j] *
-    per_block + l``. ``block_table`` int32 [batch, max_blocks]: with a block per page it is the page table.
-    ``seq_lens`` int32 [batch], the newest token included; the last block's summary may be stale if
-    ``recent_blocks`` is at least 1, since it is then not used.
+    A logical page's score is the best over the query heads of the group: with min and max keys the upper
+    bound of q . k (LServe, equation 2), else q . centre. A block's score is the best of its logical pages.
+    The first ``sink_blocks`` and last ``recent_blocks`` blocks always come first, within the budget, whatever
+    their score; so the last block's summary may be stale if ``recent_blocks`` is at least 1.
 
-    A block's score is the best of its logical pages; a logical page's score is the best, or with
-    ``sum_group`` the sum, over the query heads of the group. The first ``sink_blocks`` and last
-    ``recent_blocks`` blocks are always chosen, within the budget.
+    Several layers in one call: ``q`` ``[layers, batch, heads, head_dim]``, with layers in front in ``keys``,
+    the result and ``into``, which may then be a slice of wider tables along the batch. Layers share all other
+    arguments.
 
-    Exactly one of ``budget_tokens`` (blocks = budget_tokens // block_size, at least sink + recent; the result
-    is in the order of the sequence) and ``rank`` (all blocks, forced ones first in their order, then by
-    falling score; ties in the order of the sequence). With ``budget_tokens``: ``budgets`` int32 [batch] gives
-    every request its own number of blocks, at most ``budget_tokens // block_size`` (values are not checked);
-    ``into`` is where the result goes, contiguous and of this shape; with it, requests whose ``active`` (int32
-    [batch]) is 0 keep what is there, and cost almost nothing: a selection is reused over decode steps that
-    way.
+    The call can be captured in a CUDA graph: nothing waits for the device.
 
-    Several layers in one call: ``q`` [layers, batch, heads, head_dim], summaries [layers, rows, kv_heads,
-    head_dim], and results with layers in front; ``into`` may then be a slice of wider tables along the batch.
-    What all layers share is given once.
+    Args:
+        q: ``[batch, heads, head_dim]``.
+        batch: the requests' pages and lengths; a block is a page.
+        keys: the summaries of all pages of the pool.
+        budget_tokens: choose budget_tokens // block_size blocks, at least sink + recent, in the order of the
+            sequence. Default: rank all blocks, the forced ones first in their order, then by falling score.
+            Ties go to the earlier block.
+        budgets: int32 ``[batch]``: blocks of each request, at most those of ``budget_tokens``; values are not
+            checked.
+        active: int32 ``[batch]``: requests with 0 keep what is in ``into`` and cost almost nothing.
+        into: receives the result, contiguous per layer. It is what lets steps reuse a selection.
 
-    Nothing here waits for the device. Raises ``ValueError`` and ``TypeError``.
+    Raises:
+        ValueError, TypeError: shapes, sizes, dtypes or devices that do not fit.
     """
-    if (k_center is None) == (k_min is None) or (k_min is None) != (k_max is None):
-        raise ValueError("Give either k_min and k_max, or k_center.")
-    if (budget_tokens is None) != rank:
-        raise ValueError("Give either budget_tokens or rank=True.")
-    if k_center is not None:
-        summaries: tuple[torch.Tensor, ...] = (k_center,)
-    else:
-        summaries = tuple(s for s in (k_min, k_max) if s is not None)
-    check_block_size(block_size)
-    if per_block < 1 or block_size % per_block or per_block & (per_block - 1) or per_block > 32:
-        raise ValueError(
-            f"per_block is {per_block}; expected a power of two up to 32 that divides the block size, {block_size}."
-        )
-    check_dtype("q", q)
-    layers = tuple(q.shape[:1]) if q.dim() == 4 else ()
-    check_shape("q", q, (*layers, None, None, None))
-    batch, heads, head_dim = q.shape[-3:]
-    check_head_dim(head_dim)
-    check_last_contiguous("q", q)
-    for name, summary in zip(
-        ("k_min", "k_max") if len(summaries) == 2 else ("k_center",), summaries, strict=True
-    ):
-        check_dtype(name, summary, (q.dtype,))
-        check_shape(name, summary, (*layers, None, None, head_dim))
-        check_last_contiguous(name, summary)
-        check_same_device(q, **{name: summary})
-    if len(summaries) == 2 and (
-        summaries[0].shape != summaries[1].shape or summaries[0].stride() != summaries[1].stride()
-    ):
-        raise ValueError("k_min and k_max must have the same shape and strides.")
-    kv_heads = summaries[0].shape[-2]
-    query_group(heads, kv_heads)
-    check_table("block_table", block_table, batch)
-    check_lens(seq_lens, batch)
-    check_same_device(q, block_table=block_table, seq_lens=seq_lens)
+    check_query(q, batch)
+    if batch.block_size != batch.page_size:
+        raise ValueError(f"Blocks of {batch.block_size} tokens are not pages of {batch.page_size}.")
+    _check_keys(q, batch, keys)
+    layers = tuple(q.shape[:-3])
+    kv_heads, max_blocks = keys.high.shape[-2], batch.page_table.shape[1]
     if sink_blocks < 0 or recent_blocks < 0:
         raise ValueError(
             f"sink_blocks and recent_blocks are {sink_blocks} and {recent_blocks}; expected 0 or more."
         )
     budget = None
     if budget_tokens is not None:
-        budget = budget_tokens // block_size
-        if budget < max(1, sink_blocks + recent_blocks):
+        budget, forced = budget_tokens // batch.block_size, max(1, sink_blocks + recent_blocks)
+        if budget < forced:
             raise ValueError(
-                f"A budget of {budget_tokens} tokens holds {budget} blocks of {block_size}; "
-                f"expected at least {max(1, sink_blocks + recent_blocks)}, the forced ones."
+                f"A budget of {budget_tokens} tokens holds {budget} blocks of {batch.block_size}; "
+                f"expected at least {forced}, the forced ones."
             )
-        budget = min(budget, block_table.shape[1])
-    _check_reuse(q, budget, kv_heads, budgets, active, into)
-    if not q.numel() or not block_table.shape[1]:
-        width = block_table.shape[1] if budget is None else budget
+        budget = min(budget, max_blocks)
+    elif not (budgets is None and active is None and into is None):
+        raise ValueError("budgets, active and into need budget_tokens; a ranking has none.")
+    if active is not None and into is None:
+        raise ValueError("active goes with into, which holds what the other requests keep.")
+    for name, tensor in (("budgets", budgets), ("active", active)):
+        if tensor is not None:
+            check_dtype(name, tensor, (torch.int32,))
+            check_shape(name, tensor, (batch.size,))
+            check_last_contiguous(name, tensor)
+            check_same_device(q, **{name: tensor})
+    if into is not None:
+        check_selection(into, q, kv_heads, budget)
+    if not q.numel() or not max_blocks:
+        shape = (*layers, batch.size, kv_heads)
         return PageSelection(
-            torch.empty(*layers, batch, kv_heads, width, dtype=torch.int32, device=q.device),
-            torch.zeros(*layers, batch, kv_heads, dtype=torch.int32, device=q.device),
+            torch.empty(*shape, max_blocks if budget is None else budget, dtype=torch.int32, device=q.device),
+            torch.zeros(shape, dtype=torch.int32, device=q.device),
         )
+    place = into
     if not layers:
-        q, summaries = q[None], tuple(summary[None] for summary in summaries)
-    place = into if into is None or layers else PageSelection(into.blocks[None], into.counts[None])
+        q, keys = (
+            q[None],
+            KeySummary(keys.high[None], None if keys.low is None else keys.low[None], keys.per_block),
+        )
+        place = None if into is None else PageSelection(into.blocks[None], into.counts[None])
     arguments: dict[str, Any] = {
-        "block_size": block_size,
-        "per_block": per_block,
         "budget": budget,
         "sink": sink_blocks,
         "recent": recent_blocks,
-        "sum_group": sum_group,
         "budgets": budgets,
         "active": active,
         "into": place,
@@ -154,37 +119,27 @@ def page_select(
     if use_triton(q):
         from ragserve_kernels.page_select import triton as kernels
 
-        found = kernels.page_select(q, summaries, block_table, seq_lens, **arguments)
+        found = kernels.page_select(q, batch, keys, **arguments)
     else:
-        found = naive.page_select(q, summaries, block_table, seq_lens, **arguments)
+        found = naive.page_select(q, batch, keys, **arguments)
     if into is not None:
         return into
-    return PageSelection(*found) if layers else PageSelection(found[0][0], found[1][0])
+    return found if layers else PageSelection(found.blocks[0], found.counts[0])
 
 
-def _check_reuse(
-    q: torch.Tensor,
-    budget: int | None,
-    kv_heads: int,
-    budgets: torch.Tensor | None,
-    active: torch.Tensor | None,
-    into: PageSelection | None,
-) -> None:
-    batch = q.shape[-3]
-    layers = tuple(q.shape[:-3])
-    if budget is None and not (budgets is None and active is None and into is None):
-        raise ValueError("budgets, active and into go with budget_tokens, not with rank.")
-    if active is not None and into is None:
-        raise ValueError("active goes with into, which holds what the other requests keep.")
-    for name, tensor in (("budgets", budgets), ("active", active)):
-        if tensor is not None:
-            check_dtype(name, tensor, (torch.int32,))
-            check_shape(name, tensor, (batch,))
-            check_last_contiguous(name, tensor)
-            check_same_device(q, **{name: tensor})
-    if into is not None:
-        check_shape("into.blocks", into.blocks, (*layers, batch, kv_heads, budget))
-        check_shape("into.counts", into.counts, (*layers, batch, kv_heads))
-        for blocks, counts in zip(into.blocks, into.counts, strict=True) if layers else (into,):
-            check_index(blocks, counts, batch, kv_heads)
-        check_same_device(q, blocks=into.blocks, counts=into.counts)
+def _check_keys(q: torch.Tensor, batch: PagedBatch, keys: KeySummary) -> None:
+    per = keys.per_block
+    if per < 1 or batch.block_size % per or per & (per - 1) or per > 32:
+        raise ValueError(
+            f"per_block is {per}; expected a power of two up to 32 that divides the block size, "
+            f"{batch.block_size}."
+        )
+    for name, summary in (("high", keys.high), ("low", keys.low)):
+        if summary is not None:
+            check_dtype(name, summary, (q.dtype,))
+            check_shape(name, summary, (*q.shape[:-3], None, None, q.shape[-1]))
+            check_last_contiguous(name, summary)
+            check_same_device(q, **{name: summary})
+    if keys.low is not None and (keys.low.shape, keys.low.stride()) != (keys.high.shape, keys.high.stride()):
+        raise ValueError("high and low must have the same shape and strides.")
+    query_group(q.shape[-2], keys.high.shape[-2])

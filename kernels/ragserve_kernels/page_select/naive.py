@@ -1,20 +1,22 @@
-"""Plain torch: score the blocks, choose the best, or rank them all. Also the summaries that the scores are
-made from.
-"""
+"""The truth of ``page_select`` in plain torch: score the blocks, choose the best, or rank them all.
+
+Also the summaries that the scores are made from."""
 
 from __future__ import annotations
 
 import torch
 
+from ragserve_kernels.page_select.types import KeySummary
+from ragserve_kernels.paged import PagedBatch, PageSelection
+
 
 def summarise(
     k: torch.Tensor, logical_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(min, max, mean, box centre)`` of ``k`` [slots, kv_heads, head_dim] over runs of ``logical_size``
-    slots: four of [rows, kv_heads, head_dim].
+    """Return ``(min, max, mean, box centre)`` of keys over runs of ``logical_size`` slots.
 
-    For a pool whose pages are full; ``slots`` a multiple of ``logical_size``.
-    """
+    ``k`` [slots, kv_heads, head_dim], of full pages; each result [slots / logical_size, kv_heads, head_dim].
+    Raise ValueError if the runs do not divide the slots."""
     if k.shape[0] % logical_size:
         raise ValueError(f"{k.shape[0]} slots are not a multiple of the logical page, {logical_size}.")
     runs = k.view(k.shape[0] // logical_size, logical_size, *k.shape[1:])
@@ -23,136 +25,74 @@ def summarise(
 
 
 def forced_blocks(total: int, sink: int, recent: int) -> torch.Tensor:
-    """Bool [total]: the first ``sink`` and the last ``recent`` blocks."""
+    """Return bool [total], True for the first ``sink`` and the last ``recent`` blocks."""
     forced = torch.zeros(total, dtype=torch.bool)
     forced[:sink] = True
     forced[max(0, total - recent) :] = True
     return forced
 
 
-def block_scores(
-    q: torch.Tensor,
-    summaries: tuple[torch.Tensor, ...],
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    block_size: int,
-    per_block: int,
-    sum_group: bool,
-) -> torch.Tensor:
-    """Scores float64 [batch, kv_heads, max_blocks] on the CPU, -inf past a request's blocks. Two summaries
-    are (min, max), one is a centre."""
-    batch, heads, head_dim = q.shape
-    kv_heads = summaries[0].shape[1]
-    logical = block_size // per_block
-    scores = torch.full((batch, kv_heads, block_table.shape[1]), -torch.inf, dtype=torch.float64)
-    for b in range(batch):
-        seq_len = int(seq_lens[b])
-        total = -(-seq_len // block_size)
-        rows = block_table[b, :total].long()[:, None] * per_block + torch.arange(per_block, device=q.device)
-        parts = [s[rows.flatten()].double() for s in summaries]  # [total * per_block, kv_heads, head_dim]
+def block_scores(q: torch.Tensor, batch: PagedBatch, keys: KeySummary) -> torch.Tensor:
+    """Return one layer's scores, float64 [batch, kv_heads, max_blocks] on the CPU; -inf past the end."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, per = keys.high.shape[1], keys.per_block
+    logical = batch.block_size // per
+    scores = torch.full((batch.size, kv_heads, batch.page_table.shape[1]), -torch.inf, dtype=torch.float64)
+    for b in range(batch.size):
+        seq_len = int(batch.seq_lens[b])
+        total = -(-seq_len // batch.block_size)
+        within = torch.arange(per, device=q.device)
+        rows = (batch.page_table[b, :total].long()[:, None] * per + within).flatten()
         query = q[b].double().view(kv_heads, heads // kv_heads, head_dim)
-        if len(parts) == 2:
-            low, high = parts
-            logits = torch.einsum("hgd,rhd->hgr", query.clamp_min(0), high) + torch.einsum(
-                "hgd,rhd->hgr", query.clamp_max(0), low
-            )
+        high = keys.high[rows].double()  # [total * per_block, kv_heads, head_dim]
+        if keys.low is None:
+            logits = torch.einsum("hgd,rhd->hgr", query, high)
         else:
-            logits = torch.einsum("hgd,rhd->hgr", query, parts[0])
-        logits = logits.sum(1) if sum_group else logits.amax(1)  # [kv_heads, rows]
-        empty = torch.arange(total * per_block, device=q.device) * logical >= seq_len
-        logits = logits.masked_fill(empty, -torch.inf)
-        scores[b, :, :total] = logits.view(kv_heads, total, per_block).amax(-1).cpu()
+            logits = torch.einsum("hgd,rhd->hgr", query.clamp_min(0), high)
+            logits += torch.einsum("hgd,rhd->hgr", query.clamp_max(0), keys.low[rows].double())
+        empty = torch.arange(total * per, device=q.device) * logical >= seq_len
+        logits = logits.amax(1).masked_fill(empty, -torch.inf)  # [kv_heads, rows]
+        scores[b, :, :total] = logits.view(kv_heads, total, per).amax(-1).cpu()
     return scores
 
 
 def page_select(
     q: torch.Tensor,
-    summaries: tuple[torch.Tensor, ...],
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    batch: PagedBatch,
+    keys: KeySummary,
     *,
-    block_size: int,
-    per_block: int,
     budget: int | None,
     sink: int,
     recent: int,
-    sum_group: bool,
     budgets: torch.Tensor | None,
     active: torch.Tensor | None,
-    into: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``q`` [layers, batch, heads, head_dim] and summaries [layers, ...], as the result and ``into``.
-
-    ``budget``: blocks to choose, in the order of the sequence; None ranks all blocks, forced ones first, then
-    by score."""
-    found = [
-        _layer(
-            q[i],
-            tuple(summary[i] for summary in summaries),
-            block_table,
-            seq_lens,
-            block_size=block_size,
-            per_block=per_block,
-            budget=budget,
-            sink=sink,
-            recent=recent,
-            sum_group=sum_group,
-            budgets=budgets,
-            active=active,
-            into=None if into is None else (into[0][i], into[1][i]),
-        )
-        for i in range(len(q))
-    ]
-    if into is not None:
-        return into
-    return torch.stack([index for index, _ in found]), torch.stack([counts for _, counts in found])
-
-
-def _layer(
-    q: torch.Tensor,
-    summaries: tuple[torch.Tensor, ...],
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    block_size: int,
-    per_block: int,
-    budget: int | None,
-    sink: int,
-    recent: int,
-    sum_group: bool,
-    budgets: torch.Tensor | None,
-    active: torch.Tensor | None,
-    into: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, max_blocks = block_table.shape
-    kv_heads = summaries[0].shape[1]
-    rows = [b for b in range(batch) if active is None or int(active[b])]
-    scores = block_scores(
-        q[rows],
-        summaries,
-        block_table[rows],
-        seq_lens[rows],
-        block_size=block_size,
-        per_block=per_block,
-        sum_group=sum_group,
-    )
-    if into is None:
-        index = torch.full(
-            (batch, kv_heads, max_blocks if budget is None else budget),
+    into: PageSelection | None,
+) -> PageSelection:
+    """See :func:`ragserve_kernels.page_select.page_select`; always with layers; ``budget`` in blocks."""
+    shape = (len(q), batch.size, keys.high.shape[-2])
+    found = into or PageSelection(
+        torch.full(
+            (*shape, batch.page_table.shape[1] if budget is None else budget),
             -1,
             dtype=torch.int32,
             device=q.device,
-        )
-        counts = torch.zeros(batch, kv_heads, dtype=torch.int32, device=q.device)
-    else:
-        index, counts = into
-    for row, b in enumerate(rows):
-        total = -(-int(seq_lens[b]) // block_size)
-        most = budget if budgets is None or budget is None else min(budget, int(budgets[b]))
-        take = total if most is None else min(most, total)
-        ranked = scores[row, :, :total].masked_fill(forced_blocks(total, sink, recent), torch.inf)
-        best = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :take]
-        index[b, :, :take] = (best if budget is None else best.sort(-1).values).to(index)
-        counts[b] = take
-    return index, counts
+        ),
+        torch.zeros(shape, dtype=torch.int32, device=q.device),
+    )
+    for layer in range(len(q)):
+        low = None if keys.low is None else keys.low[layer]
+        scores = block_scores(q[layer], batch, KeySummary(keys.high[layer], low, keys.per_block))
+        for b in range(batch.size):
+            if active is not None and not int(active[b]):
+                continue
+            total = -(-int(batch.seq_lens[b]) // batch.block_size)
+            take = total if budget is None else min(total, budget)
+            if budgets is not None:
+                take = min(take, int(budgets[b]))
+            ranked = scores[b, :, :total].masked_fill(forced_blocks(total, sink, recent), torch.inf)
+            best = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :take]
+            found.blocks[layer, b, :, :take] = (best if budget is None else best.sort(-1).values).to(
+                found.blocks
+            )
+            found.counts[layer, b] = take
+    return found

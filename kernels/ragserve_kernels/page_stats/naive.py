@@ -1,18 +1,15 @@
-"""Plain torch: the pages' keys, layer by layer."""
+"""The truth of ``page_stats`` in plain torch, layer by layer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from ragserve_kernels.dispatch import KVLayers
-
-if TYPE_CHECKING:
-    from ragserve_kernels.page_stats.types import PageStats
+from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.page_stats.types import PageStats
 
 
 def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, page_size: int) -> None:
+    """See :func:`ragserve_kernels.page_stats.page_stats`."""
     chosen = pages[pages >= 0].long()
     per = into.per_page
     rows = (chosen[:, None] * per + torch.arange(per, device=pages.device)).flatten()

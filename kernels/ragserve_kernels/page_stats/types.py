@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.dispatch import KVLayers, check_page_size
+from ragserve_kernels.kv import KVLayers, check_page_size
+from ragserve_kernels.page_select.types import KeySummary
 
 __all__ = ["PageStats"]
 
@@ -15,9 +16,11 @@ __all__ = ["PageStats"]
 class PageStats:
     """Statistics of all pages and layers, in the KV's dtype.
 
-    ``k_min`` and ``k_max`` [layers, pages * page_size / logical_size, kv_heads, head_dim]: per logical page;
-    rows of page p begin at p * page_size / logical_size. ``k_center`` [layers, pages, kv_heads, head_dim]:
-    the centre of the page's bounding box."""
+    Attributes:
+        k_min, k_max: ``[layers, pages * per_page, kv_heads, head_dim]``: of each logical page; the rows of
+            page p begin at p * per_page.
+        k_center: ``[layers, pages, kv_heads, head_dim]``: the centre of the page's bounding box.
+    """
 
     k_min: torch.Tensor
     k_max: torch.Tensor
@@ -25,24 +28,32 @@ class PageStats:
 
     @classmethod
     def zeros(cls, kv: KVLayers, page_size: int, logical_size: int) -> PageStats:
-        """Room for every whole page of ``kv``. Raises ValueError for a logical size that is no power of two
-        dividing the page.
+        """Return room for every whole page of ``kv``, with logical pages of ``logical_size`` tokens.
+
+        Raises:
+            ValueError: ``logical_size`` is not a power of two up to the page.
         """
         check_page_size(page_size)
         if logical_size < 1 or logical_size & (logical_size - 1) or logical_size > page_size:
             raise ValueError(
-                f"The logical page has {logical_size} tokens; expected a power of two up to the page, {page_size}."
+                f"The logical page has {logical_size} tokens; expected a power of two up to the page, "
+                f"{page_size}."
             )
         pages, shape = kv.slots // page_size, (kv.kv_heads, kv.head_dim)
         rows = pages * (page_size // logical_size)
         k_min = torch.zeros(kv.layers, rows, *shape, dtype=kv.dtype, device=kv.device)
-        return cls(
-            k_min,
-            torch.zeros_like(k_min),
-            torch.zeros(kv.layers, pages, *shape, dtype=kv.dtype, device=kv.device),
-        )
+        center = torch.zeros(kv.layers, pages, *shape, dtype=kv.dtype, device=kv.device)
+        return cls(k_min, torch.zeros_like(k_min), center)
 
     @property
     def per_page(self) -> int:
-        """Logical pages of a page."""
+        """Logical pages per page."""
         return self.k_min.shape[1] // self.k_center.shape[1]
+
+    def bounds(self, layer: int | slice) -> KeySummary:
+        """Return min and max keys of one layer or several, for ``page_select``."""
+        return KeySummary(self.k_max[layer], self.k_min[layer], self.per_page)
+
+    def centers(self, layer: int | slice) -> KeySummary:
+        """Return the box centres of one layer or several, for ``page_select``."""
+        return KeySummary(self.k_center[layer])

@@ -11,13 +11,12 @@ import torch
 from ragserve_kernels.dispatch import (
     INT_DTYPES,
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
     check_same_device,
     check_shape,
-    query_group,
     use_triton,
 )
+from ragserve_kernels.kv import check_head_dim, query_group
 from ragserve_kernels.prefix_rows_attention.naive import prefix_rows_attention_naive
 
 __all__ = ["prefix_rows_attention", "prefix_rows_attention_naive"]
@@ -37,25 +36,33 @@ def prefix_rows_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one layer for all requests of a batch (SamKV section 3.3: slots are sorted by position, so
-    causality is a length).
+    """Attend one layer for all requests of a batch.
 
-    Args: q: ``[rows, query_heads, head_dim]``, the rows of request ``b`` at ``row_start[b]`` to ``row_start[b
-        + 1]``. Any order is right; sorted by ``row_len`` is fast.
-        k, v: ``[pool slots, kv_heads, head_dim]``, this layer of the pool. slots: int32 or int64 ``[total]``:
-        the kept slots of all requests; those of request ``b`` begin at ``slot_start[b]``. slot_start: int32
-        or int64 ``[requests]``. row_start: int32 or int64 ``[requests + 1]``. Rows from
-        ``row_start[requests]`` on are padding: their output is not written. row_len: int32 ``[rows]``: how
-        many of its request's first slots a row attends to, that layer's count of kept tokens at positions up
-        to the row's own; 0 gives a zero row.
-        max_rows: at least the most rows of any request (a launch size, known on the host; a captured graph
-        keeps it). scale: of the scores; default ``1 / sqrt(head_dim)``. out: like ``q``, contiguous;
-        allocated if left out. lse: float32 ``[rows, query_heads]``, contiguous: if given, the natural
-        log-sum-exp of each row's scaled scores is written there (-inf for a row without slots), so that keys
-        outside the pool can be folded in afterwards.
+    Slots are sorted by position, so causality is a length (SamKV, section 3.3).
 
-    Raises: ValueError, TypeError: shapes, dtypes or devices that do not fit. Slot values and lengths are not
-        checked here.
+    Args:
+        q: ``[rows, query_heads, head_dim]``; the rows of request b are row_start[b] to row_start[b + 1]. Any
+            order is right; sorted by ``row_len`` is fast.
+        k, v: ``[pool slots, kv_heads, head_dim]``, this layer of the pool.
+        slots: int32 or int64 ``[total]``: the kept slots of all requests.
+        slot_start: int32 or int64 ``[requests]``: where the slots of each request begin.
+        row_start: int32 or int64 ``[requests + 1]``. Rows from row_start[requests] on are padding, whose
+            output is not written.
+        row_len: int32 ``[rows]``: how many of its request's first slots a row attends to, that is the layer's
+            kept tokens at positions up to the row's own. 0 gives a zero row. Slot values and lengths are not
+            checked.
+        max_rows: at least the most rows of any request: a launch size, known on the host; a captured graph
+            keeps it.
+        scale: of the scores; default 1 / sqrt(head_dim).
+        out: like ``q``, contiguous; allocated by default.
+        lse: float32 ``[rows, query_heads]``, contiguous; receives the natural log-sum-exp of each row's
+            scaled scores, -inf for a row without slots, so that keys outside the pool can be folded in.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
     check_dtype("q", q)
     check_shape("q", q, (None, None, None))

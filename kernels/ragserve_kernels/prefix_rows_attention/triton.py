@@ -281,10 +281,9 @@ def prefix_rows_attention_triton(
     *,
     max_rows: int,
     scale: float,
-    tile: RowTile | None = None,
     splits: int | None = None,
 ) -> None:
-    """``tile`` and ``splits``: to measure and to test others than those chosen here."""
+    """Launch the kernels; ``splits``: of the keys, to test others than those chosen here."""
     rows, query_heads, head_dim = q.shape
     kv_heads, requests = k.shape[1], slot_start.shape[0]
     group = query_heads // kv_heads
@@ -296,7 +295,7 @@ def prefix_rows_attention_triton(
         triton.cdiv(rows * block_group, 128) + requests - 1,
     )
     programs = kv_heads * tiles
-    tile = choose_tile(head_dim, group, q.dtype, programs) if tile is None else tile
+    tile = choose_tile(head_dim, group, q.dtype, programs)
     splits = choose_splits(programs, triton.cdiv(slots.shape[0], tile.keys)) if splits is None else splits
     block_rows = max(1, tile.rows // block_group)
     part, part_lse = out, lse

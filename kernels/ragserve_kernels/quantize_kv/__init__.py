@@ -1,6 +1,4 @@
-"""Quantised KV: 8 or 4 bits, scale and zero point per token and head (LServe, section 3.2; QServe). See
-README.md.
-"""
+"""KV in 8 or 4 bits, scale and zero point per token and head (LServe, section 3.2; QServe). See README.md."""
 
 from __future__ import annotations
 
@@ -9,12 +7,12 @@ import torch
 from ragserve_kernels.dispatch import (
     INT_DTYPES,
     check_dtype,
-    check_head_dim,
     check_last_contiguous,
     check_same_device,
     check_shape,
     use_triton,
 )
+from ragserve_kernels.kv import check_head_dim
 from ragserve_kernels.quantize_kv import naive
 from ragserve_kernels.quantize_kv.naive import dequantize_kv
 from ragserve_kernels.quantize_kv.types import QuantizedKV
@@ -23,11 +21,16 @@ __all__ = ["QuantizedKV", "dequantize_kv", "quantize_kv"]
 
 
 def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None:
-    """Quantise the rows of ``x`` into the slots of ``into``.
+    """Quantise the rows of ``x`` into the slots of ``into``; write nothing else.
 
-    ``x`` [tokens, kv_heads, head_dim] bf16, fp16 or fp32, finite and within float16's range; ``slots`` int32
-    or int64 [tokens], distinct, negative ones are skipped (padding of a CUDA graph). Writes codes, scales and
-    zeros of those slots and nothing else."""
+    Args:
+        x: ``[tokens, kv_heads, head_dim]``, bf16, fp16 or fp32, finite and within float16's range.
+        slots: int32 or int64 ``[tokens]``, distinct; negative ones are skipped (padding of a CUDA graph).
+        into: the cache.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+    """
     check_dtype("x", x)
     check_shape("x", x, (None, into.shape[1], into.shape[2]))
     check_head_dim(x.shape[2])

@@ -1,4 +1,4 @@
-"""Plain torch: quantise rows into slots, and back."""
+"""The truth of ``quantize_kv`` in plain torch, and the way back."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 
 def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes int64 [..., head_dim], params float16 [..., 2])`` of ``x`` [..., head_dim].
+    """Return ``(codes int64 [..., head_dim], params float16 [..., 2])`` for ``x`` [..., head_dim].
 
-    The codes are computed against the scale and zero as stored, so that their rounding to float16 costs next
-    to nothing."""
+    Codes are computed against the scale and zero point as stored, so that rounding those to float16 costs
+    next to nothing."""
     half = 1 << (bits - 1)
     values = x.float()
     low, high = values.amin(-1), values.amax(-1)
-    # By a tensor: CUDA multiplies by the reciprocal of a number, which can round to another float16 than the
-    # division.
+    # Divide by a tensor: by a number CUDA multiplies with its reciprocal, which can round to another float16.
     scale = ((high - low) / torch.full_like(high, 2 * half - 1)).half()
     zero = (low + half * scale.float()).half()
     steps = (values - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(torch.float32).tiny)[
@@ -28,6 +27,7 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None:
+    """See :func:`ragserve_kernels.quantize_kv.quantize_kv`."""
     keep = slots >= 0
     target = slots[keep].long()
     codes, params = quantize(x[keep], into.bits)
@@ -40,7 +40,7 @@ def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None
 
 
 def dequantize_kv(cache: QuantizedKV, slots: torch.Tensor | None = None) -> torch.Tensor:
-    """The values, float32 ``[slots, kv_heads, head_dim]``; only the named slots where ``slots`` is given."""
+    """Return the values, float32 ``[slots, kv_heads, head_dim]``: all, or those of the named ``slots``."""
     codes, params = (
         (cache.codes, cache.params) if slots is None else (cache.codes[slots], cache.params[slots])
     )

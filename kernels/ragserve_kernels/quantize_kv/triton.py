@@ -12,12 +12,12 @@ from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 @triton.jit
 def _quantize(
-    x,
-    slots,
-    codes,
-    pairs,
-    rows,
-    heads,
+    p_x,  # [tokens, kv_heads, D]
+    p_slots,  # [tokens]
+    p_codes,  # [slots, kv_heads, D], or D / 2 bytes of 4 bits
+    p_pairs,  # float16 [slots, kv_heads, 2]: scale, zero point
+    n_rows,
+    kv_heads,
     stride_x_token,
     stride_x_head,
     stride_token,
@@ -27,46 +27,48 @@ def _quantize(
     ROWS: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    ok = i_row < rows
-    i_token, i_head = i_row // heads, i_row % heads
-    slot = tl.load(slots + i_token, mask=ok, other=-1).to(tl.int64)
-    ok = ok & (slot >= 0)
-    half: tl.constexpr = D // 2
-    cols = tl.arange(0, half)
-    source = x + (i_token * stride_x_token + i_head * stride_x_head)[:, None] + cols[None, :]
+    m_row = i_row < n_rows
+    i_token, i_head = i_row // kv_heads, i_row % kv_heads
+    # [ROWS]
+    i_slot = tl.load(p_slots + i_token, mask=m_row, other=-1).to(tl.int64)
+    m_row = m_row & (i_slot >= 0)
+    HALF: tl.constexpr = D // 2
+    o_dim = tl.arange(0, HALF)
+    p_row = p_x + (i_token * stride_x_token + i_head * stride_x_head)[:, None] + o_dim[None, :]
     # [ROWS, D / 2] each
-    b_low = tl.load(source, mask=ok[:, None], other=0.0).to(tl.float32)
-    b_high = tl.load(source + half, mask=ok[:, None], other=0.0).to(tl.float32)
-    smallest = tl.minimum(tl.min(b_low, 1), tl.min(b_high, 1))
-    largest = tl.maximum(tl.max(b_low, 1), tl.max(b_high, 1))
-    middle: tl.constexpr = 1 << (BITS - 1)
-    scale = tl.div_rn(largest - smallest, 2.0 * middle - 1.0).to(tl.float16)
-    zero = (smallest + middle * scale.to(tl.float32)).to(tl.float16)
-    # codes against the stored scale and zero
-    step = scale.to(tl.float32)
-    usable = step > 0.0
-    divisor = tl.where(usable, step, 1.0)[:, None]
-    offset = zero.to(tl.float32)[:, None]
-    c_low = tl.floor(tl.div_rn(b_low - offset, tl.broadcast_to(divisor, b_low.shape)) + 0.5)
-    c_high = tl.floor(tl.div_rn(b_high - offset, tl.broadcast_to(divisor, b_high.shape)) + 0.5)
-    c_low = tl.where(usable[:, None], tl.minimum(tl.maximum(c_low, -1.0 * middle), middle - 1.0), 0.0).to(
-        tl.int32
-    )
-    c_high = tl.where(usable[:, None], tl.minimum(tl.maximum(c_high, -1.0 * middle), middle - 1.0), 0.0).to(
-        tl.int32
-    )
-    target = codes + (slot * stride_token + i_head * stride_head)[:, None] + cols[None, :]
+    b_low = tl.load(p_row, mask=m_row[:, None], other=0.0).to(tl.float32)
+    b_high = tl.load(p_row + HALF, mask=m_row[:, None], other=0.0).to(tl.float32)
+    b_min = tl.minimum(tl.min(b_low, 1), tl.min(b_high, 1))
+    b_max = tl.maximum(tl.max(b_low, 1), tl.max(b_high, 1))
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    b_scale = tl.div_rn(b_max - b_min, 2.0 * MIDDLE - 1.0).to(tl.float16)
+    b_zero = (b_min + MIDDLE * b_scale.to(tl.float32)).to(tl.float16)
+    # codes against the scale and zero point as stored
+    b_step = b_scale.to(tl.float32)
+    m_some = b_step > 0.0
+    b_divisor = tl.where(m_some, b_step, 1.0)[:, None]
+    b_offset = b_zero.to(tl.float32)[:, None]
+    b_code_low = tl.floor(tl.div_rn(b_low - b_offset, tl.broadcast_to(b_divisor, b_low.shape)) + 0.5)
+    b_code_high = tl.floor(tl.div_rn(b_high - b_offset, tl.broadcast_to(b_divisor, b_high.shape)) + 0.5)
+    b_code_low = tl.where(
+        m_some[:, None], tl.minimum(tl.maximum(b_code_low, -1.0 * MIDDLE), MIDDLE - 1.0), 0.0
+    ).to(tl.int32)
+    b_code_high = tl.where(
+        m_some[:, None], tl.minimum(tl.maximum(b_code_high, -1.0 * MIDDLE), MIDDLE - 1.0), 0.0
+    ).to(tl.int32)
+    p_codes_row = p_codes + (i_slot * stride_token + i_head * stride_head)[:, None] + o_dim[None, :]
     if BITS == 4:
-        tl.store(target, ((c_low + 8) | ((c_high + 8) << 4)).to(tl.uint8), mask=ok[:, None])
+        tl.store(p_codes_row, ((b_code_low + 8) | ((b_code_high + 8) << 4)).to(tl.uint8), mask=m_row[:, None])
     else:
-        tl.store(target, c_low.to(tl.int8), mask=ok[:, None])
-        tl.store(target + half, c_high.to(tl.int8), mask=ok[:, None])
-    o_param = (slot * heads + i_head) * 2
-    tl.store(pairs + o_param, scale, mask=ok)
-    tl.store(pairs + o_param + 1, zero, mask=ok)
+        tl.store(p_codes_row, b_code_low.to(tl.int8), mask=m_row[:, None])
+        tl.store(p_codes_row + HALF, b_code_high.to(tl.int8), mask=m_row[:, None])
+    o_param = (i_slot * kv_heads + i_head) * 2
+    tl.store(p_pairs + o_param, b_scale, mask=m_row)
+    tl.store(p_pairs + o_param + 1, b_zero, mask=m_row)
 
 
 def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None:
+    """Launch the kernel; see :func:`ragserve_kernels.quantize_kv.quantize_kv`."""
     tokens, heads, head_dim = x.shape
     rows = tokens * heads
     if not rows:

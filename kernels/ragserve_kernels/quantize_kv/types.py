@@ -11,12 +11,17 @@ BITS = (4, 8)
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
-    """K or V of one layer in 8 or 4 bits: value = scale * code + zero, scale and zero per token and head.
+    """K or V of one layer in 8 or 4 bits: value = scale * code + zero, per token and head.
 
-    ``codes``: 8 bits: int8 ``[slots, kv_heads, head_dim]``, codes from -128 to 127. 4 bits: uint8 ``[slots,
-    kv_heads, head_dim // 2]``; the low nibble of byte j is dimension j, the high nibble dimension j +
-    head_dim // 2, each code + 8 (so that a kernel needs no interleaving). ``params``: float16 ``[slots,
-    kv_heads, 2]``, contiguous: scale and zero. Inputs beyond float16's range (65504) do not fit."""
+    Inputs beyond float16's range (65504) do not fit.
+
+    Attributes:
+        codes: 8 bits: int8 ``[slots, kv_heads, head_dim]``, -128 to 127. 4 bits: uint8 ``[slots, kv_heads,
+            head_dim / 2]``, each code + 8; the low nibble of byte j is dimension j, the high nibble j +
+            head_dim / 2, so that a kernel needs no interleaving.
+        params: float16 ``[slots, kv_heads, 2]``, contiguous: scale and zero point.
+        bits: 4 or 8.
+    """
 
     codes: torch.Tensor
     params: torch.Tensor
@@ -43,11 +48,9 @@ class QuantizedKV:
     def empty(
         cls, slots: int, kv_heads: int, head_dim: int, *, bits: int, device: torch.device | str
     ) -> QuantizedKV:
-        """Unfilled room for ``slots`` tokens."""
-        if bits == 4:
-            codes = torch.empty(slots, kv_heads, head_dim // 2, dtype=torch.uint8, device=device)
-        else:
-            codes = torch.empty(slots, kv_heads, head_dim, dtype=torch.int8, device=device)
+        """Return uninitialised room for ``slots`` tokens."""
+        dtype = torch.int8 if bits == 8 else torch.uint8
+        codes = torch.empty(slots, kv_heads, head_dim * bits // 8, dtype=dtype, device=device)
         return cls(codes, torch.empty(slots, kv_heads, 2, dtype=torch.float16, device=device), bits)
 
     @property

@@ -1,6 +1,4 @@
-"""Compose: move chosen tokens of documents' KV into request slots, K rotated by each document's shift; all
-layers in one launch.
-"""
+"""Move chosen tokens of documents' KV into request slots, K rotated; all layers at once."""
 
 from __future__ import annotations
 
@@ -8,14 +6,13 @@ import torch
 
 from ragserve_kernels.dispatch import (
     INT_DTYPES,
-    KVLayers,
     check_dtype,
-    check_head_dim,
     check_same_device,
     check_shape,
     next_power_of_2,
     use_triton,
 )
+from ragserve_kernels.kv import KVLayers, check_head_dim
 from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 from ragserve_kernels.rotate_gather.naive import rotate_gather_naive
 
@@ -33,27 +30,30 @@ def rotate_gather(
     block_tokens: int,
     programs: int | None = None,
 ) -> None:
-    """Copy documents' K and V into ``dst``, with K rotated by its document's shift in positions (RoPE,
-    half-split pairs).
+    """Copy documents' K and V into ``dst``, K rotated by its document's shift in positions (half-split RoPE).
 
-    Args: source: where the documents' KV lies: slots of a device pool, or host memory that the kernel reads
-        over the link. dst: the pool written to. Its slots must not overlap the source's, except where a token
-        moves onto itself. moves: int32 ``[layers, n, 4]``: (document, first token in the document, tokens,
-        position in ``slots`` of the first token). One run of at most ``block_tokens`` consecutive tokens
-        each, per layer its own list; a negative document is an unused entry, so that a CUDA graph captured
-        once serves any number of moves up to ``n``.
-        slots: int32 or int64 ``[total]``: the requests' destination slots, the same in every layer. shift:
-        int32 or int64 ``[documents]``: how many positions each document moves by; negative moves towards
-        zero. inv_freq: float32 or float64 ``[rotary_dim / 2]``: RoPE's inverse frequencies in radians per
-        position. Dimensions from ``rotary_dim`` on are copied as they are. Angles are reduced to one turn in
-        float64, so large shifts lose nothing.
-        block_tokens: the longest run in ``moves``; a longer one would be cut there. programs: how many
-        programs run, each looping over runs. Default: one per run from the device; from the host 3, which
-        saturate the link. With 2 a decode step beside them loses half as much time, and loading is a fifth
-        slower (README.md).
+    Args:
+        source: where the documents' KV lies: slots of a device pool, or host memory that the kernel reads
+            over the link.
+        dst: the pool written to. Its slots must not overlap the source's, unless a token moves onto itself.
+        moves: int32 ``[layers, n, 4]``: (document, first token in the document, tokens, position in ``slots``
+            of the first token), each a run of at most ``block_tokens`` tokens; per layer its own list. A
+            negative document is an unused entry, so that a captured CUDA graph serves any number of moves up
+            to n. Values are not checked.
+        slots: int32 or int64 ``[total]``: the requests' destination slots, the same in every layer; not
+            checked.
+        shift: int32 or int64 ``[documents]``: positions that each document moves by; negative moves towards
+            zero.
+        inv_freq: float32 or float64 ``[rotary_dim / 2]``: RoPE's inverse frequencies in radians per position.
+            Dimensions from rotary_dim on are copied. Angles are reduced to one turn in float64, so that large
+            shifts lose nothing.
+        block_tokens: the longest run in ``moves``; a longer one would be cut there.
+        programs: of the launch, each looping over runs. Default: one per run from the device; 3 from the
+            host, which saturate the link. With 2 a concurrent decode step loses a third less time, and
+            loading is slower (README.md).
 
-    Raises: ValueError, TypeError: shapes, dtypes or devices that do not fit. The values of ``moves`` and
-        ``slots`` are not checked here.
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
     if (
         source.kv_heads != dst.kv_heads
@@ -62,7 +62,8 @@ def rotate_gather(
         or source.layers != dst.layers
     ):
         raise ValueError(
-            f"The source holds {source.layers} layers of {source.kv_heads} x {source.head_dim} {source.dtype}; "
+            f"The source holds {source.layers} layers of {source.kv_heads} x {source.head_dim} "
+            f"{source.dtype}; "
             f"dst holds {dst.layers} of {dst.kv_heads} x {dst.head_dim} {dst.dtype}."
         )
     check_head_dim(dst.head_dim)
@@ -77,7 +78,8 @@ def rotate_gather(
     check_same_device(dst.k[0], moves=moves, slots=slots, shift=shift, inv_freq=inv_freq, source=source.table)
     if not 1 <= inv_freq.numel() <= dst.head_dim // 2:
         raise ValueError(
-            f"inv_freq has {inv_freq.numel()} entries; expected 1 to {dst.head_dim // 2} for head size {dst.head_dim}."
+            f"inv_freq has {inv_freq.numel()} entries; expected 1 to {dst.head_dim // 2} for head size "
+            f"{dst.head_dim}."
         )
     if not 1 <= block_tokens <= 128:
         raise ValueError(f"block_tokens is {block_tokens}; expected 1 to 128. Split longer runs.")

@@ -1,4 +1,4 @@
-"""Where documents' KV lies."""
+"""Sources of documents' KV: slots of a device pool, or host memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, KVLayers, check_dtype, check_same_device, check_shape
+from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_same_device, check_shape
+from ragserve_kernels.kv import KVLayers
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceSource:
-    """Documents in slots of a device pool, with any page size: token ``t`` of document ``d`` has slot
-    ``slots[start[d] + t]``.
-    """
+    """Documents in a device pool of any page size: token t of document d is in slots[start[d] + t]."""
 
     kv: KVLayers
     slots: torch.Tensor  # int32 or int64 [all documents' tokens]
@@ -80,13 +79,15 @@ class HostSource:
             check_shape(f"HostSource.{name}", arena, (None,))
             if arena.is_cuda and arena.device != self.base.device:
                 raise TypeError(
-                    f"HostSource.{name} is on {arena.device}; expected host memory, or that of the destination."
+                    f"HostSource.{name} is on {arena.device}; expected host memory, or that of the "
+                    "destination."
                 )
             if arena.stride(0) != 1 or arena.data_ptr() % 16:
                 raise ValueError(f"HostSource.{name} must be contiguous and aligned to 16 bytes.")
             if self.base.is_cuda and not arena.is_cuda and not arena.is_pinned():
                 raise ValueError(
-                    f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with pin_memory=True."
+                    f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with "
+                    "pin_memory=True."
                 )
         if self.k.dtype != self.v.dtype:
             raise TypeError(f"HostSource.v has dtype {self.v.dtype}; expected K's, {self.k.dtype}.")

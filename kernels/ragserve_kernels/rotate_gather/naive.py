@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import KVLayers
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 
 

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.dispatch import KVLayers, host_tile_bytes, next_power_of_2
+from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 
 _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -42,7 +43,6 @@ def rotate_gather_kernel(
     TILE_HEADS: tl.constexpr,
     HOST: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = KV_HEADS // TILE_HEADS
     # rows of a tile: tokens slow, heads fast, as they lie in the pool
@@ -56,7 +56,7 @@ def rotate_gather_kernel(
         [1], 0.15915494309189535, tl.float64
     )
 
-    for i_item in tl.range(tl.program_id(0), n_items, tl.num_programs(0), num_stages=STAGES):
+    for i_item in tl.range(tl.program_id(0), n_items, tl.num_programs(0), num_stages=1):
         i_move = i_item // HEAD_TILES
         o_head = (i_item % HEAD_TILES) * TILE_HEADS + o_row % TILE_HEADS
         i_layer = (i_move // n_moves).to(tl.int64)
@@ -126,25 +126,18 @@ def rotate_gather_triton(
     *,
     tile_tokens: int,
     programs: int | None = None,
-    tile_rows: int | None = None,
-    num_warps: int | None = None,
-    stages: int = 1,
 ) -> None:
-    """``tile_rows``: rows (tokens x heads) that a program holds at once, a power of two; fewer than
-    ``tile_tokens`` counts as that.
-    """
+    """Launch the kernel; ``tile_tokens``: the longest run, rounded up to a power of two."""
     row_bytes = 2 * dst.head_dim * dst.k[0].element_size()
     host = isinstance(source, HostSource)
     heads, head_dim = dst.kv_heads, dst.head_dim
     rotary_half = inv_freq.shape[0]
     rest = head_dim - 2 * rotary_half
-    if tile_rows is None:
-        tile_rows = (host_tile_bytes(programs or HOST_PROGRAMS) if host else 16 << 10) // row_bytes
+    # rows (tokens x heads) that a program holds at once; fewer than tile_tokens count as that
+    tile_rows = (host_tile_bytes(programs or HOST_PROGRAMS) if host else 16 << 10) // row_bytes
     tile_heads = 1
     while heads % (tile_heads * 2) == 0 and tile_tokens * tile_heads * 2 <= tile_rows:
         tile_heads *= 2
-    if num_warps is None:
-        num_warps = max(4, min(16, tile_tokens * tile_heads * row_bytes // 4096))
     items = moves.shape[0] * moves.shape[1] * (heads // tile_heads)
     if programs is None:
         programs = HOST_PROGRAMS if host else items
@@ -174,6 +167,5 @@ def rotate_gather_triton(
         TILE_HEADS=tile_heads,
         HOST=host,
         DTYPE=_TL_DTYPE[dst.dtype],
-        STAGES=stages,
-        num_warps=num_warps,
+        num_warps=max(4, min(16, tile_tokens * tile_heads * row_bytes // 4096)),
     )

@@ -1,14 +1,15 @@
-"""Save new KV to host blocks: one contiguous copy down, then CPU threads scatter (SparseServe's FlashD2H,
-section 3.2.2).
+"""Save new KV to host blocks: one contiguous copy down, then CPU threads scatter (SparseServe, 3.2.2).
 
-There is no Triton kernel here, on purpose: a kernel that writes to the host takes SMs from the prefill it
-should hide behind."""
+There is no Triton kernel on purpose: one that writes to the host takes SMs from the prefill that it should
+hide behind.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_head_dim, check_shape, use_naive
+from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_shape, use_naive
+from ragserve_kernels.kv import check_head_dim
 from ragserve_kernels.scatter_d2h.naive import scatter_d2h_naive
 from ragserve_kernels.scatter_d2h.saver import Saver
 
@@ -20,14 +21,14 @@ def scatter_d2h(
 ) -> None:
     """Write ``src``, tokens by heads, into per-head host blocks.
 
-    Args: src: ``[tokens, kv_heads, head_dim]``, contiguous: the K or V that a prefill of one layer made.
+    Args:
+        src: ``[tokens, kv_heads, head_dim]``, contiguous: the K or V that a prefill of one layer made.
         host: ``[blocks, block_tokens, head_dim]`` in host memory, the same dtype, contiguous; pinned if a GPU
-        is to read it back. index: int32 or int64 ``[kv_heads, ceil(tokens / block_tokens)]`` on the CPU: the
-        host block of each head's blocks, all different; negative: do not save that block. The rows of a last,
-        partial block beyond ``tokens`` stay as they are.
-        saver: with one, ``src`` on a GPU is saved in the background and this returns at once: ``host`` is
-            complete after ``saver.wait()``. ``src`` may be freed, but not written to before that. Without
-            one, ``host`` is complete on return.
+            is to read it back. Rows of a last, partial block beyond ``tokens`` stay as they are.
+        index: int32 or int64 ``[kv_heads, ceil(tokens / block_tokens)]`` on the CPU: the host block of each
+            head's blocks, all different; a negative one is not saved.
+        saver: saves a ``src`` on a GPU in the background: ``host`` is complete after ``saver.wait()``; until
+            then ``src`` may be freed, but not written to. Without one ``host`` is complete on return.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, or an index beyond ``host``.

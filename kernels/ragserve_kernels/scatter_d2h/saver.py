@@ -53,7 +53,8 @@ class Saver:
         """
         if src.nbytes > self.staging_bytes:
             raise ValueError(
-                f"src has {src.nbytes} bytes; a staging buffer has {self.staging_bytes}. Save fewer tokens at a time."
+                f"src has {src.nbytes} bytes; a staging buffer has {self.staging_bytes}. Save fewer tokens "
+                "at a time."
             )
         buffer = self._staging.get()
         rows = buffer[: src.nbytes].view(src.dtype).view(src.shape)

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Stream-K decode: the tiles of all (request, KV head) items form one list, and every program takes an equal
-share of it.
+"""Stream-K decode: the tiles of all (request, KV head) items form one list, split evenly over the programs.
 
-A program's share may begin and end inside an item: it then leaves a partial result in segment ``program +
-item``. That number is unique, because going along the list either the program or the item (or both) advances.
-A second kernel merges the segments of an item by their log-sum-exp."""
+A program's share may begin and end inside an item. It then leaves a partial result in segment ``program +
+item``. That number is unique: along the list the program, the item or both advance. A second kernel merges
+the segments of an item by their log-sum-exp.
+
+Shapes in comments: M query rows of a group, N tokens of a tile, D head size, H = D / 2, I items rounded up, S
+segments."""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ import triton.language as tl
 
 from ragserve_kernels.decode_tiles import FULL, SELECTED, STREAMING, attend_tile, load_query, tile_slots
 from ragserve_kernels.dispatch import next_power_of_2
-from ragserve_kernels.paged import KV, code_precision, kv_arguments, resident_programs, tile_rows, tile_tokens
+from ragserve_kernels.paged import (
+    KVPair,
+    PagedBatch,
+    PageSelection,
+    code_precision,
+    kv_arguments,
+    resident_programs,
+    tile_rows,
+    tile_tokens,
+)
+from ragserve_kernels.sparse_decode.types import HeadKinds
 
 LN2 = math.log(2.0)
 FEW_TOKENS = 2 * 132 * 128
@@ -25,12 +37,12 @@ FEW_TOKENS = 2 * 132 * 128
 
 @triton.jit
 def _walk(
-    b,
-    h,
-    ok,
-    lens,
-    counts,
-    kinds,
+    i_b,
+    i_h,
+    m_item,
+    p_lens,
+    p_counts,
+    p_kinds,
     stride_kinds,
     kv_heads,
     capacity,
@@ -40,56 +52,59 @@ def _walk(
     HAS_INDEX: tl.constexpr,
     HAS_KINDS: tl.constexpr,
 ):
-    """``(blocks, gap_at, gap, indexed, seq_len)`` of items ``(b, h)``, scalars or vectors: see
-    ``tile_slots``.
-    """
-    seq_len = tl.load(lens + b, mask=ok, other=0)
-    total = (seq_len + BLOCK - 1) // BLOCK
-    zero = total * 0
+    """Return ``(blocks, first skipped step, skipped blocks, indexed, seq_len)`` of items: see ``tile_slots``.
+
+    ``(i_b, i_h)`` and the results are scalars or vectors [I]."""
+    # [I]
+    n_len = tl.load(p_lens + i_b, mask=m_item, other=0)
+    n_total = (n_len + BLOCK - 1) // BLOCK
+    zero = n_total * 0
     if HAS_KINDS:
-        kind = tl.load(kinds + b * stride_kinds + h, mask=ok, other=0)
+        # [I]
+        b_kind = tl.load(p_kinds + i_b * stride_kinds + i_h, mask=m_item, other=0)
     elif HAS_INDEX:
-        kind = zero + SELECTED
+        b_kind = zero + SELECTED
     else:
-        kind = zero + FULL
-    sinks = tl.minimum(zero + (sink + BLOCK - 1) // BLOCK, total)
-    locals_from = tl.maximum(tl.maximum(seq_len - local, 0) // BLOCK, sinks)
-    streaming = kind == STREAMING
-    blocks = tl.where(streaming, sinks + total - locals_from, total)
-    gap = tl.where(streaming, locals_from - sinks, 0)
-    indexed = (kind == SELECTED) & (seq_len > 0)
+        b_kind = zero + FULL
+    n_sink = tl.minimum(zero + (sink + BLOCK - 1) // BLOCK, n_total)
+    i_local = tl.maximum(tl.maximum(n_len - local, 0) // BLOCK, n_sink)
+    m_streaming = b_kind == STREAMING
+    n_blocks = tl.where(m_streaming, n_sink + n_total - i_local, n_total)
+    n_gap = tl.where(m_streaming, i_local - n_sink, 0)
+    m_indexed = (b_kind == SELECTED) & (n_len > 0)
     if HAS_INDEX:
-        count = tl.load(counts + b * kv_heads + h, mask=ok, other=0)
-        blocks = tl.where(indexed, tl.minimum(tl.maximum(count, 0), capacity), blocks)
+        # [I]
+        n_count = tl.load(p_counts + i_b * kv_heads + i_h, mask=m_item, other=0)
+        n_blocks = tl.where(m_indexed, tl.minimum(tl.maximum(n_count, 0), capacity), n_blocks)
     else:
-        indexed = indexed & False
-    return blocks, sinks, gap, indexed, seq_len
+        m_indexed = m_indexed & False
+    return n_blocks, n_sink, n_gap, m_indexed, n_len
 
 
 @triton.jit
 def _attend(
-    q,
-    k,
-    v,
-    k_params,
-    v_params,
-    table,
-    lens,
-    index,
-    counts,
-    kinds,
-    out,
-    lse,
-    part_out,
-    part_lse,
-    spans,
+    p_q,  # [batch, heads, D]
+    p_k,  # [slots, kv_heads, D], or codes
+    p_v,
+    p_k_params,  # int32 [slots, kv_heads]: scale and zero point
+    p_v_params,
+    p_table,  # int32 [batch, max_pages]
+    p_lens,  # int32 [batch]
+    p_index,  # int32 [batch, kv_heads, capacity]
+    p_counts,  # int32 [batch, kv_heads]
+    p_kinds,  # int32 [kv_heads] or [batch, kv_heads]
+    p_out,  # [batch, heads, D]
+    p_lse,  # float32 [batch, heads]
+    p_part,  # float32 [segments, GROUP, D]
+    p_part_lse,  # float32 [segments, GROUP], base 2
+    p_spans,  # int32 [items, 2]: first and last (exclusive) program of an item
     n_items,
     stride_kinds,
     kv_heads,
     capacity,
     sink,
     local,
-    scale,
+    scale_2,
     stride_qb,
     stride_qh,
     stride_table,
@@ -115,17 +130,17 @@ def _attend(
     HAS_LSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    items = tl.arange(0, ITEMS)
-    known = items < n_items
-    blocks, _gap_at, _gap, _indexed, _len = _walk(
-        items // kv_heads,
-        items % kv_heads,
-        known,
-        lens,
-        counts,
-        kinds,
+    i_program = tl.program_id(0)
+    n_programs = tl.num_programs(0)
+    o_item = tl.arange(0, ITEMS)
+    m_item = o_item < n_items
+    b_blocks, _i_gap, _n_gap, _m_indexed, _n_len = _walk(
+        o_item // kv_heads,
+        o_item % kv_heads,
+        m_item,
+        p_lens,
+        p_counts,
+        p_kinds,
         stride_kinds,
         kv_heads,
         capacity,
@@ -135,38 +150,39 @@ def _attend(
         HAS_INDEX,
         HAS_KINDS,
     )
-    tiles = tl.where(known, (blocks * BLOCK + BLOCK_N - 1) // BLOCK_N, 0)
-    ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0).to(tl.int64)
-    workers = tl.minimum(
-        programs, tl.maximum(total, 1)
+    # [I]: tiles of each item, and where they end in the list
+    b_tiles = tl.where(m_item, (b_blocks * BLOCK + BLOCK_N - 1) // BLOCK_N, 0)
+    b_ends = tl.cumsum(b_tiles, 0)
+    n_total = tl.sum(b_tiles, 0).to(tl.int64)
+    n_workers = tl.minimum(
+        n_programs, tl.maximum(n_total, 1)
     )  # every worker has a tile; the other programs have none
-    at = tl.minimum(total * program // workers, total).to(tl.int32)
-    stop = tl.minimum(total * (program + 1) // workers, total).to(tl.int32)
+    i_at = tl.minimum(n_total * i_program // n_workers, n_total).to(tl.int32)
+    i_stop = tl.minimum(n_total * (i_program + 1) // n_workers, n_total).to(tl.int32)
     if (
-        program == programs - 1
+        i_program == n_programs - 1
     ):  # for the merge: the workers [from, to) that hold an item's tiles [ends - tiles, ends)
-        some = tl.maximum(total, 1)
-        span_from = ((ends - tiles + 1).to(tl.int64) * workers - 1) // some
-        span_to = (ends.to(tl.int64) * workers - 1) // some + 1
-        tl.store(spans + items * 2, tl.where(tiles > 0, span_from, 0).to(tl.int32), mask=items < n_items)
-        tl.store(spans + items * 2 + 1, tl.where(tiles > 0, span_to, 0).to(tl.int32), mask=items < n_items)
-    half: tl.constexpr = D // 2
-    heads = tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, half)
-    while at < stop:
-        item = tl.sum((ends <= at).to(tl.int32), 0)
-        i_b = item // kv_heads
-        i_h = item % kv_heads
-        n_tiles = tl.sum(tl.where(items == item, tiles, 0), 0)
-        first = tl.sum(tl.where(items == item, ends, 0), 0) - n_tiles
-        n_blocks, gap_at, gap, indexed, seq_len = _walk(
+        n_some = tl.maximum(n_total, 1)
+        b_from = ((b_ends - b_tiles + 1).to(tl.int64) * n_workers - 1) // n_some
+        b_to = (b_ends.to(tl.int64) * n_workers - 1) // n_some + 1
+        tl.store(p_spans + o_item * 2, tl.where(b_tiles > 0, b_from, 0).to(tl.int32), mask=o_item < n_items)
+        tl.store(p_spans + o_item * 2 + 1, tl.where(b_tiles > 0, b_to, 0).to(tl.int32), mask=o_item < n_items)
+    HALF: tl.constexpr = D // 2
+    o_head = tl.arange(0, BLOCK_M)
+    o_dim = tl.arange(0, HALF)
+    while i_at < i_stop:
+        i_item = tl.sum((b_ends <= i_at).to(tl.int32), 0)
+        i_b = i_item // kv_heads
+        i_h = i_item % kv_heads
+        n_tiles = tl.sum(tl.where(o_item == i_item, b_tiles, 0), 0)
+        i_first = tl.sum(tl.where(o_item == i_item, b_ends, 0), 0) - n_tiles
+        n_blocks, i_gap, n_gap, m_indexed, n_len = _walk(
             i_b,
             i_h,
             True,
-            lens,
-            counts,
-            kinds,
+            p_lens,
+            p_counts,
+            p_kinds,
             stride_kinds,
             kv_heads,
             capacity,
@@ -176,121 +192,137 @@ def _attend(
             HAS_INDEX,
             HAS_KINDS,
         )
-        row = i_b.to(tl.int64) * stride_qb + i_h * GROUP * stride_qh
-        q_low, q_high, q_sum = load_query(q, row, GROUP, stride_qh, GROUP, BLOCK_M, half)
+        o_query = i_b.to(tl.int64) * stride_qb + i_h * GROUP * stride_qh
+        b_q_low, b_q_high, b_q_sum = load_query(p_q, o_query, stride_qh, GROUP, BLOCK_M, HALF)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc_zero = tl.zeros([BLOCK_M], tl.float32)
-        acc_low = tl.zeros([BLOCK_M, half], tl.float32)
-        acc_high = tl.zeros([BLOCK_M, half], tl.float32)
-        index_row = index + item.to(tl.int64) * capacity
-        table_row = table + i_b.to(tl.int64) * stride_table
-        head = i_h.to(tl.int64)
-        until = tl.minimum(stop - first, n_tiles)
-        for tile in tl.range(at - first, until, num_stages=STAGES):
-            slots, ok = tile_slots(
-                tile, n_blocks, gap_at, gap, indexed, seq_len, index_row, table_row, PAGE, BLOCK, BLOCK_N
+        b_acc_zero = tl.zeros([BLOCK_M], tl.float32)
+        b_acc_low = tl.zeros([BLOCK_M, HALF], tl.float32)
+        b_acc_high = tl.zeros([BLOCK_M, HALF], tl.float32)
+        p_index_row = p_index + i_item.to(tl.int64) * capacity
+        p_table_row = p_table + i_b.to(tl.int64) * stride_table
+        i_head = i_h.to(tl.int64)
+        i_until = tl.minimum(i_stop - i_first, n_tiles)
+        for i_tile in tl.range(i_at - i_first, i_until, num_stages=STAGES):
+            i_slot, m_slot = tile_slots(
+                i_tile,
+                n_blocks,
+                i_gap,
+                n_gap,
+                m_indexed,
+                n_len,
+                p_index_row,
+                p_table_row,
+                PAGE,
+                BLOCK,
+                BLOCK_N,
             )
-            _scores, acc_low, acc_high, acc_zero, b_max, b_sum = attend_tile(
-                q_low,
-                q_high,
-                q_sum,
-                acc_low,
-                acc_high,
-                acc_zero,
+            _b_s, b_acc_low, b_acc_high, b_acc_zero, b_max, b_sum = attend_tile(
+                b_q_low,
+                b_q_high,
+                b_q_sum,
+                b_acc_low,
+                b_acc_high,
+                b_acc_zero,
                 b_max,
                 b_sum,
-                slots,
-                ok,
-                k + head * stride_kh,
-                v + head * stride_vh,
-                k_params + head * stride_kph,
-                v_params + head * stride_vph,
+                i_slot,
+                m_slot,
+                p_k + i_head * stride_kh,
+                p_v + i_head * stride_vh,
+                p_k_params + i_head * stride_kph,
+                p_v_params + i_head * stride_vph,
                 stride_k,
                 stride_v,
                 stride_kp,
                 stride_vp,
-                scale,
-                half,
+                scale_2,
+                HALF,
                 BITS,
                 PRECISION,
             )
         # an item whose blocks hold no token (all skipped) has sum 0 and gives zero
-        held = b_sum > 0.0
-        share = tl.where(held, 1.0 / tl.where(held, b_sum, 1.0), 0.0)
-        b_lse = tl.where(held, b_max + tl.math.log2(tl.where(held, b_sum, 1.0)), float("-inf"))
-        r_low = (acc_low + acc_zero[:, None]) * share[:, None]
-        r_high = (acc_high + acc_zero[:, None]) * share[:, None]
-        mask = (heads < GROUP)[:, None]
-        if (at == first) & (until == n_tiles):  # the whole item: no merge
-            o_row = item.to(tl.int64) * GROUP + heads
-            p_out = out + o_row[:, None] * D + cols[None, :]
-            tl.store(p_out, r_low.to(out.dtype.element_ty), mask=mask)
-            tl.store(p_out + half, r_high.to(out.dtype.element_ty), mask=mask)
+        m_some = b_sum > 0.0
+        b_share = tl.where(m_some, 1.0 / tl.where(m_some, b_sum, 1.0), 0.0)
+        b_lse = tl.where(m_some, b_max + tl.math.log2(tl.where(m_some, b_sum, 1.0)), float("-inf"))
+        b_low = (b_acc_low + b_acc_zero[:, None]) * b_share[:, None]
+        b_high = (b_acc_high + b_acc_zero[:, None]) * b_share[:, None]
+        m_head = (o_head < GROUP)[:, None]
+        if (i_at == i_first) & (i_until == n_tiles):  # the whole item: no merge
+            o_row = i_item.to(tl.int64) * GROUP + o_head
+            p_out_row = p_out + o_row[:, None] * D + o_dim[None, :]
+            tl.store(p_out_row, b_low.to(p_out.dtype.element_ty), mask=m_head)
+            tl.store(p_out_row + HALF, b_high.to(p_out.dtype.element_ty), mask=m_head)
             if HAS_LSE:
-                tl.store(lse + o_row, b_lse * 0.6931471805599453, mask=heads < GROUP)
+                tl.store(p_lse + o_row, b_lse * 0.6931471805599453, mask=o_head < GROUP)
         else:
-            p_row = (program + item).to(tl.int64) * GROUP + heads
-            p_part = part_out + p_row[:, None] * D + cols[None, :]
-            tl.store(p_part, r_low, mask=mask)
-            tl.store(p_part + half, r_high, mask=mask)
-            tl.store(part_lse + p_row, b_lse, mask=heads < GROUP)
-        at = first + until
+            o_part = (i_program + i_item).to(tl.int64) * GROUP + o_head
+            p_part_row = p_part + o_part[:, None] * D + o_dim[None, :]
+            tl.store(p_part_row, b_low, mask=m_head)
+            tl.store(p_part_row + HALF, b_high, mask=m_head)
+            tl.store(p_part_lse + o_part, b_lse, mask=o_head < GROUP)
+        i_at = i_first + i_until
 
 
 @triton.jit
 def _merge(
-    out,
-    lse,
-    part_out,
-    part_lse,
-    spans,
+    p_out,
+    p_lse,
+    p_part,
+    p_part_lse,
+    p_spans,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    item = tl.program_id(0)
+    i_item = tl.program_id(0)
     i_g = tl.program_id(1)
-    span_from = tl.load(spans + item * 2)
-    span_to = tl.load(spans + item * 2 + 1)
-    cols = tl.arange(0, D)
-    o_row = item.to(tl.int64) * GROUP + i_g
-    if span_to == span_from:  # no tiles
-        tl.store(out + o_row * D + cols, tl.zeros([D], out.dtype.element_ty))
+    i_from = tl.load(p_spans + i_item * 2)
+    i_to = tl.load(p_spans + i_item * 2 + 1)
+    o_dim = tl.arange(0, D)
+    o_row = i_item.to(tl.int64) * GROUP + i_g
+    if i_to == i_from:  # no tiles
+        tl.store(p_out + o_row * D + o_dim, tl.zeros([D], p_out.dtype.element_ty))
         if HAS_LSE:
-            tl.store(lse + o_row, float("-inf"))
-    elif span_to - span_from > 1:  # else its one program has written the result
+            tl.store(p_lse + o_row, float("-inf"))
+    elif i_to - i_from > 1:  # else its one program has written the result
         b_max = tl.full([], float("-inf"), tl.float32)
         b_sum = tl.full([], 0.0, tl.float32)
-        acc = tl.zeros([D], tl.float32)
-        for at in range(span_from, span_to, SEGMENTS):
-            segment = at + tl.arange(0, SEGMENTS)
-            held = segment < span_to
-            p_row = (segment + item).to(tl.int64) * GROUP + i_g
-            b_lse = tl.load(part_lse + p_row, mask=held, other=float("-inf"))
-            b_part = tl.load(part_out + p_row[:, None] * D + cols[None, :], mask=held[:, None], other=0.0)
-            new_max = tl.maximum(b_max, tl.max(b_lse, 0))
-            safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weight = tl.math.exp2(b_lse - safe)
-            alpha = tl.math.exp2(b_max - safe)
-            acc = acc * alpha + tl.sum(b_part * weight[:, None], 0)
-            b_sum = b_sum * alpha + tl.sum(weight, 0)
-            b_max = new_max
-        some = b_sum > 0.0
-        divisor = tl.where(some, b_sum, 1.0)
-        tl.store(out + o_row * D + cols, tl.where(some, acc / divisor, 0.0).to(out.dtype.element_ty))
+        b_acc = tl.zeros([D], tl.float32)
+        for i_at in range(i_from, i_to, SEGMENTS):
+            i_segment = i_at + tl.arange(0, SEGMENTS)
+            m_segment = i_segment < i_to
+            o_part = (i_segment + i_item).to(tl.int64) * GROUP + i_g
+            # [S]
+            b_lse = tl.load(p_part_lse + o_part, mask=m_segment, other=float("-inf"))
+            # [S, D]
+            b_part = tl.load(
+                p_part + o_part[:, None] * D + o_dim[None, :], mask=m_segment[:, None], other=0.0
+            )
+            b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+            b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_weight = tl.math.exp2(b_lse - b_base)
+            b_decay = tl.math.exp2(b_max - b_base)
+            b_acc = b_acc * b_decay + tl.sum(b_part * b_weight[:, None], 0)
+            b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
+            b_max = b_new
+        m_some = b_sum > 0.0
+        b_divisor = tl.where(m_some, b_sum, 1.0)
+        tl.store(
+            p_out + o_row * D + o_dim, tl.where(m_some, b_acc / b_divisor, 0.0).to(p_out.dtype.element_ty)
+        )
         if HAS_LSE:
             tl.store(
-                lse + o_row,
-                tl.where(some, (b_max + tl.math.log2(divisor)) * 0.6931471805599453, float("-inf")),
+                p_lse + o_row,
+                tl.where(m_some, (b_max + tl.math.log2(b_divisor)) * 0.6931471805599453, float("-inf")),
             )
 
 
 def launch_options(head_dim: int, itemsize: int, few: bool) -> tuple[int, int, int, int]:
-    """``(tokens per tile, warps, stages, programs per multiprocessor)``, as measured on the H200; ``few``: at
-    most two tiles a program.
-    """
+    """Return ``(tokens per tile, warps, stages, programs per multiprocessor)``, as measured on the H200.
+
+    ``few``: there are at most two tiles per program."""
     if itemsize == 4:
         return tile_tokens(head_dim, itemsize), 4, 2, 1
     tokens = 8192 // max(128, head_dim)
@@ -299,85 +331,68 @@ def launch_options(head_dim: int, itemsize: int, few: bool) -> tuple[int, int, i
 
 def sparse_decode(
     q: torch.Tensor,
-    k: KV,
-    v: KV,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    kv: KVPair,
+    batch: PagedBatch,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    page_size: int,
-    block_size: int,
-    index: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    kinds: torch.Tensor | None,
-    sink_tokens: int,
-    local_tokens: int,
+    selection: PageSelection | None,
+    heads: HeadKinds | None,
     scale: float,
     programs: int | None,
     bits: int,
-    options: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """``options``: as :func:`launch_options`, to tune them."""
-    batch, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    n_items = batch * kv_heads
-    capacity = index.shape[2] if index is not None else 0
-    few = index is not None and kinds is None and n_items * capacity * block_size <= FEW_TOKENS
-    tokens, warps, stages, resident = options or launch_options(head_dim, q.element_size(), few)
+    """Launch both kernels; arguments as in :func:`ragserve_kernels.sparse_decode.sparse_decode`."""
+    query_heads, head_dim = q.shape[1:]
+    kv_heads = kv[0].shape[1]
+    group = query_heads // kv_heads
+    n_items = batch.size * kv_heads
+    absent = batch.seq_lens  # stands for an absent pointer
+    index, counts = selection if selection is not None else (absent, absent)
+    capacity = index.shape[2] if selection is not None else 0
+    kinds, sink, local = heads if heads is not None else (absent, 0, 0)
+    few = selection is not None and heads is None and n_items * capacity * batch.block_size <= FEW_TOKENS
+    tokens, warps, stages, resident = launch_options(head_dim, q.element_size(), few)
     programs = programs or resident_programs(q, resident)
-    part_out = torch.empty(programs + n_items, group, head_dim, dtype=torch.float32, device=q.device)
+    part = torch.empty(programs + n_items, group, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(programs + n_items, group, dtype=torch.float32, device=q.device)
-    k_values, k_params, *k_strides = kv_arguments(k)
-    v_values, v_params, *v_strides = kv_arguments(v)
-    none = seq_lens  # stands for an absent pointer
     spans = torch.empty(n_items, 2, dtype=torch.int32, device=q.device)
+    tensors, strides = kv_arguments(kv)
     _attend[(programs,)](
         q,
-        k_values,
-        v_values,
-        k_params,
-        v_params,
-        page_table,
-        seq_lens,
-        none if index is None else index,
-        none if counts is None else counts,
-        none if kinds is None else kinds,
+        *tensors,
+        batch.page_table,
+        batch.seq_lens,
+        index,
+        counts,
+        kinds,
         out,
         part_lse if lse is None else lse,
-        part_out,
+        part,
         part_lse,
         spans,
         n_items,
-        0 if kinds is None or kinds.dim() == 1 else kinds.stride(0),
+        kinds.stride(0) if kinds.dim() == 2 else 0,
         kv_heads,
         capacity,
-        sink_tokens,
-        local_tokens,
+        sink,
+        local,
         scale / LN2,
         q.stride(0),
         q.stride(1),
-        page_table.stride(0),
-        k_strides[0],
-        k_strides[1],
-        v_strides[0],
-        v_strides[1],
-        k_strides[2],
-        k_strides[3],
-        v_strides[2],
-        v_strides[3],
+        batch.page_table.stride(0),
+        *strides,
         GROUP=group,
         BLOCK_M=tile_rows(group),
         D=head_dim,
-        PAGE=page_size,
-        BLOCK=block_size,
+        PAGE=batch.page_size,
+        BLOCK=batch.block_size,
         BLOCK_N=tokens,
         ITEMS=next_power_of_2(n_items),
         BITS=bits,
         PRECISION=code_precision(q.dtype, bits),
-        HAS_INDEX=index is not None,
-        HAS_KINDS=kinds is not None,
+        HAS_INDEX=selection is not None,
+        HAS_KINDS=heads is not None,
         HAS_LSE=lse is not None,
         STAGES=stages,
         num_warps=warps,
@@ -385,7 +400,7 @@ def sparse_decode(
     _merge[(n_items, group)](
         out,
         part_lse if lse is None else lse,
-        part_out,
+        part,
         part_lse,
         spans,
         GROUP=group,

@@ -63,6 +63,7 @@ def run(out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = ())
         chosen,
         workload={"model shape": f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16"},
         ceilings=ceilings,
-        note="Times are medians with a cold L2, from CUDA graphs where an engine would use one. GB count every byte that must move.",
+        note="Times are medians with a cold L2, from CUDA graphs where an engine would use one. "
+        "GB count every byte that must move.",
         out_dir=out_dir,
     )

@@ -1,4 +1,4 @@
-"""The attention half of the compose benchmark: prefix_rows_attention and block_summary beside their rivals."""
+"""The attention half of the compose benchmark: prefix_rows_attention and block_summary, and rivals."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, QUERY_HEADS, Row, 
 
 
 def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
-    """Random ones of the kept tokens recomputed: their rows attend to all kept tokens before them. One layer."""
+    """Recompute random kept tokens: their rows attend to all kept tokens before them. One layer."""
     import torch
 
     from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-    from ragserve_kernels.prefix_rows_attention.triton import RowTile, prefix_rows_attention_triton
 
     rows: list[Row] = []
-    tiles = [
-        RowTile(128, 64, 8, 3),
-        RowTile(128, 64, 4, 2),
-        RowTile(128, 64, 4, 3),
-        RowTile(128, 32, 4, 3),
-        RowTile(128, 128, 8, 3),
-        RowTile(128, 128, 4, 2),
-        RowTile(64, 64, 4, 2),
-        RowTile(64, 64, 4, 3),
-        RowTile(64, 32, 4, 4),
-        RowTile(256, 64, 8, 2),
-        RowTile(256, 64, 8, 3),
-    ]
     cases = (1, 614, 4096), (8, 614, 4096), (1, 4915, 32768), (16, 153, 1024), (1, 256, 8192)
     for requests, recomputed, kept in cases[:1] if quick else cases:
         slots = torch.randperm(requests * kept // 16, device="cuda")[:, None] * 16 + torch.arange(
@@ -67,19 +53,6 @@ def prefix_rows_attention_rows(ceiling: dict[str, float], quick: bool) -> list[R
 
         ours = median_ms(partial(prefix_rows_attention, *args, max_rows=recomputed, out=out))
         rows.append(row("default", ours))
-        if not quick:
-            direct = partial(
-                prefix_rows_attention_triton,
-                *args,
-                torch.empty_like(out),
-                max_rows=recomputed,
-                scale=1 / math.sqrt(HEAD_DIM),
-            )
-            for tile, splits in [(tile, 1) for tile in tiles] + [
-                (tile, n) for tile in (tiles[2], tiles[4]) for n in (2, 4, 8)
-            ]:
-                name = f"rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}, {splits} splits"
-                rows.append(row(name, median_ms(partial(direct, tile=tile, splits=splits))))
         try:
             for name, ms in _rivals(q, k, v, slots, positions, out):
                 rows.append({**row(f"rival: {name}", ms), "ours_is_faster_by": round(ms / ours, 2)})
@@ -112,7 +85,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     wide_k, wide_v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) for t in (keys, values))
     dense = partial(F.scaled_dot_product_attention, batched, wide_k, wide_v, attn_mask=mask[:, None])
     check(dense(), "SDPA")
-    ms = median_ms(dense, repeats=7)
+    ms = median_ms(dense)
     yield "SDPA with a mask, KV gathered and expanded beforehand", ms
 
     def visible(b: Any, h: Any, row: Any, key: Any) -> Any:
@@ -122,7 +95,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     flex = torch.compile(flex_attention, dynamic=False)
     sparse = partial(flex, batched, keys, values, block_mask=blocks, enable_gqa=True)
     check(sparse(), "FlexAttention")
-    ms = median_ms(sparse, repeats=7)
+    ms = median_ms(sparse)
     yield "FlexAttention, compiled, KV gathered and block mask made beforehand", ms
 
     flashinfer = kernels_flashinfer.flashinfer()
@@ -146,7 +119,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
     pages = (k[:, None], v[:, None])
     agree(wrapper.run(q, pages), ours, "FlashInfer")
     name = f"FlashInfer {flashinfer.__version__} custom-mask prefill, page size 1, planned beforehand"
-    yield name, median_ms(lambda: wrapper.run(q, pages), repeats=7)
+    yield name, median_ms(lambda: wrapper.run(q, pages))
 
 
 def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
@@ -158,7 +131,6 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from ragserve_kernels.block_summary import BlockPlan, block_summary, block_summary_naive
-    from ragserve_kernels.block_summary.launches import SummaryTile, block_summary_triton
 
     rows: list[Row] = []
     for documents, length in ((4, 2048),) if quick else ((32, 512), (4, 2048), (4, 8192), (1, 32768)):
@@ -189,7 +161,6 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 partial(
                     F.scaled_dot_product_attention, wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
                 ),
-                repeats=7,
             )
         rows.append(
             {
@@ -201,7 +172,7 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         lse = torch.full((QUERY_HEADS, documents * length), math.log(length), device="cuda")
         for stride, given in ((1, False), (1, True), (8, True), (16, False), (16, True), (32, True)):
             plan = BlockPlan.build([length] * documents, query_stride=stride, device="cuda")
-            ms = median_ms(partial(block_summary, q, k, plan, lse=lse if given else None), repeats=7)
+            ms = median_ms(partial(block_summary, q, k, plan, lse=lse if given else None))
             name = (
                 f"every query{'' if stride == 1 else f' of {stride}'}{', log-sum-exp given' if given else ''}"
             )
@@ -213,20 +184,4 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                     "of_prefill_attention": round(ms / prefill, 3),
                 }
             )
-        if (documents, length) == (4, 8192):
-            plan = BlockPlan.build([length] * documents, device="cuda")
-            for tile in (SummaryTile(128, 64, 4, 2), SummaryTile(64, 64, 4, 3), SummaryTile(128, 128, 8, 3)):
-                ms = median_ms(
-                    partial(block_summary_triton, q, k, plan, scale=1 / math.sqrt(HEAD_DIM), tile=tile),
-                    repeats=5,
-                )
-                name = f"every query, rows x group {tile.rows}, keys {tile.keys}, warps {tile.warps}, stages {tile.stages}"
-                rows.append(
-                    {
-                        "case": case,
-                        "variant": name,
-                        "ms": round(ms, 4),
-                        "of_prefill_attention": round(ms / prefill, 3),
-                    }
-                )
     return rows

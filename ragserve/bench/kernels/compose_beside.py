@@ -1,6 +1,4 @@
-"""Host loads beside decode: how fast documents' KV comes while a decode step runs on the same GPU, and by how
-much that step slows down.
-"""
+"""Host loads beside decode: their bandwidth while a decode step runs, and that step's slowdown."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench.kernels.compose_load import BLOCK, compose_case
-from ragserve.bench.kernels.copy_engine import staged_compose
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, agree, bandwidth
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, bandwidth
 from ragserve.errors import RagserveError
 
 if TYPE_CHECKING:
@@ -22,9 +19,10 @@ CASE = "host, 2048 tokens, beside decode of 8 x 8192"
 
 
 def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
-    """A decode step of the model's shape: its matrix products and dense attention. Four layers' weights and
-    KV stand for all 32.
-    """
+    """Capture a decode step of the model's shape: its matrix products and dense attention.
+
+    The weights and KV of four layers stand for all 32. Returns the graph and what must be kept alive for
+    it."""
     import torch
     import torch.nn.functional as F
 
@@ -61,28 +59,6 @@ def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
     return graph, (layers, caches, x, out)
 
 
-def _checked_staged(args: tuple[Any, ...], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """:func:`staged_compose` of ``args``, whose destination holds what ``rotate_gather`` gave.
-
-    Raises:
-        RagserveError: the two differ. Unavailable: no batched copies here.
-    """
-    import torch
-
-    dst = args[1]
-    want = [torch.stack(list(each)) for each in (dst.k, dst.v)]
-    for each in (*dst.k, *dst.v):
-        each.fill_(float("nan"))
-    call = staged_compose(*args, block=BLOCK)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    for got, expected, name in zip((dst.k, dst.v), want, "KV", strict=True):
-        agree(torch.stack(list(got)), expected, f"{name} by way of the copy engine", 1e-12)
-    return call
-
-
 def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     import torch
 
@@ -107,11 +83,7 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
 
-    def measure(variant: str, load: Callable[[], object], *, loads: int = 16, ahead: int = 0) -> Row:
-        """``ahead``: decode steps put in the queue before the loads, where submitting a load takes the CPU's
-        time.
-        """
-
+    def measure(variant: str, load: Callable[[], object], *, loads: int = 16) -> Row:
         def submit() -> tuple[Any, Any]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(side):
@@ -127,9 +99,8 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         torch.cuda.synchronize()
         unhindered = start.elapsed_time(end) / loads
         base = alone()
-        events = steps(ahead) if ahead else []
         start, end = submit()
-        events = events or steps(12)
+        events = steps(12)
         torch.cuda.synchronize()
         # only steps that ran wholly while loads were running
         within = [
@@ -148,22 +119,9 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         ms = start.elapsed_time(end) / loads
         return bandwidth(CASE, variant, ms, gb, ceiling["link_up_gb_per_s"], **extra, steps=len(within))
 
-    # (programs, rows of a tile, warps, stages): few programs with much in flight each, or many small ones
-    variants: list[tuple[int, int | None, int | None, int]] = [
-        (programs, None, None, 1) for programs in (4, 1, 2, 3, 6, 8, 32, 64)
-    ]
-    variants += [(4, 128, 8, 1), (4, 128, 32, 1), (4, 128, 8, 3), (4, 128, 16, 2), (4, 128, 16, 3)]
-    for programs, tile_rows, warps, stages in variants[:1] if quick else variants:
-        options: dict[str, Any] = {
-            "programs": programs,
-            "tile_rows": tile_rows,
-            "num_warps": warps,
-            "stages": stages,
-        }
-        label = f"programs {programs}" + (
-            f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else ""
-        )
-        rows.append(measure(label, partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options)))
+    for programs in (4,) if quick else (4, 1, 2, 3, 6, 8, 32, 64):
+        load = partial(rotate_gather_triton, *args, tile_tokens=BLOCK, programs=programs)
+        rows.append(measure(f"programs {programs}", load))
     host, device = (
         torch.empty(round(gb * 1e9), dtype=torch.int8, **where)
         for where in ({"pin_memory": True}, {"device": "cuda"})
@@ -174,12 +132,5 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             partial(device.copy_, host, non_blocking=True),
         )
     )
-    del host, device
-    variant = "blocks by the copy engine, batched, then rotated on the device"
-    try:
-        rows.append(measure(variant, _checked_staged(args, side), loads=4, ahead=40))
-    except RagserveError as error:
-        print(f"{variant}: {error}", flush=True)
-        rows.append({"case": CASE, "variant": variant, "not_measured": str(error)})
     del kept
     return rows

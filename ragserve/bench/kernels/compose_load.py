@@ -12,15 +12,12 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree
 
 BLOCK = 16  # tokens
 
-# --- rotate_gather
-# ------------------------------------------------------------------------------------------------------------------
-
 
 def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer."""
     import torch
 
-    from ragserve_kernels.dispatch import KVLayers
+    from ragserve_kernels.kv import KVLayers
     from ragserve_kernels.rotate_gather import DeviceSource, HostSource
 
     length = 4 * tokens // documents
@@ -106,7 +103,7 @@ def _per_layer_torch(
 def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
     import torch
 
-    from ragserve_kernels.dispatch import KVLayers
+    from ragserve_kernels.kv import KVLayers
     from ragserve_kernels.rotate_gather import rotate_gather_naive
     from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
@@ -126,49 +123,18 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 agree(torch.stack(list(dst.v)), torch.stack(list(truth.v)), "rotate_gather V", 1e-12)
             del truth
             case = f"{'host' if host else 'device'}, {tokens} tokens, blocks of 16"
-            if host:
-                gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
-                variants: list[tuple[int | None, int | None, int | None, int]] = [
-                    (p, None, None, 1) for p in (None, 1, 2, 8, 32, 64)
-                ]
-                variants += [(32, 16, 4, 3), (128, 16, 4, 1)]
-            else:
-                gb, limit = 2 * tokens * token_bytes / 1e9, ceiling["copy_gb_per_s"]
-                variants = [
-                    (None, None, None, 1),
-                    (None, 16, 4, 1),
-                    (None, 32, 4, 1),
-                    (None, 64, 4, 1),
-                    (None, 64, 8, 1),
-                    (None, 128, 8, 1),
-                    (132 * 8, 32, 4, 3),
-                ]
-            for programs, tile_rows, warps, stages in (
-                variants if tokens == 2048 and not quick else [(None, None, None, 1)]
-            ):
-                options: dict[str, Any] = {
-                    "programs": programs,
-                    "tile_rows": tile_rows,
-                    "num_warps": warps,
-                    "stages": stages,
-                }
-                ms = median_ms(
-                    partial(rotate_gather_triton, *args, tile_tokens=BLOCK, **options),
-                    repeats=7 if host else 15,
-                )
-                label = f"programs {programs or 'all'}" + (
-                    f", rows {tile_rows}, warps {warps}, stages {stages}" if tile_rows else ""
-                )
-                label = label if programs or tile_rows else "default"
+            gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
+            if not host:
+                gb, limit = 2 * gb, ceiling["copy_gb_per_s"]
+            sweep = (None, 1, 2, 8, 32, 64) if host and tokens == 2048 and not quick else (None,)
+            for programs in sweep:
+                ms = median_ms(partial(rotate_gather_triton, *args, tile_tokens=BLOCK, programs=programs))
+                label = f"programs {programs}" if programs else "default"
                 rows.append(bandwidth(case, label, ms, gb, limit))
             if not host:
                 ms = median_ms(_per_layer_torch(*args))
                 rows.append(bandwidth(case, "rival: torch, per layer", ms, gb, limit))
     return rows
-
-
-# --- plain transfers
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
@@ -199,7 +165,7 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             f"blocks of {tokens * HEAD_DIM * 2 // 1024} KB",
         )
         for programs in (32,) if quick else (4, 8, 16, 32, 64):
-            ms = median_ms(partial(gather_h2d_triton, host, out, index, target, programs=programs), repeats=5)
+            ms = median_ms(partial(gather_h2d_triton, host, out, index, target, programs=programs))
             rows.append(bandwidth(case, f"programs {programs}", ms, gb, limit))
         some = min(blocks, 2048)
         pairs = list(zip(index[:some].tolist(), target[:some].tolist(), strict=True))
@@ -208,7 +174,7 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for source, place in pairs:
                 out[0][place].copy_(host[0][source], non_blocking=True)
 
-        ms = median_ms(one_by_one, repeats=3, graph=False)
+        ms = median_ms(one_by_one, graph=False)
         rows.append(
             bandwidth(
                 case,
@@ -264,6 +230,6 @@ def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for i, place in enumerate(index[head].tolist()):
                 hosts[0][place].copy_(sources[0][i * block : (i + 1) * block, head], non_blocking=True)
 
-    ms = median_ms(one_by_one, repeats=2, graph=False)
+    ms = median_ms(one_by_one, graph=False)
     rows.append(bandwidth(case, "rival: one copy per block (one tensor)", ms, sources[0].nbytes / 1e9, limit))
     return rows

@@ -51,9 +51,7 @@ def sdpa_inputs(case: DecodeCase, layer: int) -> tuple[Any, Any, Any]:
 
 
 def full_heads(case: DecodeCase, layer: int) -> torch.Tensor:
-    from ragserve_kernels.sparse_decode import sparse_decode
-
-    return sparse_decode(*case.attention(case.layers[layer]), page_size=case.page)
+    return case.attend(case.layers[layer])
 
 
 def _flashinfer_rows(name: str, case: DecodeCase, want: torch.Tensor, ceiling: float) -> list[Row]:
@@ -82,7 +80,6 @@ def dense_rows(ceiling: float, quick: bool) -> list[Row]:
     import torch.nn.functional as F
 
     from ragserve_kernels.page_select import PageSelection
-    from ragserve_kernels.sparse_decode import sparse_decode
 
     shapes = [(1, 262144, 64), (8, 32768, 64), (32, 8192, 64), (32, 32768, 64), (8, 131072, 64)]
     shapes += [(8, 32768, page) for page in (1, 16, 32, 128)]
@@ -100,9 +97,7 @@ def dense_rows(ceiling: float, quick: bool) -> list[Row]:
         )
 
         def look_up(i: int, case: DecodeCase = case, every: PageSelection = every) -> Any:
-            return sparse_decode(
-                *case.attention(case.layers[i]), page_size=case.page, index=every.blocks, counts=every.counts
-            )
+            return case.attend(case.layers[i], every)
 
         flat = [sdpa_inputs(case, i) for i in range(len(case.layers))]
 
@@ -135,7 +130,6 @@ def selected_rows(ceiling: float, quick: bool) -> list[Row]:
     import torch
 
     from ragserve_kernels.dispatch import forced_naive
-    from ragserve_kernels.sparse_decode import sparse_decode
 
     rows: list[Row] = []
     for context in (32768,) if quick else (32768, 131072, 524288):
@@ -144,7 +138,7 @@ def selected_rows(ceiling: float, quick: bool) -> list[Row]:
             touched = 2 * summary_bytes + batch * 2048 * KV_HEADS * TOKEN_BYTES
             case = random_case(batch, context, summaries=True, touched=touched)
             count = len(case.layers)
-            dense = layer_ms(partial(full_heads, case), count, repeats=5)
+            dense = layer_ms(partial(full_heads, case), count)
             for budget, scoring in ((2048, "minmax"), (4096, "minmax"), (2048, "center")):
                 name = f"batch {batch} x {context}, budget {budget}"
                 attended = batch * budget * KV_HEADS * TOKEN_BYTES / 1e9
@@ -163,13 +157,7 @@ def selected_rows(ceiling: float, quick: bool) -> list[Row]:
                     case: DecodeCase = case,
                     chosen: list[PageSelection] = chosen,
                 ) -> Any:
-                    at = selection or chosen[i]
-                    return sparse_decode(
-                        *case.attention(case.layers[i]),
-                        page_size=case.page,
-                        index=at.blocks,
-                        counts=at.counts,
-                    )
+                    return case.attend(case.layers[i], selection or chosen[i])
 
                 if context == 32768 and batch == 1:
                     with forced_naive():
@@ -233,7 +221,7 @@ def quantised_rows(ceiling: float, quick: bool) -> list[Row]:
             def attend(
                 i: int, case: DecodeCase = case, caches: list[tuple[QuantizedKV, QuantizedKV]] = caches
             ) -> Any:
-                return sparse_decode(case.layers[i].q, *caches[i], case.table, case.lens, page_size=case.page)
+                return sparse_decode(case.layers[i].q, caches[i], case.paged)
 
             error = float((attend(0).float() - plain).norm() / plain.norm())
             gb = 2 * batch * context * KV_HEADS * caches[0][0].token_bytes / 1e9
@@ -327,13 +315,17 @@ def run(
         measures,
         chosen,
         workload={
-            "model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: its own"
+            "model shape": f"one layer, {QUERY_HEADS}/{KV_HEADS} heads x {HEAD_DIM}, bfloat16; {REAL}: "
+            "its own"
         },
         ceilings={"copy_gb_per_s": ceiling},
         note=(
-            "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, L2 emptied before. GB count the "
-            "bytes that must move: K and V attended to, and the summaries where pages are selected. every_4th_step_ms: selection reused "
-            "for 4 steps (select / 4 + attend). slower_than_*: 0.02 is 2 % slower than the rival, FlashInfer's fastest variant."
+            "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, "
+            "L2 emptied before. GB count the "
+            "bytes that must move: K and V attended to, and the summaries where pages are selected. "
+            "every_4th_step_ms: selection reused "
+            "for 4 steps (select / 4 + attend). slower_than_*: 0.02 is 2 % slower than the rival, "
+            "FlashInfer's fastest variant."
         ),
         out_dir=out_dir,
     )

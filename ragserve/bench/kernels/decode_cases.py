@@ -4,12 +4,11 @@ layer finds its KV in the L2.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, QUERY_HEADS
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, QUERY_HEADS, median_ms
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +26,9 @@ class Layer:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    k_min: torch.Tensor | None = None
-    k_max: torch.Tensor | None = None
-    k_center: torch.Tensor | None = None
+    k_min: Any = None  # tensors once `add_summaries` has run
+    k_max: Any = None
+    k_center: Any = None
 
 
 @dataclass
@@ -42,6 +41,11 @@ class DecodeCase:
     table: torch.Tensor
     lens: torch.Tensor
     layers: list[Layer]
+
+    def __post_init__(self) -> None:
+        from ragserve_kernels.paged import PagedBatch
+
+        self.paged = PagedBatch(self.table, self.lens, self.page)
 
     @property
     def kv_heads(self) -> int:
@@ -58,30 +62,19 @@ class DecodeCase:
         """Bytes of one layer's KV."""
         return int(self.lens.sum()) * self.kv_heads * self.token_bytes
 
-    def attention(
-        self, layer: Layer
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return layer.q, layer.k, layer.v, self.table, self.lens
+    def attend(self, layer: Layer, selection: PageSelection | None = None, **options: Any) -> torch.Tensor:
+        """Attend to all pages of ``layer``, or to a selection."""
+        from ragserve_kernels.sparse_decode import sparse_decode
+
+        return sparse_decode(layer.q, (layer.k, layer.v), self.paged, selection=selection, **options)
 
     def select(self, layer: Layer, budget_tokens: int | None, scoring: str = "minmax") -> PageSelection:
-        """``budget_tokens`` None ranks."""
-        from ragserve_kernels.page_select import page_select
+        """Choose pages of ``layer`` within a budget; None ranks them."""
+        from ragserve_kernels.page_select import KeySummary, page_select
 
-        parts: dict[str, Any] = (
-            {"k_center": layer.k_center}
-            if scoring == "center"
-            else {"k_min": layer.k_min, "k_max": layer.k_max}
-        )
-        return page_select(
-            layer.q,
-            self.table,
-            self.lens,
-            block_size=self.page,
-            per_block=max(1, self.page // LOGICAL),
-            budget_tokens=budget_tokens,
-            rank=budget_tokens is None,
-            **parts,
-        )
+        per_page = max(1, self.page // LOGICAL)
+        keys = (layer.k_center, None) if scoring == "center" else (layer.k_max, layer.k_min)
+        return page_select(layer.q, self.paged, KeySummary(*keys, per_page), budget_tokens=budget_tokens)
 
 
 def add_summaries(layer: Layer, page: int) -> None:
@@ -175,30 +168,15 @@ def block_weights(case: DecodeCase, layer: Layer) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def layer_ms(run: Callable[[int], object], layers: int, *, calls: int = 8, repeats: int = 15) -> float:
-    """Median milliseconds of ``run(layer)`` inside a CUDA graph of ``calls`` of them, layer after layer, as
-    in a decode step.
+def layer_ms(run: Callable[[int], object], layers: int, *, calls: int = 8) -> float:
+    """Return the median milliseconds of ``run(layer)`` in a CUDA graph of ``calls``, layer after layer.
 
-    The L2 is emptied before each replay; with several layers none finds its own data there either.
-    """
-    import torch
-
+    The L2 is emptied before each replay; with several layers none finds its own data there."""
     for i in range(layers):
         run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         for i in range(calls):
             run(i % layers)
-    graph.replay()
-    cold = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    pairs = []
-    for _ in range(repeats):
-        cold.zero_()
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        pairs.append((before, after))
-    torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in pairs) / calls
+
+    return median_ms(step) / calls

@@ -33,7 +33,6 @@ Ranking = Literal["minmax", "center", "true"]
 Bound = Literal["lowest", "round"]
 BOUNDS: tuple[Bound, ...] = ("lowest", "round")
 THRESHOLDS = (0.9, 0.95, 0.98)
-FORCED = 2  # blocks: the first and the newest
 
 
 class Fixed(NamedTuple):
@@ -53,17 +52,12 @@ def attended(
     """``(out, log-sum-exp)`` over everything, or over a selection."""
     import torch
 
-    from ragserve_kernels.sparse_decode import sparse_decode
-
     lse = torch.empty(layer.q.shape[:2], dtype=torch.float32, device=layer.q.device)
-    index: dict[str, Any] = (
-        {} if selection is None else {"index": selection.blocks, "counts": selection.counts}
-    )
-    return sparse_decode(*case.attention(layer), page_size=case.page, lse=lse, **index), lse
+    return case.attend(layer, selection, lse=lse), lse
 
 
 def ranked(case: DecodeCase, layer: Layer, ranking: Ranking) -> PageSelection:
-    """All blocks, the forced ones first; "true" ranks by the weight that the group's keenest head gives each."""
+    """Rank all blocks, the forced ones first; "true" ranks by the largest weight in the query group."""
     import torch
 
     from ragserve_kernels.page_select import PageSelection
@@ -92,7 +86,7 @@ def progress(
     from ragserve_kernels.progressive_decode import progressive_decode
 
     return progressive_decode(
-        *case.attention(layer), *ranking, page_size=case.page, threshold=threshold, bound=bound, forced=FORCED
+        layer.q, (layer.k, layer.v), case.paged, ranking, threshold=threshold, bound=bound
     )
 
 
@@ -181,8 +175,6 @@ def compare(
     """Per ranking, bound and threshold one row: what :func:`quality` says over all ``cases``, and the times
     of a call for the first of them, beside dense attention and the smallest budget of :func:`ladder` whose
     error is no larger. The true ranking is not timed."""
-    from ragserve_kernels.sparse_decode import sparse_decode
-
     case = cases[0]
     count = len(case.layers)
     calls = max(8, count)
@@ -191,7 +183,7 @@ def compare(
     summary_gb = int(case.lens.sum()) // min(LOGICAL, case.page) * pair / 1e9
 
     def dense(i: int) -> torch.Tensor:
-        return sparse_decode(*case.attention(case.layers[i]), page_size=case.page)
+        return case.attend(case.layers[i])
 
     dense_ms = layer_ms(dense, count, calls=calls)
     fewest = {threshold: round(fewest_blocks(cases, threshold), 1) for threshold in thresholds}
@@ -224,10 +216,7 @@ def compare(
 
             def fixed(i: int, tokens: int = top.blocks * case.page, ranking: Any = ranking) -> torch.Tensor:
                 layer = case.layers[i]
-                at = case.select(layer, tokens, ranking)
-                return sparse_decode(
-                    *case.attention(layer), page_size=case.page, index=at.blocks, counts=at.counts
-                )
+                return case.attend(layer, case.select(layer, tokens, ranking))
 
             if top.blocks not in fixed_ms:
                 fixed_ms[top.blocks] = layer_ms(fixed, count, calls=calls)
@@ -278,12 +267,14 @@ def real_rows(ceiling: float, quick: bool, *, model: str, data: Sequence[Path]) 
         prompts = long_prompts(model, path, count=4 if quick else 16)
         records = record(model, prompts, steps=8, device=device, dtype=torch.bfloat16)
         print(
-            f"{path.name}: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens recorded",
+            f"{path.name}: {len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} "
+            "tokens recorded",
             flush=True,
         )
         for page in (64, 16):
             cases = recorded_cases(records, page=page, steps=(7, 0, 3))
-            name = f"{path.name.split('.')[0]}, {len(prompts)} x {int(cases[0].lens.float().mean())} tokens, blocks of {page}"
+            tokens = int(cases[0].lens.float().mean())
+            name = f"{path.name.split('.')[0]}, {len(prompts)} x {tokens} tokens, blocks of {page}"
             rows += compare(name, cases, ceiling, ("minmax", "center", "true"))
             del cases
             torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ ROOM = 64  # tokens of the model's context left for the answer
 
 @dataclass(frozen=True)
 class Recorded:
-    """One prompt and ``steps`` greedily decoded tokens; positions are in K and Q as the model rotates them."""
+    """One prompt and ``steps`` greedily decoded tokens; K and Q are rotated as in the model."""
 
     q: torch.Tensor
     """[steps, layers, heads, head_dim]: of the token decoded at each step, which attends to ``prompt + step +
@@ -90,7 +90,8 @@ def record(
     for ids in prompts:
         if len(ids) + steps > limit:
             raise InvalidRequest(
-                f"A prompt of {len(ids)} tokens and {steps} more exceed the context of {model}, {limit} tokens."
+                f"A prompt of {len(ids)} tokens and {steps} more exceed the context of {model}, {limit} "
+                "tokens."
             )
         tokens = torch.tensor([list(ids)], device=device)
         cache: Any = None

@@ -23,7 +23,8 @@ def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
     """
     import torch
 
-    from ragserve_kernels.dispatch import KVLayers, forced_naive
+    from ragserve_kernels.dispatch import forced_naive
+    from ragserve_kernels.kv import KVLayers
     from ragserve_kernels.page_stats import PageStats, page_stats
 
     pool = 2048 if quick else 8192  # pages

@@ -93,18 +93,10 @@ def _earlier(out: Path | None, parts: Mapping[str, Part]) -> tuple[dict[str, lis
     try:
         before = json.loads(out.read_text(encoding="utf-8"))
         rows = {part: [row for row in before["rows"] if row["operation"] == part] for part in parts}
-        workload, environment = before["workload"], before["environment"]
-        # a file of the time when all parts were measured together says it once for all
-        once = {
-            "date": environment["date"],
-            "gpu": environment["gpu"],
-            "torch": environment["versions"].get("torch"),
-        }
-        once |= {key: value for key, value in workload.items() if key.endswith("gb_per_s")}
-        measured = workload.get("measured") or {part: once for part in parts if rows[part]}
+        measured = dict(before["workload"]["measured"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(
             f"{out} is not a report of this benchmark: {error!r}.",
             hint="Move it away, or give another folder with --out.",
         ) from error
-    return {part: found for part, found in rows.items() if found}, dict(measured)
+    return {part: found for part, found in rows.items() if found}, measured

@@ -19,6 +19,7 @@ import torch
 
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels import rotate_gather as op
+from ragserve_kernels.kv import HEAD_DIMS, KVLayers
 from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.compose.layer_transfer import LayerLoads
 from sglang_ext.context.rope import Rotation
@@ -74,19 +75,19 @@ class Gather:
         first = pool.get_key_buffer(0)
         self._device = first.device
         self._frequencies = rotation.frequencies.to(self._device)
-        self._kv: kernels.KVLayers | None = None
+        self._kv: KVLayers | None = None
         if (
             kernels.use_triton(first)
             and rotation.neox
-            and first.shape[-1] in kernels.HEAD_DIMS
+            and first.shape[-1] in HEAD_DIMS
             and first.dtype in kernels.FLOAT_DTYPES
         ):
-            self._kv = kernels.KVLayers(pool.k_buffer, pool.v_buffer)
-        self._parts: list[tuple[int, kernels.KVLayers]] = []  # of the pool, with their first layers
+            self._kv = KVLayers(pool.k_buffer, pool.v_buffer)
+        self._parts: list[tuple[int, KVLayers]] = []  # of the pool, with their first layers
         if self._kv is not None:
             for at in range(0, self._layers, layers_at_once):
                 own = slice(at, at + layers_at_once)
-                self._parts.append((at, kernels.KVLayers(pool.k_buffer[own], pool.v_buffer[own])))
+                self._parts.append((at, KVLayers(pool.k_buffer[own], pool.v_buffer[own])))
         self.loads = LayerLoads(pool, self._device) if self._parts and self._device.type == "cuda" else None
 
     def warm(self) -> None:
@@ -206,7 +207,7 @@ class Gather:
         rows: Sequence[Ints],
         shifts: Ints,
         slots: torch.Tensor,
-        parts: Sequence[tuple[int, kernels.KVLayers]],
+        parts: Sequence[tuple[int, KVLayers]],
         loads: LayerLoads | None = None,
     ) -> None:
         """From host, a launch for each part of the layers. ``base``: a run's page begins at that element of
@@ -225,11 +226,11 @@ class Gather:
             if loads is not None:
                 loads.launched(at + into.layers)
 
-    def _target(self, target: Buffers) -> kernels.KVLayers:
+    def _target(self, target: Buffers) -> KVLayers:
         """With addresses that a kernel can read; those of the pool are on the device already."""
         if self._kv is not None and target.k is self._pool.k_buffer:
             return self._kv
-        return kernels.KVLayers(target.k, target.v)
+        return KVLayers(target.k, target.v)
 
     def _moves(self, rows: Sequence[Ints]) -> torch.Tensor:
         """Runs of each layer as the kernel takes them, int32 [layers, n, 4]."""
@@ -242,7 +243,7 @@ class Gather:
     def _gather(
         self,
         source: op.DeviceSource | op.HostSource,
-        into: kernels.KVLayers,
+        into: KVLayers,
         moves: torch.Tensor,
         slots: torch.Tensor,
         shift: torch.Tensor,

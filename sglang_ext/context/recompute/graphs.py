@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ragserve_kernels import dispatch as kernels
+from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.context.buffers import PADDING_SLOT, upload
 from sglang_ext.context.recompute.row_attention import Rows
 
@@ -171,7 +172,7 @@ def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
     if (
         not keys.is_cuda
         or not kernels.use_triton(keys)
-        or keys.shape[-1] not in kernels.HEAD_DIMS
+        or keys.shape[-1] not in HEAD_DIMS
         or keys.dtype != model_runner.dtype
     ):
         return None

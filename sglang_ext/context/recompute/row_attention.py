@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 from ragserve_kernels import dispatch as kernels
+from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.context.buffers import upload
 
@@ -94,7 +95,7 @@ class Rows:
             )
         keys[target], values[target] = new_k.to(keys.dtype), new_v.to(values.dtype)
         alone = None if self.alone is None else self.alone[row]
-        if kernels.use_triton(q) and q.shape[-1] in kernels.HEAD_DIMS and q.dtype == keys.dtype:
+        if kernels.use_triton(q) and q.shape[-1] in HEAD_DIMS and q.dtype == keys.dtype:
             return self.by_kernel(self.seen[row], alone, q, k, v, keys, values, scaling)
         return self.by_torch(self.seen[row], alone, q, k, v, keys, values, scaling)
 

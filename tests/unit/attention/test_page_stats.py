@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.attention.page_stats import Statistics
+from sglang_ext.attention.page_stats import PageStatistics
 
 PAGE, PAGES, ROWS = 16, 24, 5
 
@@ -28,7 +28,7 @@ class Pool(RuleBasedStateMachine):
         self.k = [torch.full((slots, 2, 64), torch.nan) for _ in range(2)]
         pool = SimpleNamespace(k_buffer=self.k, v_buffer=[torch.zeros_like(k) for k in self.k])
         self.table = torch.zeros(ROWS, PAGES * PAGE, dtype=torch.int32)
-        self.statistics = Statistics(pool, self.table, PAGE, 4)
+        self.statistics = PageStatistics(pool, self.table, PAGE, 4)
         self.free = list(range(1, PAGES + 1))
         self.live: dict[int, int] = {}  # row: tokens whose KV is written
         self.decoding: set[int] = set()
@@ -129,7 +129,7 @@ def test_a_stale_page_is_found() -> None:
     k = [torch.randn(64, 1, 64) for _ in range(2)]
     pool = SimpleNamespace(k_buffer=k, v_buffer=[torch.zeros_like(x) for x in k])
     table = torch.arange(64, dtype=torch.int32)[None]
-    statistics = Statistics(pool, table, PAGE, 4)
+    statistics = PageStatistics(pool, table, PAGE, 4)
     statistics.after_extend([(0, 0, 64)])
     assert statistics.differing(torch.arange(4)) == []
     k[1][37] += 10
@@ -140,7 +140,7 @@ def test_a_stale_page_is_found() -> None:
 def test_a_logical_page_must_divide_the_page() -> None:
     pool = SimpleNamespace(k_buffer=[torch.zeros(64, 1, 64)], v_buffer=[torch.zeros(64, 1, 64)])
     with pytest.raises(ValueError, match="logical page has 12"):
-        Statistics(pool, torch.zeros(1, 64, dtype=torch.int32), PAGE, 12)
+        PageStatistics(pool, torch.zeros(1, 64, dtype=torch.int32), PAGE, 12)
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_the_last_page_of_a_request_waits_for_the_step_that_fills_it() -> None:
     """
     k = [torch.randn(64, 1, 64, device="cuda") for _ in range(2)]
     pool = SimpleNamespace(k_buffer=k, v_buffer=[torch.zeros_like(x) for x in k])
-    statistics = Statistics(pool, torch.arange(64, dtype=torch.int32, device="cuda")[None], PAGE, 4)
+    statistics = PageStatistics(pool, torch.arange(64, dtype=torch.int32, device="cuda")[None], PAGE, 4)
     statistics.after_extend([(0, 0, 64)])
     forwards = torch.cuda.Stream()
     forwards.wait_stream(torch.cuda.current_stream())

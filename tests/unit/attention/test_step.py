@@ -1,6 +1,4 @@
-"""A step's tables, what is captured, what an engine must be, and the account of what was read: the parts
-around the kernels.
-"""
+"""Around the kernels: a step's tables, captured variants, engine checks, and the account of reads."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.step_planner import DecodeState, Row, StepPlanner, Variant
+from sglang_ext.attention.step_planner import IDLE, DecodeState, Row, Step, StepPlanner, Variant
 from sglang_ext.attention.tables import StepTables, TableShape
 from sglang_ext.protocol import DecodeOptions
 
@@ -103,38 +101,56 @@ def test_lengths_and_pages_are_those_of_the_request_table() -> None:
 
 
 class Backend:
-    """What the runtime asks of a backend."""
+    """What the runtime uses of a backend; ``steps`` are those it was given, but for the idle ones."""
 
-    def __init__(self, config: AttentionConfig, streaming_share: float = 0.0) -> None:
-        self.config, self.streaming_share = config, streaming_share
-        self.planner = StepPlanner(config, 16, 8192)
-        self.variant = Variant.DENSE
-        self.rank = 0
-        self.steps: list[Any] = []
-        self.extended: list[Any] = []
-        self.prefixes: list[Any] = []
-        self.ended: list[Any] = []
-        self.statistics = SimpleNamespace(
-            after_extend=lambda spans: self.extended.append(list(spans)),
-            after_request=lambda row, tokens: self.ended.append((row, tokens)),
-            follow=lambda: None,
-        )
+    graph_size = rank = 0
+
+    def __init__(self, streaming_share: float = 0.0) -> None:
+        self.streaming_share = streaming_share
+        self.step = IDLE
+        self.steps: list[Step] = []
         self.use = torch.zeros(2, 0)
 
-    def seat(self, n: int) -> None:
-        pass
+    @property
+    def variant(self) -> Variant:
+        return self.step.variant
 
-    def begin(self, step: Any) -> None:
-        self.steps.append(step)
-
-    def begin_extend(self, prefixes: Any) -> None:
-        self.prefixes.append(list(prefixes))
-
-    def end(self) -> None:
-        self.variant = Variant.DENSE
+    def begin(self, step: Step) -> None:
+        self.step = step
+        if step != IDLE:
+            self.steps.append(step)
 
     def progressive_use(self, n: int) -> torch.Tensor:
         return self.use
+
+
+class Statistics:
+    """Notes what it is told."""
+
+    page_size, bytes = 16, 0
+
+    def __init__(self) -> None:
+        self.extended: list[Any] = []
+        self.ended: list[Any] = []
+
+    def after_extend(self, spans: Any) -> None:
+        self.extended.append(list(spans))
+
+    def after_request(self, row: int, tokens: int) -> None:
+        self.ended.append((row, tokens))
+
+    def follow(self) -> None:
+        pass
+
+
+def runtime_of(config: AttentionConfig | None = None) -> tuple[Any, Backend, Statistics]:
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
+
+    config = config or AttentionConfig()
+    backend, statistics = Backend(), Statistics()
+    # type: ignore[arg-type]
+    runtime = DecodeRuntime(config, StepPlanner(config, 16, 8192), statistics, backend)
+    return runtime, backend, statistics
 
 
 def batch(
@@ -171,12 +187,10 @@ def request(runtime: Any, rid: str, options: str | None = None) -> Any:
 
 
 def test_what_was_read_is_accounted_and_reported() -> None:
-    from sglang_ext.attention.decode_runtime import DecodeRuntime
     from sglang_ext.protocol import DecodeReport
 
     config = AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0), heads=None)
-    backend = Backend(config)
-    runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
+    runtime, backend, statistics = runtime_of(config)
     by_budget = request(runtime, "a")
     by_threshold = request(runtime, "b", '{"mode": "progressive"}')
     dense = request(runtime, "c", '{"mode": "dense"}')
@@ -199,34 +213,32 @@ def test_what_was_read_is_accounted_and_reported() -> None:
         "one place per token, the report in the last"
     )
     assert dense.customized_info is None
-    assert backend.ended == [(1, 160)] * 3
+    assert statistics.ended == [(1, 160)] * 3
 
 
 def test_an_extend_writes_from_its_prefix_and_leaves_chosen_pages_alone() -> None:
-    from sglang_ext.attention.decode_runtime import DecodeRuntime
-
-    backend = Backend(
+    runtime, backend, statistics = runtime_of(
         AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, reuse=4, dense_below=0))
     )
-    runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
     req = request(runtime, "a")
     for length in (101, 102):
         runtime.before_forward(batch([req], [length]))
         runtime.after_forward()
     runtime.before_forward(batch([request(runtime, "b"), req], [40, 103], decode=False, prefix=[16, 102]))
     runtime.after_forward()
-    assert backend.extended == [[(1, 16, 40), (1, 102, 103)]]
-    assert backend.prefixes == [[(1, 16), (1, 102)]]
+    assert statistics.extended == [[(1, 16, 40), (1, 102, 103)]]
+    assert backend.steps[-1].prefixes == ((1, 16), (1, 102))
     runtime.before_forward(batch([req], [104]))
-    assert [step.variant for step in backend.steps] == [Variant.SELECTED, Variant.REUSED, Variant.REFRESHED]
+    variants = [step.variant for step in backend.steps if step.rows]
+    assert variants == [Variant.SELECTED, Variant.REUSED, Variant.REFRESHED]
 
 
 def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
-    from sglang_ext.attention.decode_runtime import DecodeRuntime
     from sglang_ext.protocol import DecodeReport
 
-    backend = Backend(AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0)))
-    runtime = DecodeRuntime(backend)  # type: ignore[arg-type]
+    runtime, _, statistics = runtime_of(
+        AttentionConfig(options=DecodeOptions(mode="hierarchical", budget=64, dense_below=0))
+    )
     req = request(runtime, "a")
     runtime.before_forward(batch([req], [160]))
     runtime.after_forward()
@@ -234,19 +246,17 @@ def test_decode_rows_of_a_prefill_batch_are_dense_steps() -> None:
         batch([request(runtime, "b"), req], [40, 161], decode=False, prefix=[16, 160], mixed=1)
     )
     runtime.after_forward()
-    assert backend.extended == [[(1, 16, 40), (1, 160, 161)]]
+    assert statistics.extended == [[(1, 16, 40), (1, 160, 161)]]
     runtime.on_finished(req, 161)
     said = DecodeReport.from_json(req.customized_info["ragserve_decode"][-1])
     assert said == DecodeReport("hierarchical", 2, 1, (4 + 11) / 2, (10 + 11) / 2, 15 / 21, None)
 
 
 def test_every_variant_is_captured_under_its_label() -> None:
-    from sglang_ext.attention.decode_runtime import DecodeRuntime
-
-    backend = Backend(AttentionConfig())
+    runtime, backend, _ = runtime_of()
     seen = []
     runner = SimpleNamespace(capture_forward_mode=SimpleNamespace(is_decode=lambda: True))
-    DecodeRuntime(backend).capture(runner, lambda label: seen.append((label, backend.variant)))  # type: ignore[arg-type]
+    runtime.capture(runner, lambda label: seen.append((label, backend.variant)))
     assert seen == [
         (str(v.value), v) for v in (Variant.SELECTED, Variant.REUSED, Variant.REFRESHED, Variant.PROGRESSIVE)
     ]
@@ -254,9 +264,7 @@ def test_every_variant_is_captured_under_its_label() -> None:
 
 
 def test_bad_options_are_the_reason_of_a_refusal() -> None:
-    from sglang_ext.attention.decode_runtime import DecodeRuntime
-
-    runtime = DecodeRuntime(Backend(AttentionConfig()))  # type: ignore[arg-type]
+    runtime, _, _ = runtime_of()
     req = SimpleNamespace(
         rid="a", sampling_params=SimpleNamespace(custom_params={"ragserve_decode": '{"mode": "fast"}'})
     )

@@ -94,8 +94,9 @@ def test_pages_stay_with_their_row_when_others_come_and_go() -> None:
     run(plan, [b], [202])
     back = run(plan, [a, b], [104, 203])
     assert (back.kept, back.active) == ((-1, 0), (True, False)), "its place was taken meanwhile"
-    plan.forget()
-    assert run(plan, [a, b], [105, 204]).active == (True, True), "the tables are others"
+    moved = plan.step([a, b], [105, 204], in_graph=True)
+    assert (moved.changed, moved.active) == (True, (True, True)), "the tables are others"
+    assert plan.step([a, b], [106, 205], in_graph=True).active == (False, False)
 
 
 def test_rows_that_are_old_enough_come_along() -> None:

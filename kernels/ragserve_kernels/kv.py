@@ -1,0 +1,93 @@
+"""KV caches as kernels see them: supported sizes, and a pool's buffers behind pointer tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ragserve_kernels.dispatch import check_dtype, check_shape
+
+__all__ = ["HEAD_DIMS", "PAGE_SIZES", "KVLayers", "check_head_dim", "check_page_size", "query_group"]
+
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (1, 16, 32, 64, 128)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError for a head size that the kernels do not support."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"Head size {head_dim} is not supported; expected one of {HEAD_DIMS}.")
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise ValueError for a page size that the kernels do not support."""
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"Page size {page_size} is not supported; expected one of {PAGE_SIZES}.")
+
+
+def query_group(query_heads: int, kv_heads: int) -> int:
+    """Return the number of query heads per KV head. Raise ValueError if they do not divide."""
+    if kv_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads.")
+    return query_heads // kv_heads
+
+
+@dataclass(frozen=True, eq=False)
+class KVLayers:
+    """K and V of all layers, each ``[slots, kv_heads, head_dim]``, with pointer tables for kernels.
+
+    This is the layout of SGLang's ``MHATokenToKVPool`` (``KVLayers(pool.k_buffer, pool.v_buffer)``). Build it
+    once: the tables are copied to the device, which a CUDA graph cannot capture. The object keeps the tensors
+    alive."""
+
+    k: Sequence[torch.Tensor]
+    v: Sequence[torch.Tensor]
+    k_ptrs: torch.Tensor = field(init=False)  # int64 [layers], on the tensors' device
+    v_ptrs: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.k or len(self.k) != len(self.v):
+            raise ValueError(
+                f"KVLayers got {len(self.k)} K and {len(self.v)} V tensors; expected one of each per layer."
+            )
+        first = self.k[0]
+        check_dtype("k[0]", first)
+        check_shape("k[0]", first, (None, None, None))
+        for name, tensors in (("k", self.k), ("v", self.v)):
+            for i, tensor in enumerate(tensors):
+                if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
+                    raise ValueError(f"{name}[{i}] differs from k[0] in shape, dtype or device.")
+                if not tensor.is_contiguous():
+                    raise ValueError(f"{name}[{i}] is not contiguous.")
+                if tensor.data_ptr() % 16:
+                    raise ValueError(
+                        f"{name}[{i}] is not aligned to 16 bytes; kernels load 16 bytes at a time."
+                    )
+            addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+            object.__setattr__(self, f"{name}_ptrs", addresses.to(first.device))
+
+    @property
+    def layers(self) -> int:
+        return len(self.k)
+
+    @property
+    def slots(self) -> int:
+        return self.k[0].shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k[0].shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k[0].shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k[0].device

@@ -1,0 +1,65 @@
+"""The rounds of progressive decoding, and its result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["MAX_TILE", "Progressive", "Rounds"]
+
+MAX_TILE = 64
+"""Tokens of the largest tile. Rounds end at whole tiles: blocks smaller than a tile are read together."""
+
+
+class Progressive(NamedTuple):
+    """The output of one layer's step, and how much was read for it."""
+
+    out: torch.Tensor
+    """[batch, heads, head_dim], q's dtype."""
+    blocks_used: torch.Tensor
+    """int32 [batch, kv_heads]: ranked blocks attended to."""
+    weight: torch.Tensor
+    """float32 [batch, heads]: the estimated share of the attention weight in them; 1 if they are all."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Sizes of the rounds over a ranking.
+
+    Attributes:
+        first: blocks of the first round.
+        growth: each later round has this many times the blocks of the one before.
+        forced: the first ``forced`` blocks of a ranking (the first and the newest block of the sequence) are
+            attended to in the first round whatever their score. They do not enter the bound, since they were
+            not ranked.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    first: int = 16
+    growth: float = 2.0
+    forced: int = 2
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.growth < 1.0 or self.forced < 0:
+            raise ValueError(
+                f"first, growth and forced are {self.first}, {self.growth} and {self.forced}; "
+                "expected at least 1 block, a factor of at least 1 and 0 blocks or more."
+            )
+
+    def ends(self, capacity: int, block_size: int) -> list[int]:
+        """Return the ranks (exclusive) at which the rounds over ``capacity`` blocks end, at least one.
+
+        All ends but the last fall on whole tiles of :data:`MAX_TILE` tokens."""
+        multiple = max(1, MAX_TILE // block_size)
+        ends: list[int] = []
+        size = float(max(self.first, self.forced))
+        while not ends or ends[-1] < capacity:
+            step = max(multiple, math.ceil(size / multiple) * multiple)
+            ends.append(min(capacity, (ends[-1] if ends else 0) + step))
+            size *= self.growth
+        return ends
