@@ -99,6 +99,8 @@ NEVER = {  # room: rooms that it must not import, directly
     "ragserve.bench": ("ragserve.calibration", "ragserve.commands"),
     "sglang_ext.context.selection": ("sglang_ext.context.compose", "sglang_ext.context.scheduler"),
     "sglang_ext.context.recompute": ("sglang_ext.context.compose", "sglang_ext.context.scheduler"),
+    "sglang_ext.context.compose": ("sglang_ext.context.scheduler",),
+    "sglang_ext.attention": ("sglang_ext.context.scheduler",),
     "sglang_ext.analysis": ("sglang_ext.context",),
 }
 
