@@ -1,4 +1,6 @@
-"""Control operations: what the product asks of a scheduler process. Run on the scheduler's thread of every rank."""
+"""Control operations: what the product asks of a scheduler process. Run on the scheduler's thread of every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Answer = dict[str, Any]
 
 
 def answer(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Return the fields of SGLang's reply to ``{"op": ..., ...}``. Never raises: an error is part of the answer."""
+    """Return the fields of SGLang's reply to ``{"op": ..., ...}``. Never raises: an error is part of the
+    answer.
+    """
     if runtime is None:
         return _failed("this engine's cache is not ragserve's: start it with --radix-cache-backend ragserve")
     operation = _operations.get(str(body.get("op")))

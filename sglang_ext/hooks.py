@@ -1,4 +1,5 @@
-"""The functions of SGLang that ragserve hooks, as one table, and the methods that our cache overrides or calls.
+"""The functions of SGLang that ragserve hooks, as one table, and the methods that our cache overrides or
+calls.
 
 `install()` registers the hooks with SGLang's own registry. `check()` compares signatures with the table, at
 start and in a test, so that another version fails with a list of what moved instead of with a wrong answer.
@@ -20,7 +21,9 @@ SGLANG_VERSION = "0.5.16"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Runs ``function`` before, after or around SGLang's ``target``, whose leading ``parameters`` it relies on."""
+    """Runs ``function`` before, after or around SGLang's ``target``, whose leading ``parameters`` it relies
+    on.
+    """
 
     target: str
     parameters: tuple[str, ...]
@@ -88,8 +91,8 @@ def _around_model(
 
 
 def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_mask: Any) -> None:
-    """Mask logits on a CPU, too: SGLang does so on accelerators only, and a request with a grammar would end the
-    server.
+    """Mask logits on a CPU, too: SGLang does so on accelerators only, and a request with a grammar would end
+    the server.
     """
     if logits.device.type != "cpu":
         original(grammar, logits, vocab_mask)

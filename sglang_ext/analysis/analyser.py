@@ -1,5 +1,5 @@
-"""Computes analyses inside the engine: one pass of a document alone and behind each unrelated text, through the
-model's own layers.
+"""Computes analyses inside the engine: one pass of a document alone and behind each unrelated text, through
+the model's own layers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sglang_ext.ranks import Ranks
 
 
 class Analyser:
-    """Analyses documents. Per rank: every method launches work on the current stream, and all ranks must call it
-    together.
+    """Analyses documents. Per rank: every method launches work on the current stream, and all ranks must call
+    it together.
     """
 
     def __init__(
         self, model_runner: Any, texts: Callable[[], Texts], cut: Cut, heads: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """``texts`` loads the tokenizer, once, before the first document. ``heads``: the retrieval heads, layer and
-        KV head of all ranks; empty to find them.
+        """``texts`` loads the tokenizer, once, before the first document. ``heads``: the retrieval heads,
+        layer and KV head of all ranks; empty to find them.
         """
         self.cut = cut
         self._runner = model_runner
@@ -129,8 +129,8 @@ class Analyser:
         return self._load_texts()
 
     def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """[n, heads, ...] of all ranks. Attention is averaged over all heads so that every rank finds the same
-        tokens.
+        """[n, heads, ...] of all ranks. Attention is averaged over all heads so that every rank finds the
+        same tokens.
         """
         return self._ranks.gather_heads(part)
 

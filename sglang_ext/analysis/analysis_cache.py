@@ -8,7 +8,9 @@ from sglang_ext.analysis.document_analysis import Analysis
 
 
 class AnalysisCache:
-    """Analyses by document key and cut (block size, local blocks). Requests in flight hold their own references."""
+    """Analyses by document key and cut (block size, local blocks). Requests in flight hold their own
+    references.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget = budget_bytes

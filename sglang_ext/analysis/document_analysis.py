@@ -1,4 +1,4 @@
-"""A document's analysis, in memory and as stored: block summaries, importance, outliers, context sensitivity."""
+"""A document's analysis, in memory and stored: block summaries, importance, outliers, context sensitivity."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ class SummaryError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents are cut into blocks. ``block`` 0: about 1/32 of the document, a power of two from 8 to 64."""
+    """How documents are cut into blocks. ``block`` 0: about 1/32 of the document, a power of two from 8 to
+    64.
+    """
 
     block: int = 0
     local_blocks: int = 2
 
     def size(self, n: int, kv_itemsize: int) -> int:
-        """Tokens per block of a document of ``n`` tokens: never so few that the mean keys, one byte a value, take
-        over 3 % of the KV.
+        """Tokens per block of a document of ``n`` tokens: never so few that the mean keys, one byte a value,
+        take over 3 % of the KV.
         """
         from ragserve_kernels.block_summary import default_block_tokens
 
@@ -45,13 +47,13 @@ class Cut:
 class Analysis:
     """One document's analysis, for this rank's heads.
 
-    The tensors that selection multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on the
-    model's device; the others are on the CPU. The last block has the tokens that are left.
+    The tensors that selection multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on
+    the model's device; the others are on the CPU. The last block has the tokens that are left.
 
     Attributes:
         n_tokens, block, local_blocks: tokens of the document and of a block, and number of local blocks.
-        mean_k: int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks, kv_heads],
-            mean key, rotated for the document's own positions.
+        mean_k: int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks,
+            kv_heads], mean key, rotated for the document's own positions.
         local_q: int8 [layers, heads, head_dim] times ``local_q_scale`` f16 [layers, heads], mean query of the
             local blocks.
         token: u8 [layers, blocks], the block's most attended token, counted in the block.
@@ -60,8 +62,8 @@ class Analysis:
         sensitivity: f32 [tokens], context sensitivity (docs/methods.md, section 6).
         begins: u8 [tokens], 1 where a sentence begins.
         heads: u8 [found, 2], layer and KV head of the retrieval heads (`retrieval_heads`).
-        token_k: int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found], their keys, rotated
-            like the means.
+        token_k: int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found], their keys,
+            rotated like the means.
     """
 
     n_tokens: int
@@ -98,8 +100,8 @@ class Analysis:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def outliers(self) -> torch.Tensor:
-        """Mark the most attended tokens of blocks whose exponent lies three sigma below the layer's mean (PauTa);
-        bool [layers, tokens].
+        """Mark the most attended tokens of blocks whose exponent lies three sigma below the layer's mean
+        (PauTa); bool [layers, tokens].
         """
         exponent = self.exponent.float()
         finite = exponent.isfinite()
@@ -165,6 +167,6 @@ class Analysis:
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise [..., n] to int8 and one f16 scale a row [...]: value = int8 * scale, error at most scale / 2."""
+    """Quantise [..., n] to int8 and one f16 scale a row [...]: value = int8 * scale, error <= scale / 2."""
     scale = (values.float().abs().amax(-1) / 127).clamp(min=2**-24).half()
     return (values.float() / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale

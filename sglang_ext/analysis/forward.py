@@ -39,8 +39,8 @@ class Text:
 
 @dataclass(frozen=True)
 class LayerState:
-    """A text's q [n, heads, head_dim], k and v [n, kv_heads, head_dim] in one layer; q and k rotated, this rank's
-    heads.
+    """A text's q [n, heads, head_dim], k and v [n, kv_heads, head_dim] in one layer; q and k rotated, this
+    rank's heads.
     """
 
     q: torch.Tensor
@@ -100,7 +100,7 @@ class _Memory:
                 whole[start : start + len(part)] = part
 
     def _attend(self, i: int, layer: int, start: int, end: int) -> torch.Tensor:
-        """Attend with rows ``start`` to ``end`` of text ``i`` to its context and to its own rows up to each."""
+        """Attend with rows ``start`` to ``end`` of text ``i`` to its context and its own rows up to each."""
         state, context = self._states[i], self._context_of(i, layer)
         if state is None:
             raise RuntimeError("rows of a text came out of order")
@@ -123,7 +123,9 @@ class _Memory:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scaling: float) -> torch.Tensor:
-    """Causal attention of q [r, heads, head_dim], whose rows are keys ``start`` to ``start + r - 1`` of k and v."""
+    """Causal attention of q [r, heads, head_dim], whose rows are keys ``start`` to ``start + r - 1`` of k and
+    v.
+    """
     rows, end = len(q), start + len(q)
     if kernels.use_triton(q) and q.shape[-1] in kernels.HEAD_DIMS:
         slots = torch.arange(end, device=q.device)

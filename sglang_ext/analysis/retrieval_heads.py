@@ -2,8 +2,8 @@
 
 No labelled data is needed. A few words of a text are prefilled again, alone, at positions behind it. A
 retrieval head's query then has its largest key where those words stand in the text; heads are ranked by how
-many such probes they hit. Documents keep these heads' keys of all tokens, which find a passage where the means
-of blocks do not (examples/results/composed-contexts.md).
+many such probes they hit. Documents keep these heads' keys of all tokens, which find a passage where the
+means of blocks do not (examples/results/composed-contexts.md).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MOST = 16  # heads
 
 
 def affordable(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Return how many heads' keys, one byte a value and two for the scale, stay within their share of the KV; at
-    least one.
+    """Return how many heads' keys, one byte a value and two for the scale, stay within their share of the KV;
+    at least one.
     """
     return max(1, min(_MOST, int(_SHARE * 2 * layers * kv_heads * head_dim * itemsize / (head_dim + 2))))
 

@@ -1,4 +1,4 @@
-"""The tokenizer's part in the analysis: two unrelated texts as token ids, and the tokens that end a sentence."""
+"""The tokenizer's part in the analysis: two unrelated texts as token ids, and tokens that end a sentence."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CLOSING = " \t\"'\u201d\u2019)]"
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """``unrelated``: texts that a document is placed behind, to see which of its tokens depend on what precedes it
-    (docs/methods.md, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a sentence or holds a
-    line break.
+    """``unrelated``: texts that a document is placed behind, to see which of its tokens depend on what
+    precedes it (docs/methods.md, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a
+    sentence or holds a line break.
     """
 
     unrelated: list[list[int]]
@@ -37,8 +37,8 @@ class Texts:
 
     @classmethod
     def drawn(cls, vocabulary: int) -> Texts:
-        """Make them without a tokenizer: random token ids are as unrelated to any document. Every sentence then
-        has 64 tokens.
+        """Make them without a tokenizer: random token ids are as unrelated to any document. Every sentence
+        then has 64 tokens.
         """
         drawn = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
         return cls(

@@ -1,8 +1,8 @@
 """SGLang's radix cache with composed requests beside ordinary ones.
 
 Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots
-are freed when it ends. A document request's KV enters the tree under the document's key, and is handed to
-`on_document` before that, for the other tiers."""
+are freed when it ends. A document request's KV enters the tree under the document's key; the observer gets it
+before that, for the other tiers."""
 
 from __future__ import annotations
 

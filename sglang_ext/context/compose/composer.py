@@ -47,7 +47,8 @@ class Composer:
     def fill(
         self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor], *, whole: bool = False
     ) -> StageTimer:
-        """Write the kept KV of each context into its slots, recompute, and record in the contexts what was done.
+        """Write the kept KV of each context into its slots, recompute, and record in the contexts what was
+        done.
 
         Args:
             rows: int64, a context's S slots and behind them those that its question has by now.

@@ -103,7 +103,7 @@ class FusedQuestion:
 
     @torch.no_grad()
     def output(self, forward_batch: Any) -> Any:
-        """Return, once, SGLang's `ModelRunnerOutput` for the questions; None if there is none for this batch."""
+        """Return, once, SGLang's `ModelRunnerOutput` for the questions; None if this batch has none."""
         hidden, self._hidden = self._hidden, None
         if hidden is None or len(hidden) != len(forward_batch.input_ids):
             return None

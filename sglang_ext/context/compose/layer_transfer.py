@@ -49,8 +49,8 @@ class LayerLoads:
         self._waiting.append((layers, event))
 
     def wait_until(self, layer: int) -> None:
-        """Make the reader's stream wait for this layer. SGLang's pool calls it at every access; the host never
-        waits.
+        """Make the reader's stream wait for this layer. SGLang's pool calls it at every access; the host
+        never waits.
         """
         while self._waiting and self._arrived <= layer:
             self._arrived, event = self._waiting.popleft()

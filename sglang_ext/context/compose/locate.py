@@ -29,8 +29,8 @@ class Locator:
         self._block = block
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
-        """Find and lock every document. Returns the numbers of the spans that are in no tier; None while one is
-        being loaded from disk.
+        """Find and lock every document. Returns the numbers of the spans that are in no tier; None while one
+        is being loaded from disk.
         """
         self.unlock(context)
         missing: list[int] = []

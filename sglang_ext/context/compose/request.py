@@ -29,8 +29,8 @@ class DocumentOnDevice:
 
 @dataclass(slots=True)
 class DocumentOnHost:
-    """A document in pinned host pages. ``pages`` int64 [blocks], -1 where it has none; ``from_disk``: they were
-    loaded for this request.
+    """A document in pinned host pages. ``pages`` int64 [blocks], -1 where it has none; ``from_disk``: they
+    were loaded for this request.
     """
 
     key: str
@@ -79,7 +79,7 @@ class ComposedContext:
 
     @property
     def needed(self) -> torch.Tensor:
-        """Positions whose KV is needed now: the selection's or, for the query pass, the partial selection's."""
+        """Positions whose KV is needed now: the selection's or, before it, the partial selection's."""
         return self.partial.kept if self.decided is None else self.decided.kept
 
     @property
@@ -102,7 +102,9 @@ class ComposedContext:
         return self.partial.slots if self.decided is None else self.decided.slots
 
     def blocks(self, number: int, block: int) -> Ints:
-        """Blocks of ``block`` tokens of document ``number`` with a token that some layer needs now, ascending."""
+        """Blocks of ``block`` tokens of document ``number`` with a token that some layer needs now,
+        ascending.
+        """
         if self._blocks is None or self._blocks[0] is not self.needed:
             starts, ends = (
                 np.array(values, dtype=np.int64)
@@ -113,8 +115,8 @@ class ComposedContext:
 
     @property
     def delta(self) -> int:
-        """How far positions behind the context are ahead of their slots: the question follows the full length,
-        not the kept one.
+        """How far positions behind the context are ahead of their slots: the question follows the full
+        length, not the kept one.
         """
         return self.question_at - self.slots
 

@@ -131,8 +131,8 @@ class RecomputeGraphs:
         return len(self._graphs)
 
     def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
-        """Run the jobs on the current stream. Returns None, with nothing done, if no graph fits them; else the
-        hidden states after the model's last norm, [rows, hidden size], which the next pass overwrites.
+        """Run the jobs on the current stream. Returns None, with nothing done, if no graph fits them; else
+        the hidden states after the model's last norm, [rows, hidden size], which the next pass overwrites.
         """
         if not self._static.fits(jobs):
             return None

@@ -1,4 +1,4 @@
-"""One request's part of a recompute pass: its rows, the slots they see, and the queries watched on the way."""
+"""One request's part of a recompute pass: its rows, the slots they see, and queries watched on the way."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ their scores.
 
 
 def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
-    """Make tokens ``ids`` [q] at positions from ``start`` on the rows of a pass over the context in ``slots`` and
-    themselves in ``own`` [q]; all int64.
+    """Make tokens ``ids`` [q] at positions from ``start`` on the rows of a pass over the context in ``slots``
+    and themselves in ``own`` [q]; all int64.
     """
     within = torch.arange(len(ids), device=ids.device)
     return RecomputeJob(
@@ -93,8 +93,8 @@ class RecomputeJob:
         deviation_share: float | None = None,
         fuse: bool = False,
     ) -> RecomputeJob:
-        """Plan rows ``ids`` at ``positions`` [R] over ``kept`` [S] or [layers, S], on the host. Documents begin
-        at position ``first_document``.
+        """Plan rows ``ids`` at ``positions`` [R] over ``kept`` [S] or [layers, S], on the host. Documents
+        begin at position ``first_document``.
 
         With ``deviation_share`` the pass chooses that share of the document rows which layer 1 keeps.
         """
@@ -135,7 +135,9 @@ class RecomputeJob:
         return self.choose is None and self.alone is None and not self.fuse and len(self.seen) == 1
 
     def behind(self, job: RecomputeJob | None) -> RecomputeJob:
-        """Join these rows behind those of ``job``. Both must be uniform, and these slots begin with that job's."""
+        """Join these rows behind those of ``job``. Both must be uniform, and these slots begin with that
+        job's.
+        """
         if job is None:
             return self
         return replace(
@@ -155,8 +157,9 @@ class RecomputeJob:
 
 
 class Passed(NamedTuple):
-    """Result of a pass. ``hidden`` [rows, hidden size]: states after the model's last norm, in the jobs' order;
-    None if rows were chosen on the way. ``by_graph``: a CUDA graph ran it, and the next pass overwrites them.
+    """Result of a pass. ``hidden`` [rows, hidden size]: states after the model's last norm, in the jobs'
+    order; None if rows were chosen on the way. ``by_graph``: a CUDA graph ran it, and the next pass
+    overwrites them.
     """
 
     hidden: torch.Tensor | None

@@ -66,8 +66,8 @@ class _Pass:
         """Narrow the jobs to the rows whose values, v [rows, kv_heads, head_dim], differ most from the cached
         ones, as CacheBlend does.
 
-        Differences are squared and summed over the heads of all ranks. Returns the remaining rows of the pass,
-        int64 ascending.
+        Differences are squared and summed over the heads of all ranks. Returns the remaining rows of the
+        pass, int64 ascending.
         """
         left, start = [], 0
         for job in self._jobs:

@@ -33,9 +33,9 @@ _KEYS_AT_ONCE = 65_536
 class QuestionRows:
     """A question over its composed context, tensors on the model's device.
 
-    ``ids`` int64 [q] on the host, behind ``start`` tokens of the prompt, at positions from ``at`` on; ``kept``
-    int64 [S] or [layers, S] and ``slots`` int64 [S]: the context. Documents begin at position ``first``.
-    ``job``: the question as rows of a pass; None while it lacks some of its slots.
+    ``ids`` int64 [q] on the host, behind ``start`` tokens of the prompt, at positions from ``at`` on;
+    ``kept`` int64 [S] or [layers, S] and ``slots`` int64 [S]: the context. Documents begin at position
+    ``first``. ``job``: the question as rows of a pass; None while it lacks some of its slots.
     """
 
     ids: Ints

@@ -46,8 +46,8 @@ def recompute(
 
 
 def warm(model_runner: Any) -> None:
-    """Compile the kernels of passes that no graph serves, so that the first such request does not wait for them
-    (over a second on an H200).
+    """Compile the kernels of passes that no graph serves, so that the first such request does not wait for
+    them (over a second on an H200).
 
     Call it before there is any document: it writes to the padding slot. The kernels depend on the number of
     rows.

@@ -80,8 +80,8 @@ class Rows:
         values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Write k and v [rows, kv_heads, head_dim] into keys and values [pool slots, kv_heads, head_dim], then
-        attend with q [rows, heads, head_dim]; returns q's shape.
+        """Write k and v [rows, kv_heads, head_dim] into keys and values [pool slots, kv_heads, head_dim],
+        then attend with q [rows, heads, head_dim]; returns q's shape.
         """
         row = layer if len(self.seen) > 1 else 0
         target = self.targets[row]
@@ -166,8 +166,8 @@ class Rows:
 
 
 def fused(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Blend by SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) * old
-    with theta = cos(new, old).
+    """Blend by SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) *
+    old with theta = cos(new, old).
     """
     a, b = new.float(), old.float()
     theta = cosine_similarity(a, b, dim=-1)[..., None]

@@ -72,8 +72,8 @@ class Admission:
         return self._end(
             req,
             add,
-            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give: keep less, or "
-            "raise max_total_tokens",
+            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give: keep less, "
+            "or raise max_total_tokens",
         )
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:

@@ -72,7 +72,8 @@ class QueryPass:
 
     @contextmanager
     def _room(self, count: int) -> Iterator[tuple[torch.Tensor, Buffers | None]]:
-        """Give slots, int64, for ``count`` tokens, and the buffers they belong to unless those are the pool's.
+        """Give slots, int64, for ``count`` tokens, and the buffers they belong to unless those are the
+        pool's.
 
         They are free again at the end: what writes to them next is launched behind the pass on its stream.
         """

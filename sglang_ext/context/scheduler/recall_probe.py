@@ -1,5 +1,5 @@
-"""Measures what each way of selecting keeps of the tokens that a question needs, on probes whose needed tokens
-are known.
+"""Measures what each way of selecting keeps of the tokens that a question needs, on probes whose needed
+tokens are known.
 
 Documents are prefilled alone, and questions behind what the selector's query pass reads, all through the
 model's own layers in memory (`sglang_ext.analysis.forward`). The selections are the engine's own code. All
@@ -39,8 +39,8 @@ _HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
 
 @dataclass(frozen=True)
 class ProbeEngine:
-    """What a probe uses of the running engine. ``analyse`` returns the analysis of a document, given a key for
-    it and its token ids.
+    """What a probe uses of the running engine. ``analyse`` returns the analysis of a document, given a key
+    for it and its token ids.
     """
 
     model_runner: Any

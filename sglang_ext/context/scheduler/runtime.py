@@ -1,4 +1,5 @@
-"""The document cache of one scheduler process, as SGLang's tree, the hooks and the control operations reach it.
+"""The document cache of one scheduler process, as SGLang's tree, the hooks and the control operations reach
+it.
 
 Every method runs on the scheduler's thread.
 """

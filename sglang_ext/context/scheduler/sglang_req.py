@@ -1,4 +1,6 @@
-"""State that ragserve attaches to SGLang's `Req` as ``req.ragserve``, and the fields of it that ragserve edits."""
+"""State that ragserve attaches to SGLang's `Req` as ``req.ragserve``, and the fields of it that ragserve
+edits.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def shrink(req: Any, context: ComposedContext, tree: Any) -> None:
 
 
 def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-    """Finish the request with an error, as SGLang does for bad requests but without its log line: a miss is no
-    error.
+    """Finish the request with an error, as SGLang does for bad requests but without its log line: a miss is
+    no error.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -1,4 +1,4 @@
-"""From a partial selection, documents' analyses and the question's query to the document tokens that are kept."""
+"""Selects the kept document tokens from a partial selection, the analyses and the question's query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_ext.ranks import Ranks
 
 
 class Selector:
-    """Runs the selectors of strategy `samkv`. All ranks choose the same tokens and take part in every call."""
+    """Runs the selectors of `samkv`. All ranks take part in every call and choose the same tokens."""
 
     def __init__(self, rotation: Rotation, analyser: Analyser, ranks: Ranks) -> None:
         self._rotation = rotation

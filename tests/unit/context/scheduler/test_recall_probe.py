@@ -44,7 +44,7 @@ def engine() -> ProbeEngine:
 
 
 def body_of(**more: Any) -> dict[str, Any]:
-    """Three documents of sentences of ten tokens; the question's rare token stands in one, which is needed."""
+    """Three documents of sentences of ten tokens; the question's rare token is in one, which is needed."""
     ids = torch.randint(0, 40, (SPANS[-1][1],), generator=torch.Generator().manual_seed(2))
     ids[SPANS[0][1] + 9 :: 10] = END
     ids[NEEDED[0] + 3] = RARE
