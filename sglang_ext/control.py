@@ -1,5 +1,5 @@
-"""What the product asks a scheduler process to do with documents, and what it answers. Runs on the
-scheduler's thread, on every rank.
+"""Control operations: what the product asks of a scheduler process. Run on the scheduler's thread of every
+rank.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.protocol import prefix_key
+from sglang_ext.protocol import PlanError, prefix_key
 from sglang_ext.state import current
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,9 @@ Answer = dict[str, Any]
 
 
 def answer(runtime: Any, body: dict[str, Any]) -> Answer:
-    """The fields of SGLang's reply for ``{"op": ..., ...}``. Never raises: an error is part of the answer."""
+    """Return the fields of SGLang's reply to ``{"op": ..., ...}``. Never raises: an error is part of the
+    answer.
+    """
     if runtime is None:
         return _failed("this engine's cache is not ragserve's: start it with --radix-cache-backend ragserve")
     operation = _operations.get(str(body.get("op")))
@@ -30,7 +32,7 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     except Exception as raised:
         log.exception("control operation %r failed", body.get("op"))
         error = f"{type(raised).__name__}: {raised}"
-    ranks = runtime.gather((found, error))  # only the first rank's reply reaches the product
+    ranks = runtime.ranks.gather((found, error))  # only the first rank's reply reaches the product
     failed = [f"rank {rank}: {text}" if rank else text for rank, (_, text) in enumerate(ranks) if text]
     if failed:
         return _failed(failed[0])
@@ -49,11 +51,11 @@ def _failed(message: str) -> Answer:
 def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     from sglang_ext.context.selection.strategies import names
 
-    sparse = current.attention
+    sparse, composition = current.attention, runtime.composition
     return {
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
-        "recompute_graphs": runtime.recompute_graphs,
+        "recompute_graphs": 0 if composition is None else composition.composer.recompute_graphs,
         "samkv": runtime.profile.digest,
         "strategies": [] if runtime.unsupported else list(names()),
         "unsupported": runtime.unsupported,
@@ -61,7 +63,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _prefix(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Tokens of a prompt in a namespace's exact prefix cache; asking is no use of them."""
+    """Tokens of a prompt in a namespace's exact prefix cache; asking does not refresh their LRU time."""
     from array import array
 
     return {"tokens": runtime.tree.peek(array("q", body["ids"]), prefix_key(str(body["namespace"])))}
@@ -79,16 +81,14 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
             "budget_bytes": runtime.documents.pool_bytes,
             "locked_tokens": runtime.tree.protected_size(),
         },
-        "analyses": runtime.analyses,
+        "analyses": {} if runtime.composition is None else runtime.composition.stage.stat(),
         **below,
         "evictions": {"device": runtime.tree.documents_evicted, **below["evictions"]},
     }
 
 
 def _slots(runtime: Any, body: dict[str, Any]) -> Answer:
-    """KV slots that running requests hold: now, the most since the last time somebody asked, and all there
-    are.
-    """
+    """KV slots held by running requests: now, the most since the last call, and the pool's total."""
     found: Answer = runtime.slots.take()
     return found
 
@@ -114,12 +114,12 @@ def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _where(runtime: Any, body: dict[str, Any]) -> Answer:
-    """The tiers that have each of these documents, and what room there is; asking is no use of them."""
+    """The tiers that have each of these documents, and their room; asking does not refresh LRU times."""
     keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
-    held = runtime.documents.document_tokens() if keys else {}
+    cached = runtime.documents.document_tokens() if keys else {}
     below = [runtime.tiers.where(key, namespace) for key in keys]
     return {
-        "on_device": [held.get(key) == n for key, n in zip(keys, body["tokens"], strict=True)],
+        "on_device": [cached.get(key) == n for key, n in zip(keys, body["tokens"], strict=True)],
         "on_host": [on_host for on_host, _ in below],
         "below": [lowest for _, lowest in below],
         **runtime.tiers.room(),
@@ -133,9 +133,7 @@ def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Drop what is cached in the named tiers, so that the next use comes from the tier below: for
-    measurements and tests.
-    """
+    """Empty the named tiers, so that the next use comes from the tier below; for measurements and tests."""
     runtime.sweep()
     runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]))
     return {}
@@ -159,15 +157,18 @@ def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
     return {}
 
 
-def _try(runtime: Any, body: dict[str, Any]) -> Answer:
-    """A probe of `ragserve calibrate`."""
-    found: Answer = runtime.tried(body)
+def _probe(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Measure a probe of `ragserve calibrate`."""
+    if runtime.composition is None:
+        raise PlanError(runtime.unsupported)
+    found: Answer = runtime.composition.probe(body)
     return found
 
 
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
     "prefix": _prefix,
+    "probe": _probe,
     "slots": _slots,
     "stat": _stat,
     "verify": _verify,
@@ -179,5 +180,4 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "budget": _budget,
     "check": _check,
     "flush": _flush,
-    "try": _try,
 }

@@ -1,8 +1,8 @@
-"""The whole next-token distribution of a request's first token, for requests that ask for it: what `ragserve
-eval` compares strategies by.
+"""Sends the whole distribution of a request's first token, by which `ragserve eval` compares strategies.
 
 SGLang's own `top_logprobs_num` sends Python lists for every generated token; over a whole vocabulary that
-costs more than the answer."""
+costs more than the answer.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sglang_ext.protocol import DISTRIBUTION_FIELD
 
 
 def wanted(req: Any) -> bool:
-    """Whether a request asks for it and has no token yet (one that was retracted keeps what it had)."""
+    """True if a request asks for it and has no token yet; a retracted request keeps what it had."""
     params = req.sampling_params.custom_params
     return isinstance(params, dict) and bool(params.get(DISTRIBUTION_FIELD)) and not req.output_ids
 
 
 def capture(batch: Any, logits: torch.Tensor | None) -> None:
-    """Before sampling: logits [rows, vocabulary] of an extend batch become ``meta_info`` of the rows that
-    want them.
+    """Before sampling, put the logits [rows, vocabulary] of an extend batch into the ``meta_info`` of the
+    rows that want them.
 
-    Base64 of little-endian float32 log-probabilities [vocabulary]. A prompt that is prefilled in chunks is
-    overwritten by its last chunk. Waits for the forward pass, so it costs overlap: it is for measurements.
+    The value is base64 of little-endian float32 log-probabilities [vocabulary]. The last chunk of a prompt
+    overwrites those before. For measurements: it waits for the forward pass, which costs overlap.
     """
     if logits is None:
         return

@@ -1,9 +1,10 @@
 """The functions of SGLang that ragserve hooks, as one table, and the methods that our cache overrides or
 calls.
 
-`install()` registers the hooks with SGLang's own registry; `check()` compares signatures with the table. It
-runs at start and in a test, so that another version fails with a list of what moved instead of with a wrong
-answer. What we use inside SGLang's models is in `sglang_ext.model`."""
+`install()` registers the hooks with SGLang's own registry. `check()` compares signatures with the table, at
+start and in a test, so that another version fails with a list of what moved instead of with a wrong answer.
+`sglang_ext.model` has what ragserve uses inside SGLang's models.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from sglang_ext.state import current
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """``function`` runs before, after or around SGLang's function ``target``, and relies on its leading
-    ``parameters``.
+    """Runs ``function`` before, after or around SGLang's ``target``, whose leading ``parameters`` it relies
+    on.
     """
 
     target: str
@@ -39,31 +40,33 @@ def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    from sglang_ext.context.scheduler.runtime import is_composed
+    from sglang_ext.context.compose.request import is_composed
 
-    if current.runtime is None or not is_composed(req):
+    if current.composition is None or not is_composed(req):
         return original(adder, req, *args, **kwargs)
-    return current.runtime.admit(adder, req, lambda: original(adder, req, *args, **kwargs))
+    return current.composition.admission.admit(adder, req, lambda: original(adder, req, *args, **kwargs))
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     if current.runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
     extend = batch.forward_mode.is_extend()
+    composition = current.composition if extend else None
     current.runtime.slots.count()
     if current.attention is not None:
         current.attention.before_forward(batch)
+    if composition is not None:
+        composition.before_forward(batch)
     if extend:
-        current.runtime.before_forward(batch)
         current.batch = batch
     try:
         result = original(worker, batch, *args, **kwargs)
     finally:
         current.batch = None
-        if extend:
-            current.runtime.end_forward()
-    if extend:
-        current.runtime.after_forward(batch)
+        if composition is not None:
+            composition.end_forward()
+    if composition is not None:
+        composition.after_forward(batch)
     if current.attention is not None:
         current.attention.after_forward()
     return result
@@ -79,12 +82,16 @@ def _before_sampling(runner: Any, logits_output: Any, *args: Any, **kwargs: Any)
 def _around_model(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    output = None if current.batch is None else current.runtime.output_of(forward_batch)
+    output = None
+    if current.batch is not None and current.composition is not None:
+        output = current.composition.output_of(forward_batch)
     return original(runner, forward_batch, *args, **kwargs) if output is None else output
 
 
 def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_mask: Any) -> None:
-    """SGLang masks logits on accelerators only: on a CPU one request with a grammar would end the server."""
+    """Mask logits on a CPU, too: SGLang does so on accelerators only, and a request with a grammar would end
+    the server.
+    """
     if logits.device.type != "cpu":
         original(grammar, logits, vocab_mask)
         return
@@ -94,16 +101,16 @@ def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_
 
 
 def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
-    if current.runtime is not None:
-        current.runtime.shift_positions(result)
+    if current.composition is not None:
+        current.composition.shift_positions(result)
     return result
 
 
 def _around_result(
     original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if current.runtime is not None:
-        current.runtime.before_result(batch)
+    if current.composition is not None:
+        current.composition.before_result(batch)
     return original(processor, batch, result, *args, **kwargs)
 
 
@@ -272,9 +279,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {  # methods that our cache overrides or
 
 
 def check() -> list[str]:
-    """List what differs from the signatures written down here, one line each; empty when SGLang is as
-    expected.
-    """
+    """Return one line for each difference from the signatures written down here; empty if there is none."""
     problems = []
     for target, expected in ({hook.target: hook.parameters for hook in HOOKS} | RELIED_ON).items():
         owner, name = target.rsplit(".", 1)
@@ -291,7 +296,7 @@ def check() -> list[str]:
 
 
 def install() -> None:
-    """Register the hooks. They do nothing in a process without a runtime (one whose cache is not ours)."""
+    """Register the hooks. They do nothing in a process whose cache is not ours."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in HOOKS:

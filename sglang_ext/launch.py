@@ -1,11 +1,13 @@
-"""Start SGLang 0.5.16's own HTTP server with another ASGI app in front of it, in one process group.
+"""Starts SGLang's own HTTP server with another ASGI app in front of it, in one process group.
 
-This module is the only place that depends on how SGLang's main process is put together. What it relies on:
-``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, that it serves the
-module's ``app`` with ``uvicorn.run(app, ...)``, and ``get_global_state().tokenizer_manager``."""
+No other module depends on how SGLang's main process is put together. This one relies on
+``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, which serves the
+module's ``app`` with ``uvicorn.run(app, ...)``, and on ``get_global_state().tokenizer_manager``.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +18,14 @@ GRACEFUL_SHUTDOWN_S = 10
 
 
 class Launcher:
-    """Runs the server; ``make_app(sglang_app)`` builds the app that uvicorn serves in SGLang's place."""
+    """Runs the server. ``make_app(sglang_app)`` builds the app that uvicorn serves in place of SGLang's."""
 
     def __init__(self, make_app: Callable[[Any], Any]) -> None:
         self._make_app = make_app
         self._server: Any = None
 
     def run(self, server_args: Any) -> None:
-        """Start the scheduler and detokenizer processes, then serve until stopped. Blocks; ends all child
-        processes.
-        """
+        """Start the scheduler and detokenizer processes and serve until stopped. Ends all child processes."""
         from sglang.srt.entrypoints import http_server
         from sglang.srt.utils import kill_process_tree
 
@@ -39,8 +39,6 @@ class Launcher:
             )
         finally:
             http_server.uvicorn = original
-            import os
-
             kill_process_tree(os.getpid(), include_parent=False)
 
     def _serve(self, sglang_app: Any, **options: Any) -> None:
@@ -57,7 +55,7 @@ class Launcher:
 
 
 def tokenizer_manager() -> Any:
-    """SGLang's TokenizerManager of this process; valid once the server's app is being started."""
+    """Return SGLang's TokenizerManager of this process; valid once the server's app is being started."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     state = get_global_state()
@@ -67,7 +65,7 @@ def tokenizer_manager() -> Any:
 
 
 def scheduler_info() -> dict[str, Any]:
-    """What the scheduler said of itself when it was ready: pool size, longest request, ..."""
+    """Return the figures that the scheduler sent when it was ready: pool size, longest request, ..."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return dict(get_global_state().scheduler_info)

@@ -1,20 +1,33 @@
-"""What we use of SGLang's models beyond their public interface: decoder layers and hand-made batches.
+"""What ragserve uses of SGLang's models and model runner beyond their public interface.
 
-An upgrade of SGLang touches this file and `sglang_ext.hooks` first.
+An SGLang upgrade touches this file and `sglang_ext.hooks` first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    pass
+
+class UnsupportedRope(ValueError):
+    """The model's positions cannot be shifted after the fact."""
+
+
+def decoder_layers(model: Any) -> Any:
+    """The decoder layers of an SGLang causal language model. Raises UnsupportedRope for another layout."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None or not len(layers):
+        raise UnsupportedRope(
+            "composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'"
+        )
+    return layers
 
 
 def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
-    """What decoder layers and communicators read of a batch; slots and rows belong to the pass, not to
+    """A batch with what decoder layers and communicators read; slots and rows belong to the pass, not to
     SGLang's pools.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -40,17 +53,17 @@ def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
     return batch
 
 
-class UnsupportedRope(ValueError):
-    """The model's positions cannot be shifted after the fact."""
-
-
-def decoder_layers(model: Any) -> Any:
-    """The decoder layers of an SGLang causal language model. Raises UnsupportedRope where it is laid out
-    another way.
+@contextlib.contextmanager
+def forward_stream(model_runner: Any) -> Iterator[None]:
+    """Launch on the stream of SGLang's forward passes: behind those launched so far, as everything that reads
+    KV must be, and in the same order on every rank.
     """
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if layers is None or not len(layers):
-        raise UnsupportedRope(
-            "composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'"
-        )
-    return layers
+    device = torch.device(model_runner.device)
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = model_runner.forward_stream, torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)

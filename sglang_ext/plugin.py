@@ -1,10 +1,10 @@
-"""Entry point `sglang.srt.plugins`: what ragserve adds inside SGLang's processes is registered here, and only
-here.
+"""Entry point `sglang.srt.plugins`: the only place that registers ragserve in SGLang's processes.
 
-The document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose contexts, sparse
-decoding around SGLang's attention backends where it is configured, and on the CPU platform a faster
-torch-native attention. SGLang only logs a plugin that fails, so a scheduler process asks `require_loaded()`
-at its start."""
+Registers the document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose
+contexts, sparse decoding around SGLang's attention backends where it is configured, and on the CPU platform a
+faster torch-native attention. SGLang only logs a plugin that fails, so a scheduler process calls
+`require_loaded()` at its start.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _loaded = False
 
 
 def register() -> None:
-    """Called by SGLang once in every process, before its classes are used."""
+    """Register everything. SGLang calls it once in every process, before its classes are used."""
     global _loaded
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
@@ -25,8 +25,7 @@ def register() -> None:
     from sglang_ext.cpu.activate import activate
 
     if activate() is not None:
-        # Under SGLang's own name: several of its modules take another path for a backend they do not know by
-        # name.
+        # under SGLang's own name: several of its modules take another path for an unknown name
         register_attention_backend("torch_native")(_torch_native)
     _wrap_attention()
     register_radix_cache_backend(CACHE_BACKEND, _document_cache)
@@ -35,8 +34,8 @@ def register() -> None:
 
 
 def _wrap_attention() -> None:
-    """Put sparse decoding around every backend that serves plain attention, under SGLang's own names (which
-    it compares in many places).
+    """Wrap every backend for plain attention in sparse decoding, under SGLang's own names, which it compares
+    in many places.
     """
     from sglang_ext.attention.config import from_environment
 
@@ -64,7 +63,7 @@ def _document_cache(context: Any) -> Any:
 
 
 def require_loaded() -> None:
-    """Raise RuntimeError, saying what to do, unless this process runs our plugin on an SGLang whose hooked
+    """Raise RuntimeError, with what to do, unless the plugin runs in this process and SGLang's hooked
     functions are as expected.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -73,8 +72,8 @@ def require_loaded() -> None:
 
     if not _loaded:
         raise RuntimeError(
-            "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install --no-deps -e .), "
-            "SGLANG_PLUGINS excludes it (add 'ragserve'), or it failed (see the log above)"
+            "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install "
+            "--no-deps -e .), SGLANG_PLUGINS excludes it (add 'ragserve'), or it failed (see the log above)"
         )
     problems = hooks.check() + [
         f"the hook on {hook.target} was not applied"

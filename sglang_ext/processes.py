@@ -1,11 +1,12 @@
 """Targets of SGLang's child processes.
 
 A spawned child imports its target's module first. SGLang's own targets live in modules that import
-torchvision at once, which on a CPU-only machine must be prepared before (see `compat`); these live here, so
-the preparation comes first.
+torchvision at once, which has to be prepared on a CPU-only machine (`sglang_ext.cpu.torchvision`). With the
+targets here the preparation comes first.
 
 A terminal sends Ctrl-C to the whole process group. The children ignore it: the main process ends them when it
-has finished its requests."""
+has finished its requests.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ prepare()
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler, with the plugin's presence checked: SGLang itself would only log its absence."""
+    """Run SGLang's scheduler if the plugin is loaded; SGLang itself would only log its absence."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
@@ -33,7 +34,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """SGLang's detokenizer, ended with its parent also where that dies while the engine is still starting."""
+    """Run SGLang's detokenizer. It ends with its parent, even if that dies while the engine is still
+    starting.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -8,13 +8,18 @@ from typing import Any
 
 @dataclass(slots=True)
 class ProcessState:
-    """``runtime``: composed contexts, set by the cache factory; None in a process whose cache is not ours.
-    ``attention``: sparse decoding, None where it is off. ``batch``: the extend batch whose forward pass
-    runs."""
+    """``runtime``: set by the cache factory; None in a process whose cache is not ours. ``attention``: sparse
+    decoding, None where it is off. ``batch``: the extend batch whose forward pass is running.
+    """
 
     runtime: Any = None
     attention: Any = None
     batch: Any = None
+
+    @property
+    def composition(self) -> Any:
+        """Composed contexts; None where there are none."""
+        return None if self.runtime is None else self.runtime.composition
 
 
 current = ProcessState()

@@ -1,4 +1,4 @@
-"""The rule `sentences` written out token by token, from its definition in sglang_ext/context/README.md."""
+"""The rule `sentences` written out token by token, from its definition in docs/composed-contexts.md."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
     """Measure on a running engine. ``report`` gets a line for each step."""
     surveys = []
     for number, probe in enumerate(probes):
-        surveys.append(await engine.control("try", **_body(probe)))
+        surveys.append(await engine.control("probe", **_body(probe)))
         report(
             f"set {number + 1} of {len(probes)}: {len(probe.spans) - 1} documents, {len(probe.ids)} tokens read"
         )
@@ -100,7 +100,9 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
     candidates: dict[str, Candidate] = {}
     proportions: dict[str, list[dict[str, Any]]] = {}
     for number, probe in enumerate(probes):
-        found = await engine.control("try", **_body(probe), heads=heads, stable=stable, budgets=list(BUDGETS))
+        found = await engine.control(
+            "probe", **_body(probe), heads=heads, stable=stable, budgets=list(BUDGETS)
+        )
         for row in found["rows"]:
             candidate = candidates.setdefault(json.dumps(row["options"]), Candidate(row["options"]))
             candidate.recall += row["recall"]

@@ -1,3 +1,1 @@
-"""What ingestion learns of a document beside its KV, so that selecting and choosing what to recompute need
-neither K nor V.
-"""
+"""Analyses documents once, at ingestion, so that selection at query time reads neither K nor V of them."""

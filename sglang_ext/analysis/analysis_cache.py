@@ -1,6 +1,4 @@
-"""Analyses in memory, where selection runs: least recently used ones go when the budget is full; the tiers
-below keep their bytes.
-"""
+"""Decoded analyses in memory, evicted in LRU order; the tiers below keep their bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +8,9 @@ from sglang_ext.analysis.document_analysis import Analysis
 
 
 class AnalysisCache:
-    """By document key and cut (block size and local blocks). Requests in flight hold their own references."""
+    """Analyses by document key and cut (block size, local blocks). Requests in flight hold their own
+    references.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget = budget_bytes
@@ -18,6 +18,7 @@ class AnalysisCache:
         self._entries: OrderedDict[tuple[str, int, int], Analysis] = OrderedDict()
 
     def stat(self) -> dict[str, int]:
+        """Return the number of analyses, their bytes and the budget."""
         return {"documents": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
 
     def get(self, key: str, block: int, local_blocks: int) -> Analysis | None:
@@ -27,7 +28,7 @@ class AnalysisCache:
         return found
 
     def put(self, key: str, analysis: Analysis) -> None:
-        """Keep an analysis; one larger than the whole budget is not kept."""
+        """Keep an analysis, unless it is larger than the whole budget."""
         name = (key, analysis.block, analysis.local_blocks)
         self._drop(name)
         if analysis.nbytes > self.budget:
@@ -38,7 +39,7 @@ class AnalysisCache:
             self._drop(next(iter(self._entries)))
 
     def remove(self, key: str) -> None:
-        """Forget a document."""
+        """Drop a document's analyses."""
         for name in [name for name in self._entries if name[0] == key]:
             self._drop(name)
 

@@ -1,6 +1,4 @@
-"""A document's analysis: block summaries, importance, outliers and context sensitivity, as selection uses it
-and as it is stored.
-"""
+"""A document's analysis, in memory and stored: block summaries, importance, outliers, context sensitivity."""
 
 from __future__ import annotations
 
@@ -12,28 +10,28 @@ from typing import Any
 import torch
 
 _SIGMAS = 3.0  # PauTa criterion
-_BOUND = 0.03  # of a document's KV: what its summaries may take
+_BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
 _CODES = {torch.int8: "i1", torch.uint8: "u1", torch.float16: "f2", torch.float32: "f4"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class SummaryError(ValueError):
-    """Stored bytes that are no analysis of this document; it is computed anew."""
+    """The stored bytes are no analysis of this document, which has to be computed again."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents are cut into blocks for their analysis: ``block`` 0 is about 1/32 of the document, a
-    power of two from 8 to 64.
+    """How documents are cut into blocks. ``block`` 0: about 1/32 of the document, a power of two from 8 to
+    64.
     """
 
     block: int = 0
     local_blocks: int = 2
 
     def size(self, n: int, kv_itemsize: int) -> int:
-        """Block size for a document of ``n`` tokens: never so small that its mean keys alone, one byte a
-        value, are over 3 % of the KV.
+        """Tokens per block of a document of ``n`` tokens: never so few that the mean keys, one byte a value,
+        take over 3 % of the KV.
         """
         from ragserve_kernels.block_summary import default_block_tokens
 
@@ -47,19 +45,26 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """One document; the tensors are of this rank's heads where they have heads. Those that selection
-    multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on the model's device, the
-    others are on the CPU. Blocks are ``block`` tokens, the last one what is left.
+    """One document's analysis, for this rank's heads.
 
-    ``mean_k`` int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks,
-    kv_heads]: mean key, rotated for the document's own positions. ``local_q`` int8 [layers, heads, head_dim]
-    times ``local_q_scale`` f16 [layers, heads]: mean query of the last ``local_blocks`` blocks. ``token`` u8
-    [layers, blocks]: the block's most attended token, counted in the block; ``attention`` f32 [layers,
-    blocks]: its mean attention (inf where no token has enough later queries); ``exponent`` f16, its power
-    law's. ``sensitivity`` f32 [tokens]: context sensitivity (METHODS, section 6). ``begins`` u8 [tokens]: 1
-    where a sentence begins. ``heads`` u8 [found, 2]: layer and KV head of the retrieval heads (`heads.py`);
-    ``token_k`` int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found]: their keys,
-    rotated as the means are."""
+    The tensors that selection multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on
+    the model's device; the others are on the CPU. The last block has the tokens that are left.
+
+    Attributes:
+        n_tokens, block, local_blocks: tokens of the document and of a block, and number of local blocks.
+        mean_k: int8 [layers, blocks, kv_heads, head_dim] times ``mean_k_scale`` f16 [layers, blocks,
+            kv_heads], mean key, rotated for the document's own positions.
+        local_q: int8 [layers, heads, head_dim] times ``local_q_scale`` f16 [layers, heads], mean query of the
+            local blocks.
+        token: u8 [layers, blocks], the block's most attended token, counted in the block.
+        attention: f32 [layers, blocks], its mean attention; inf if no token has enough later queries.
+        exponent: f16 [layers, blocks], exponent of its power law.
+        sensitivity: f32 [tokens], context sensitivity (docs/methods.md, section 6).
+        begins: u8 [tokens], 1 where a sentence begins.
+        heads: u8 [found, 2], layer and KV head of the retrieval heads (`retrieval_heads`).
+        token_k: int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found], their keys,
+            rotated like the means.
+    """
 
     n_tokens: int
     block: int
@@ -90,21 +95,13 @@ class Analysis:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def placed(self, device: torch.device) -> Analysis:
-        """With what selection multiplies on the device."""
+        """Copy it with the tensors that selection multiplies on the device."""
         names = ("mean_k", "mean_k_scale", "local_q", "local_q_scale", "token_k", "token_k_scale")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
-    def keys(self, device: torch.device) -> torch.Tensor:
-        """Mean keys, f32 [layers, blocks, kv_heads, head_dim]."""
-        return self.mean_k.to(device).float() * self.mean_k_scale.to(device).float()[..., None]
-
-    def local_queries(self, device: torch.device) -> torch.Tensor:
-        """Mean local queries, f32 [layers, heads, head_dim]."""
-        return self.local_q.to(device).float() * self.local_q_scale.to(device).float()[..., None]
-
     def outliers(self) -> torch.Tensor:
-        """Bool [layers, tokens]: the most attended tokens of blocks whose exponent lies three sigma below the
-        layer's mean (PauTa).
+        """Mark the most attended tokens of blocks whose exponent lies three sigma below the layer's mean
+        (PauTa); bool [layers, tokens].
         """
         exponent = self.exponent.float()
         finite = exponent.isfinite()
@@ -119,9 +116,7 @@ class Analysis:
         return out
 
     def encode(self) -> bytes:
-        """The bytes that are stored: a line of JSON that says what follows, then the tensors, one after the
-        other.
-        """
+        """Return the bytes to store: a line of JSON that describes the tensors, then the tensors."""
         tensors = self._tensors()
         head = {
             "tokens": self.n_tokens,
@@ -139,7 +134,7 @@ class Analysis:
 
     @classmethod
     def decode(cls, data: bytes, n_tokens: int) -> Analysis:
-        """The analysis of a document of ``n_tokens``. Raises SummaryError for anything else."""
+        """Read the analysis of a document of ``n_tokens``. Raises SummaryError for anything else."""
         try:
             line, at = data[: data.index(b"\n")], data.index(b"\n") + 1
             head = json.loads(line)
@@ -172,6 +167,6 @@ class Analysis:
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., n] as int8 and one f16 scale a row [...]: value = int8 * scale, the error at most half a scale."""
+    """Quantise [..., n] to int8 and one f16 scale a row [...]: value = int8 * scale, error <= scale / 2."""
     scale = (values.float().abs().amax(-1) / 127).clamp(min=2**-24).half()
     return (values.float() / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale

@@ -1,8 +1,9 @@
-"""Forward passes over the decoder layers with attention over K and V in memory: SGLang's pools are neither
+"""Forward passes through the decoder layers with attention over K and V in memory. SGLang's pools are neither
 read nor written.
 
 Layers are the outer loop and chunks of rows the inner one, so a pass holds Q, K and V of one layer only,
-whatever the length of its texts."""
+however long its texts are.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Kv = tuple[torch.Tensor, torch.Tensor]
 class Text:
     """Rows of a pass: consecutive tokens ``ids`` [n] at ``positions`` [n], int64 on the model's device.
 
-    Each row attends to the text's rows up to itself and, before them, to all of ``context(layer)``.
+    Each row attends to all of ``context(layer)`` and to the text's rows up to itself.
     """
 
     ids: torch.Tensor
@@ -39,8 +40,8 @@ class Text:
 
 @dataclass(frozen=True)
 class LayerState:
-    """What one layer computed for a text: q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k
-    rotated; the local heads.
+    """A text's q [n, heads, head_dim], k and v [n, kv_heads, head_dim] in one layer; q and k rotated, this
+    rank's heads.
     """
 
     q: torch.Tensor
@@ -50,12 +51,11 @@ class LayerState:
 
 
 Observer = Callable[[int, Sequence[LayerState]], None]
-"""Called after each layer with its number and one state a text. The states are overwritten by the next layer.
-"""
+"""Called after each layer with its number and one state a text, which the next layer overwrites."""
 
 
 class _Memory:
-    """What `RadixAttention` reads from the forward context during a pass."""
+    """Attention of a pass, as `RadixAttention` finds it in the forward context."""
 
     def __init__(self, model_runner: Any, texts: Sequence[Text]) -> None:
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -65,7 +65,7 @@ class _Memory:
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self._states: list[LayerState | None] = [None] * len(texts)
         self._context: tuple[int, Kv | None] = (-1, None)
-        self.first = 0  # of the rows that go through the layer now
+        self.first = 0  # first of the rows that go through the layer now
 
     def states(self) -> list[LayerState]:
         return [state for state in self._states if state is not None]
@@ -73,7 +73,7 @@ class _Memory:
     def forward(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
     ) -> torch.Tensor:
-        """Attention of the rows from ``first`` on, which may end one text and begin others."""
+        """Attend with the rows from ``first`` on, which may end one text and begin others."""
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k, v = (
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
@@ -101,7 +101,7 @@ class _Memory:
                 whole[start : start + len(part)] = part
 
     def _attend(self, i: int, layer: int, start: int, end: int) -> torch.Tensor:
-        """Rows ``start`` to ``end`` of text ``i``: to its context and to its own rows up to each."""
+        """Attend with rows ``start`` to ``end`` of text ``i`` to its context and its own rows up to each."""
         state, context = self._states[i], self._context_of(i, layer)
         if state is None:
             raise RuntimeError("rows of a text came out of order")
@@ -113,7 +113,7 @@ class _Memory:
         return torch.cat([attend(state.q[part], k, v, before + part.start, state.scaling) for part in parts])
 
     def _context_of(self, i: int, layer: int) -> Kv | None:
-        """The text's context at a layer, made once for all of its chunks (texts come one after the other)."""
+        """The text's context at a layer, made once for all of its chunks, since texts follow each other."""
         text = self._texts[i]
         if text.context is None:
             return None
@@ -124,8 +124,8 @@ class _Memory:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scaling: float) -> torch.Tensor:
-    """Causal attention of q [r, heads, head_dim], whose rows stand at keys ``start`` to ``start + r - 1`` of
-    k and v.
+    """Causal attention of q [r, heads, head_dim], whose rows are keys ``start`` to ``start + r - 1`` of k and
+    v.
     """
     rows, end = len(q), start + len(q)
     if kernels.use_triton(q) and q.shape[-1] in HEAD_DIMS:
@@ -157,7 +157,7 @@ def _rows(part: torch.Tensor, n: int) -> torch.Tensor:
 
 @torch.no_grad()
 def run(model_runner: Any, texts: Sequence[Text], observe: Observer) -> None:
-    """Send the texts through all layers together, each attending to its context and itself only."""
+    """Run the texts through all layers together, each attending to its context and itself only."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     model = model_runner.model

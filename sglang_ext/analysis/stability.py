@@ -1,11 +1,12 @@
-"""Stable layers (SamKV, appendix A.2): those that agree on which block of a document is attended to most.
+"""Finds stable layers (SamKV, appendix A.2): layers that agree on a document's most attended block.
 
-Per document: blocks are ranked in every layer by their exponents (A.1; a smaller one is more important), and
-the block with the best mean rank over all layers is taken to be the model's choice. A layer is the stabler,
-the further that block's exponent lies below the mean of the layer's own, in sigmas. The paper counts
-documents where it is three sigma or more (PauTa), which needs long documents: among the thirty blocks of a
-chunk hardly anything lies so far out. Here the sigmas are averaged instead. Initial and local blocks, which
-are kept anyway and where every model parks attention, have no part in it."""
+Per document every layer ranks the blocks by exponent (A.1; smaller is more important), and the block with the
+best mean rank over all layers counts as the model's choice. A layer is the more stable the further that
+block's exponent lies below the layer's mean, in sigmas. The paper counts documents at three sigma or more
+(PauTa), which needs long documents: hardly one of a chunk's thirty blocks lies so far out. Here the sigmas
+are averaged instead. Initial and local blocks are left out: they are kept anyway, and every model parks
+attention there.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,7 @@ _BLOCKS = 4  # fewer have no spread to speak of
 
 
 def outlying(analysis: Analysis, initial: int = 1, local: int = 2) -> torch.Tensor | None:
-    """f32 [layers]: how many sigmas the document's block stands out in each layer; None for a document of too
-    few blocks.
-    """
+    """Sigmas by which the model's block stands out in each layer, f32 [layers]; None for too few blocks."""
     exponent = analysis.exponent.float()[:, initial : analysis.blocks - local]
     exponent = exponent[:, exponent.isfinite().all(0)]
     if exponent.shape[1] < _BLOCKS:

@@ -1,6 +1,4 @@
-"""What the analysis needs of the tokenizer: two unrelated texts as token ids, and which tokens end a
-sentence.
-"""
+"""The tokenizer's part in the analysis: two unrelated texts as token ids, and tokens that end a sentence."""
 
 from __future__ import annotations
 
@@ -13,34 +11,34 @@ from typing import Any
 import torch
 
 log = logging.getLogger(__name__)
-TOKENS = 512  # of each unrelated text: enough for several passages, little beside a model's weights
-LONGEST = 64  # tokens of a sentence; longer ones are cut, so that tables and code have some, too
+TOKENS = 512  # per unrelated text: several passages, and little beside a model's weights
+LONGEST = 64  # tokens per sentence; longer ones are cut, so that tables and code have sentences, too
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 _CLOSING = " \t\"'\u201d\u2019)]"
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """``foreign``: what a document is placed behind to see which of its tokens depend on what came before
-    (METHODS, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a sentence or holds a line
-    break."""
+    """``unrelated``: texts that a document is placed behind, to see which of its tokens depend on what
+    precedes it (docs/methods.md, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a
+    sentence or holds a line break.
+    """
 
-    foreign: list[list[int]]
+    unrelated: list[list[int]]
     ends: torch.Tensor
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int) -> Texts:
-        """From a Hugging Face tokenizer."""
+        """Make them from a Hugging Face tokenizer."""
         ids = torch.arange(vocabulary)[:, None].tolist()
         written = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return cls(
-            foreign_contexts(tokenizer), torch.tensor([_ends(text) for text in written], dtype=torch.bool)
-        )
+        ends = torch.tensor([_ends(text) for text in written], dtype=torch.bool)
+        return cls(unrelated_contexts(tokenizer), ends)
 
     @classmethod
     def drawn(cls, vocabulary: int) -> Texts:
-        """For an engine without a tokenizer: drawn token ids are as unrelated to any document; sentences are
-        then 64 tokens.
+        """Make them without a tokenizer: random token ids are as unrelated to any document. Every sentence
+        then has 64 tokens.
         """
         drawn = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
         return cls(
@@ -48,8 +46,8 @@ class Texts:
         )
 
     def begins(self, ids: Sequence[int]) -> torch.Tensor:
-        """u8 [tokens]: 1 where a sentence begins. A document's first token does, and every 64th of a long
-        sentence.
+        """Mark where sentences begin, u8 [tokens]: at a document's first token, behind an end, and at every
+        64th token of a long sentence.
         """
         tokens = torch.tensor(ids, dtype=torch.int64).clamp(max=len(self.ends) - 1)
         begins = torch.ones(len(tokens), dtype=torch.bool)
@@ -58,16 +56,14 @@ class Texts:
         start = torch.where(begins, place, 0).cummax(0).values
         return (begins | ((place - start) % LONGEST == 0)).to(torch.uint8)
 
-    def telling(self, question: torch.Tensor) -> torch.Tensor:
-        """A question's tokens without those that end sentences, which are everywhere; ``question`` and the
-        result int64.
-        """
+    def without_ends(self, question: torch.Tensor) -> torch.Tensor:
+        """Drop the tokens that end sentences, which occur everywhere, from a question; both int64."""
         return question[~self.ends[question.clamp(max=len(self.ends) - 1)]]
 
 
-def foreign_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:
+def unrelated_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:
     """Token ids of the two texts shipped with the package, each cut to ``limit`` tokens."""
-    text = files("sglang_ext.analysis").joinpath("foreign.txt").read_text(encoding="utf-8")
+    text = files("sglang_ext.analysis").joinpath("unrelated_contexts.txt").read_text(encoding="utf-8")
     ids: Sequence[list[int]] = [
         tokenizer(part.strip(), add_special_tokens=False).input_ids[:limit] for part in text.split("\n====\n")
     ]

@@ -218,6 +218,6 @@ class DecodeRuntime:
 
 def _fills(req: Any) -> bool:
     """Return True if the next forward pass also fills the request's composed context."""
-    from sglang_ext.context.scheduler.runtime import is_composed
+    from sglang_ext.context.compose.request import is_composed
 
     return is_composed(req) and not req.ragserve.filled

@@ -1,4 +1,4 @@
-"""Index tensors on the device: pinned, reused, copied in one transfer."""
+"""K and V buffers of all layers, the padding slot, and uploads that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
-
-# SGLang's pools give this slot to nobody: padded tokens are written there, and rows that a layer does not
-# keep
+# SGLang's pools never give this slot away: padding and rows that a layer does not keep are written there
 PADDING_SLOT = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Buffers:
-    """K and V of every layer, [rows, kv_heads, head_dim] each, as SGLang's pool has them."""
+    """K and V of every layer, [rows, kv_heads, head_dim] each, with the interface of SGLang's pool."""
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]
@@ -32,6 +30,6 @@ class Buffers:
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it: through pinned memory, which torch keeps until the copy has run."""
+    """Copy to the device without waiting, through pinned memory, which torch keeps until the copy has run."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

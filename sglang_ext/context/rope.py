@@ -1,8 +1,9 @@
-"""Moving cached keys to another position.
+"""Moves cached keys to another position.
 
-K is cached rotated for the document's own positions 0..n-1. Rotations add up: K at position p + d is K at p
-rotated by d, exactly, where the angle is linear in the position (plain, linearly scaled and llama3-scaled
-RoPE). Models whose rotation is not are refused."""
+K is cached rotated for the document's own positions 0..n-1. Rotations add up: K at position p + d is exactly
+K at p rotated by d if the angle is linear in the position (plain, linearly scaled and llama3-scaled RoPE).
+Other models are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +18,26 @@ _LINEAR = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbed
 
 
 class Rotation:
-    """Rotation of keys by whole positions, for one model."""
+    """Rotates one model's keys by whole positions."""
 
     def __init__(self, frequencies: torch.Tensor, rotary_dim: int, *, neox: bool) -> None:
-        self._frequencies = frequencies.to(torch.float64)  # [rotary_dim / 2], radians per position
+        self.frequencies = frequencies.to(torch.float64)  # [rotary_dim / 2], radians per position
         self.rotary_dim = rotary_dim
         self.neox = neox
 
-    @property
-    def frequencies(self) -> torch.Tensor:
-        """fp64 [rotary_dim / 2], radians per position."""
-        return self._frequencies
-
     def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, fp32 [..., rotary_dim / 2], of shifts int64 [...]. Angles are fp64: fp32 loses digits
-        beyond some thousand.
+        """cos and sin, f32 [..., rotary_dim / 2], of shifts int64 [...]. Angles are f64, because f32 loses
+        digits beyond some thousand positions.
         """
-        angle = shifts.to(torch.float64)[..., None] * self._frequencies.to(shifts.device)
+        angle = shifts.to(torch.float64)[..., None] * self.frequencies.to(shifts.device)
         return angle.cos().float(), angle.sin().float()
 
     def rotate(self, k: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-        """k [tokens, heads, head_dim] moved by shifts int64 [tokens] positions; computed in fp32, returned in
-        k's dtype.
-        """
+        """Move k [tokens, heads, head_dim] by shifts int64 [tokens]; computes in f32, returns k's dtype."""
         return self.turn(k, *self.angles(shifts))
 
     def turn(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """k [tokens, heads, head_dim] rotated by angles whose cos and sin are given, [tokens, rotary_dim / 2]
-        each.
-        """
+        """Rotate k [tokens, heads, head_dim] by angles given as cos and sin [tokens, rotary_dim / 2]."""
         cos, sin = cos[:, None, :], sin[:, None, :]
         turned, rest = k[..., : self.rotary_dim].float(), k[..., self.rotary_dim :]
         if self.neox:
@@ -58,7 +50,7 @@ class Rotation:
 
 
 def rotation_of(model: Any) -> Rotation:
-    """The rotation of an SGLang model. Raises UnsupportedRope, naming the kind, where positions cannot be
+    """Return an SGLang model's rotation. Raises UnsupportedRope, with its kind, if positions cannot be
     shifted.
     """
     layers = decoder_layers(model)
@@ -67,16 +59,16 @@ def rotation_of(model: Any) -> Rotation:
     kind = type(rope).__name__
     if rope is None or kind not in _LINEAR or any(type(e).__name__ != kind for e in embeddings):
         raise UnsupportedRope(
-            "composed contexts need rotary positions that are linear in the position (plain, linear or llama3 scaling); "
-            f"this model has {kind}: use strategy 'prefix' or 'full'"
+            "composed contexts need rotary angles that are linear in the position (plain, linear or llama3 "
+            f"scaling); this model has {kind}: use strategy 'prefix' or 'full'"
         )
+    frequencies = rope._compute_inv_freq(rope.base)
     if kind == "LinearScalingRotaryEmbedding":
         factors = list(rope.scaling_factors)
         if len(factors) != 1:
             raise UnsupportedRope(
-                "this model scales its rotary positions in several ways at once: use strategy 'prefix' or 'full'"
+                "this model scales its rotary positions in several ways at once: use strategy 'prefix' or "
+                "'full'"
             )
-        frequencies = rope._compute_inv_freq(rope.base) / float(factors[0])
-    else:
-        frequencies = rope._compute_inv_freq(rope.base)
+        frequencies = frequencies / float(factors[0])
     return Rotation(frequencies.detach().cpu(), rope.rotary_dim, neox=rope.is_neox_style)

@@ -72,10 +72,7 @@ def create_cache(context: Any) -> Any:
         world=context.tp_size,
     )
     tree = DocumentRadixCache(params=context.params)
-    attention = current.attention
-    if attention is not None:
-        tree.before_release = attention.on_finished
-    current.runtime = ContextRuntime(
+    current.runtime = tree.observer = ContextRuntime(
         model_runner=runner,
         tree=tree,
         tiers=tiers,
@@ -85,14 +82,14 @@ def create_cache(context: Any) -> Any:
             config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size
         ),
         texts=lambda: _texts(args, runner.model_config.vocab_size),
-        tp_group=context.tp_group,
+        attention=current.attention,
     )
     return tree
 
 
 def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int) -> Any:
     from sglang_ext.analysis.document_analysis import Cut
-    from sglang_ext.context.scheduler.runtime import ANALYSIS_BYTES, AnalysisConfig
+    from sglang_ext.context.scheduler.composition import ANALYSIS_BYTES, AnalysisConfig
     from sglang_ext.context.selection.profile import Profile
 
     profile = Profile.of(config.get("samkv", {}), shape.layers, kv_heads)

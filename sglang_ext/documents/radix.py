@@ -1,16 +1,15 @@
 """SGLang's radix cache, extended by composed requests and documents.
 
-Composed KV is approximate and private: a composed request never matches and never enters the tree, and its
-slots are freed when it ends. A document request's KV enters the tree under the document's key; before that
-`on_document` receives it for the other tiers."""
+Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots
+are freed when it ends. A document request's KV enters the tree under the document's key; the observer gets it
+before that, for the other tiers."""
 
 from __future__ import annotations
 
 import re
 import time
 from array import array
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
@@ -18,43 +17,61 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 _DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 
 
-class DocumentRadixCache(RadixCache):
-    """Drop-in for `RadixCache`; requests that are not composed take the original path."""
+class TreeObserver(Protocol):
+    """Hears of the requests whose KV the tree would take. Scheduler thread only."""
 
-    is_composed: Callable[[Any], bool] = staticmethod(lambda req: False)
-    on_document: Callable[[Any, torch.Tensor], None] = staticmethod(lambda req, slots: None)
-    on_finished: Callable[[], None] = staticmethod(lambda: None)
+    def is_composed(self, req: Any) -> bool:
+        """True for a request that must neither match nor enter the tree."""
+
+    def before_release(self, req: Any, tokens: int) -> None:
+        """A request has ended with KV of ``tokens`` and still has its row and slots."""
+
+    def on_document(self, req: Any, slots: torch.Tensor) -> None:
+        """The KV in ``slots`` of an ended request is about to enter the tree."""
+
+    def on_finished(self) -> None:
+        """A request has ended and its slots are free or in the tree."""
+
+
+class DocumentRadixCache(RadixCache):
+    """Drop-in for `RadixCache`; what is not composed takes the original path. ``observer`` has to be set before
+    the first request.
+    """
+
+    observer: TreeObserver
     document_tokens = 0  # under document keys, whole or in parts
     documents_evicted = 0
     _evicting = False
-    before_release: Callable[[Any, int], None] = staticmethod(lambda req, tokens: None)
 
     def match_prefix(self, params: Any) -> Any:
-        if params.req is not None and self.is_composed(params.req):
+        if params.req is not None and self.observer.is_composed(params.req):
             return self._empty_match_result
         return super().match_prefix(params)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if not self.is_composed(req) and not _is_private(req):
+        if not self.observer.is_composed(req) and not _is_private(req):
             super().cache_unfinished_req(req, chunked=chunked)
             return
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.extend_range.end]
         req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        self.before_release(req, kv_len_to_handle)
-        if self.is_composed(req):
-            # One call: composed and extended slots may share a page, and each call frees a page once.
+        self.observer.before_release(req, kv_len_to_handle)
+        if self.observer.is_composed(req):
+            # One call: with pages the composed slots and the extended ones may share a page, which is freed
+            # once per call.
             self.token_to_kv_pool_allocator.free(
                 self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
             )
-            self.on_finished()
+            self.observer.on_finished()
             return
         is_insert = is_insert and not _is_private(req)
         if is_insert and not self.disable:
-            self.on_document(req, self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle])
+            self.observer.on_document(
+                req, self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
+            )
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
-        self.on_finished()
+        self.observer.on_finished()
 
     def insert(self, params: Any) -> Any:
         result = super().insert(params)

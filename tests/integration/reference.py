@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.analysis.texts import foreign_contexts
+from sglang_ext.analysis.texts import unrelated_contexts
 from tests.sentences import chosen, sentences_of
 
 
@@ -143,7 +143,7 @@ def chosen_sentences(
 ) -> list[int]:
     """Positions that rule `sentences` recomputes of a context that is kept whole."""
     late = reference.attention(ids, spans)[reference.layers // 2 :].amax(1).sum(0)
-    foreign = foreign_contexts(tokenizer)
+    foreign = unrelated_contexts(tokenizer)
     first, end = spans[0][1], spans[-1][1]
     sensitivity = torch.cat([reference.sensitivity(ids[a:b], foreign) for a, b in spans[1:]]).tolist()
     return chosen(

@@ -20,6 +20,7 @@ from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.samkv import KEEP, LEAST
 from sglang_ext.documents.page_files import DocumentFiles
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from tests.analyses import local_queries, mean_keys
 from tests.conftest import MODEL
 from tests.integration.context_client import NEW, assert_same, composed, generate, result
 from tests.integration.reference import Reference
@@ -249,9 +250,9 @@ def test_an_analysis_is_what_transformers_computes(
         q = q * cos[0, :, None] + torch.cat((-b, a), -1) * sin[0, :, None]
         want = block_summary_naive(q, k[0].transpose(0, 1), plan, scale=heads[1] ** -0.5)
         half = found.mean_k_scale[layer].float().amax() * 0.51  # of one step of its eight bits
-        assert torch.allclose(found.keys(torch.device("cpu"))[layer], want.mean_k.float(), atol=float(half))
+        assert torch.allclose(mean_keys(found)[layer], want.mean_k.float(), atol=float(half))
         assert torch.allclose(
-            found.local_queries(torch.device("cpu"))[layer],
+            local_queries(found)[layer],
             want.local_q[0],
             atol=float(found.local_q_scale[layer].amax() * 0.51),
         )
@@ -274,7 +275,7 @@ def test_an_analysis_is_what_transformers_computes(
     texts = Texts.of(tokenizer, reference.model.config.vocab_size)
     assert torch.equal(found.begins, texts.begins(document))
     assert torch.allclose(
-        found.sensitivity, reference.sensitivity(document, texts.foreign), rtol=1e-3, atol=1e-4
+        found.sensitivity, reference.sensitivity(document, texts.unrelated), rtol=1e-3, atol=1e-4
     )
     size = found.nbytes / (n * 10 * 2 * 2 * 64 * 4)
     assert size <= 0.03

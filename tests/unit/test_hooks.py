@@ -39,11 +39,12 @@ def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Runtime:
-    """Has the output of one forward."""
+    """A runtime, its own composition, that has the output of one forward pass."""
 
     def __init__(self) -> None:
         self.slots = SimpleNamespace(count=lambda: None)
         self.output: str | None = None
+        self.composition = self
 
     def before_forward(self, batch: Any) -> None:
         self.output = "computed already"

@@ -99,6 +99,8 @@ NEVER = {  # room: rooms that it must not import, directly
     "ragserve.bench": ("ragserve.calibration", "ragserve.commands"),
     "sglang_ext.context.selection": ("sglang_ext.context.compose", "sglang_ext.context.scheduler"),
     "sglang_ext.context.recompute": ("sglang_ext.context.compose", "sglang_ext.context.scheduler"),
+    "sglang_ext.context.compose": ("sglang_ext.context.scheduler",),
+    "sglang_ext.attention": ("sglang_ext.context.scheduler",),
     "sglang_ext.analysis": ("sglang_ext.context",),
 }
 
@@ -284,7 +286,9 @@ def test_readme_tables_are_in_sync() -> None:
         "README.md",
         "CONTRIBUTING.md",
         "examples/results/README.md",
+        "docs/composed-contexts.md",
         "examples/results/answers.md",
+        "examples/results/composed-contexts.md",
         "examples/results/first_token.md",
         "kernels/README.md",
         "sglang_ext/context/README.md",

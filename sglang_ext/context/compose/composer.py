@@ -1,5 +1,5 @@
-"""Filling a request's private slots with its documents' KV, moved to their places; then the recompute pass
-over what a strategy chose.
+"""Fills a request's private slots with its documents' KV, moved to their positions, and recomputes what its
+strategy chose.
 """
 
 from __future__ import annotations
@@ -15,124 +15,125 @@ from sglang_ext.context.buffers import upload
 from sglang_ext.context.compose.fused_question import FusedQuestion
 from sglang_ext.context.compose.gather import Filling, Gather
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tokens_by_tier
+from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.graphs import capture_graphs
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.question_attention import QuestionRows, attention
 from sglang_ext.context.recompute.recompute_pass import recompute, warm
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.scheduler.stage_timer import StageTimer
 
 
 class Composer:
-    """Works on the KV pool of one rank. Called on the stream of the forward pass; nothing here waits for the
-    device.
+    """Works on the KV pool of one rank, on the stream of the forward pass. Only rules that use the question's
+    attention wait for the device.
     """
 
     def __init__(self, model_runner: Any, rotation: Rotation, tiers: Any, block: int) -> None:
+        """Compiles kernels and captures graphs; ``block``: tokens of a host page."""
         self._runner = model_runner
         self._device = torch.device(model_runner.device)
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
         self.graphs = capture_graphs(model_runner)
-        self.one_pass = FusedQuestion(model_runner, self.graphs)
+        self.fused_question = FusedQuestion(model_runner, self.graphs)
         if self._device.type == "cuda":
             warm(model_runner)
 
     @property
     def recompute_graphs(self) -> int:
-        """How many CUDA graphs of the recompute pass there are."""
+        """Number of CUDA graphs of the recompute pass; 0 where it is launched layer by layer."""
         return 0 if self.graphs is None else len(self.graphs)
 
     def fill(
         self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor], *, whole: bool = False
     ) -> StageTimer:
-        """Write the kept KV of each context into its slots, recompute, and note in the contexts what was done
-        and when.
+        """Write the kept KV of each context into its slots, recompute, and record in the contexts what was
+        done.
 
-        ``rows``: int64, a context's S slots and behind them those that its question has by now. ``whole``:
-        the contexts are all of the batch that is extended next, so the pass may compute their questions, too,
-        and `one_pass` then has the forward's output."""
-        slots = [row[: context.slots] for context, row in zip(contexts, rows, strict=True)]
-        clock = StageTimer(self._device)
-        self.gather([filling_of(context, target) for context, target in zip(contexts, slots, strict=True)])
-        clock.mark("compose", self.gather.loading)
-        self._ask(contexts, rows)
-        clock.mark("ask")
-        jobs = [self._job(context, target) for context, target in zip(contexts, slots, strict=True)]
-        joined = (
-            self.one_pass.joined(contexts, rows, jobs, loading=self.gather.loading is not None)
-            if whole
-            else None
-        )
-        hidden, by_graph = recompute(
-            self._runner, joined or [job for job in jobs if job is not None], self.graphs
-        )
-        if joined and hidden is not None:
-            self.one_pass.keep(hidden, contexts, joined)
-        clock.mark("recompute")
+        Args:
+            rows: int64, a context's S slots and behind them those that its question has by now.
+            whole: the contexts are the whole batch that is extended next. Then the pass may compute their
+                questions, too, and `fused_question` has the forward pass's output.
+        """
+        timer = StageTimer(self._device)
+        self.gather([filling_of(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)])
+        timer.mark("compose", self.gather.loading)
+        self._choose_by_attention(contexts, rows)
+        timer.mark("ask")
+        jobs = [self._job(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
+        loading = self.gather.loading is not None
+        passed = self.fused_question.run(contexts, rows, jobs, loading=loading) if whole else None
+        fused = passed is not None
+        if passed is None:
+            passed = recompute(self._runner, [job for job in jobs if job is not None], self.graphs)
+        timer.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
             context.recomputed = 0 if job is None else job.recomputed
-            context.one_pass = joined is not None
-            context.by_graph = by_graph and (job is not None or context.one_pass)
+            context.fused = fused
+            context.by_graph = passed.by_graph and (job is not None or fused)
             context.by_tier = tokens_by_tier(context)
-            context.clock = clock
-        return clock
+            context.timer = timer
+        return timer
 
-    def _ask(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> None:
-        """For rules that choose by what the question attends to: one pass of all questions over their
-        composed contexts.
+    def _choose_by_attention(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> None:
+        """Settle rules that choose by what the question attends to, in one pass of all such questions over
+        their composed contexts.
         """
-        asking = [
+        pending = [
             (context, row) for context, row in zip(contexts, rows, strict=True) if context.selection.asks
         ]
-        if not asking:
+        if not pending:
             return
-        found = attention(
-            self._runner, [self._question(context, row) for context, row in asking], self.graphs
-        )
-        for (context, _), looked_at in zip(asking, found, strict=True):
-            chosen = context.draft.recomputed(context.selection.kept, context.in_order, looked_at)
+        questions = [self._question(context, row) for context, row in pending]
+        for (context, _), weights in zip(
+            pending, attention(self._runner, questions, self.graphs), strict=True
+        ):
+            chosen = context.partial.recomputed(context.selection.kept, context.in_order, weights)
             context.decided = replace(context.selection, recomputed=chosen, asks=False)
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> QuestionRows:
-        start = context.plan.question_start
-        ids = upload(context.question, self._device)
-        kept = upload(context.selection.kept.numpy(), self._device)
-        own = row[context.slots : context.slots + len(ids)]
-        placed = own if len(own) == len(ids) else None
+        slots, own = row[: context.slots], row[context.slots : context.slots + context.question_tokens]
         return QuestionRows(
-            ids, start, context.question_at, context.plan.spans[0].end, kept, row[: context.slots], placed
+            ids=context.question,
+            start=context.plan.question_start,
+            at=context.question_at,
+            first=context.plan.spans[0].end,
+            kept=upload(context.selection.kept.numpy(), self._device),
+            slots=slots,
+            job=context.question_job(slots, own) if len(own) == context.question_tokens else None,
         )
 
     def _job(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
+        """The context's part of the recompute pass; None if nothing is recomputed."""
         selection = context.selection
+        kept = selection.kept.numpy()
         choosing = selection.deviation_share is not None
-        positions = (selection.kept.unique() if choosing else selection.recomputed).numpy()
+        positions = np.unique(kept) if choosing else selection.recomputed.numpy()
         if not len(positions):
             return None
         job = RecomputeJob.plan(
             np.frombuffer(context.ids, dtype=np.int64)[positions],
             positions,
-            selection.kept.numpy(),
+            kept,
             target,
             first_document=context.plan.spans[0].end,
             deviation_share=selection.deviation_share,
             fuse=selection.fuse,
         )
         if selection.closed:
-            job.positions = upload(np.searchsorted(selection.kept.numpy(), positions), self._device)
+            job.positions = upload(np.searchsorted(kept, positions), self._device)
         return job if job.recomputed or not choosing else None
 
 
 def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
-    """What is needed of the context now, into ``slots``."""
+    """The part of a `Gather` call that brings what the context needs now into ``slots``."""
     starts = np.array([span.start for span in context.plan.spans], dtype=np.int64)
     return Filling(
         kept=context.needed.numpy(),
         slots=slots,
         starts=starts,
-        shifts=starts if context.draft.rotate else np.zeros_like(starts),
+        shifts=starts if context.partial.rotate else np.zeros_like(starts),
         sources=[
             source.slots if isinstance(source, DocumentOnDevice) else source.pages
             for source in context.sources

@@ -1,9 +1,10 @@
-"""The question in the recompute pass: its rows ride along, and of the forward pass that SGLang would run for
-it only the logits are left.
+"""Runs the question in the recompute pass: its rows ride along, and only the logits are left of the forward
+pass that SGLang would run for it.
 
-In every layer all rows' K and V are written before any row attends, so the question sees the context as it is
-after recomputing, layer by layer: what its own extend computes. A pass reads all weights, however few its
-rows are; so one instead of two saves most of the second."""
+In every layer the K and V of all rows are written before any row attends. So the question sees the context as
+it is after recomputation, layer by layer, which is what its own extend computes. A pass reads all weights,
+however few its rows are; one pass instead of two saves most of the second.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ import numpy as np
 import torch
 
 from sglang_ext.context.buffers import upload
-from sglang_ext.context.recompute.job import question_job
+from sglang_ext.context.recompute.job import Passed, RecomputeJob
+from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.model import decoder_layers
+from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang_ext.context.compose.request import ComposedContext
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
-    from sglang_ext.context.recompute.job import RecomputeJob
 
-# with nothing to recompute: for 5,120 the pass takes two thirds of SGLang's extend, more was not measured
-# (H200, 8B model)
+# Most slots of a context of which nothing is recomputed. For 5,120 the pass takes two thirds of SGLang's
+# extend (H200, 8B model); more was not measured.
 SLOTS = 8192
-WITHOUT = (
+WITHOUT = (  # server settings that rule the fused pass out
     "speculative_algorithm",
     "enable_dp_attention",
     "enable_lora",
@@ -38,33 +40,37 @@ WITHOUT = (
 
 
 class FusedQuestion:
-    """One rank's. Hidden states of the questions wait here, from the pass that computed them to the forward
-    that they are of.
+    """Holds the questions' hidden states between the recompute pass that computes them and the forward pass
+    that consumes them. Per rank.
     """
 
     def __init__(self, model_runner: Any, graphs: RecomputeGraphs | None) -> None:
         self._runner = model_runner
         self._graphs = graphs
         self._device = torch.device(model_runner.device)
-        group = model_runner.tp_group
-        self._alone = group is None or group.world_size == 1
+        self._alone = Ranks(model_runner.tp_group).alone
         self._possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
         self._hidden: torch.Tensor | None = None
 
-    def joined(
+    @torch.no_grad()
+    def run(
         self,
         contexts: Sequence[ComposedContext],
         rows: Sequence[torch.Tensor],
         jobs: Sequence[RecomputeJob | None],
         *,
         loading: bool,
-    ) -> list[RecomputeJob] | None:
-        """By context its job, None where nothing is recomputed, with its question behind; None where the
-        questions are left to SGLang.
+    ) -> Passed | None:
+        """Run the jobs, None where nothing is recomputed, with the questions behind them. Returns None, with
+        nothing done, if the questions are left to SGLang.
 
-        ``rows`` as in `Composer.fill`. ``loading``: KV is still coming from host. All ranks must answer the
-        same, or the collectives of one would wait for the others for ever: what may differ between them is
-        asked only where there is one."""
+        All ranks must decide alike, or the collectives of one would wait for the others for ever: what may
+        differ between ranks decides only on a single one.
+
+        Args:
+            rows: as in `Composer.fill`.
+            loading: KV is still on its way from host.
+        """
         complete = all(
             len(row) == context.slots + context.question_tokens
             for context, row in zip(contexts, rows, strict=True)
@@ -72,42 +78,32 @@ class FusedQuestion:
         if not (self._possible and complete and all(job is None or job.uniform for job in jobs)):
             return None
         recomputes = any(job is not None for job in jobs)
-        # A pass of questions alone pays by graph only, and a graph waits for all layers, beside whose loading
-        # SGLang's extend would run.
-        by_graph = self._alone and not loading and all(context.slots <= SLOTS for context in contexts)
-        if not recomputes and (self._graphs is None or not by_graph):
+        # A pass of questions alone pays by graph only. A graph waits for all layers, while SGLang's extend
+        # would run beside their loading.
+        short = all(context.slots <= SLOTS for context in contexts)
+        if not recomputes and (self._graphs is None or not self._alone or loading or not short):
             return None
         joined = [
-            self._question(context, row).behind(job)
+            context.question_job(row[: context.slots], row[context.slots :]).behind(job)
             for context, row, job in zip(contexts, rows, jobs, strict=True)
         ]
-        return joined if recomputes or (self._graphs is not None and self._graphs.fits(joined)) else None
-
-    def _question(self, context: ComposedContext, row: torch.Tensor) -> RecomputeJob:
-        return question_job(
-            upload(context.question, self._device),
-            context.question_at,
-            row[: context.slots],
-            row[context.slots :],
-        )
-
-    def keep(
-        self, hidden: torch.Tensor, contexts: Sequence[ComposedContext], joined: Sequence[RecomputeJob]
-    ) -> None:
-        """``hidden`` [rows, hidden size] of a pass over the joined jobs, at once behind it: a graph's memory
-        is the next pass', too.
-        """
+        if recomputes or self._graphs is None:
+            passed = recompute(self._runner, joined, self._graphs)
+        else:
+            passed = Passed(self._graphs.replay(joined), by_graph=True)
+        if passed.hidden is None:
+            return None
         ends = accumulate(len(job.ids) for job in joined)
-        rows = [
+        own = [
             np.arange(end - context.question_tokens, end) for context, end in zip(contexts, ends, strict=True)
         ]
-        self._hidden = hidden.index_select(0, upload(np.concatenate(rows), self._device))
+        # copied at once: the next pass overwrites a graph's memory
+        self._hidden = passed.hidden.index_select(0, upload(np.concatenate(own), self._device))
+        return passed
 
     @torch.no_grad()
     def output(self, forward_batch: Any) -> Any:
-        """SGLang's `ModelRunnerOutput` of the questions kept, once; None where there are none, or not of this
-        batch.
-        """
+        """Return, once, SGLang's `ModelRunnerOutput` for the questions; None if this batch has none."""
         hidden, self._hidden = self._hidden, None
         if hidden is None or len(hidden) != len(forward_batch.input_ids):
             return None
@@ -118,13 +114,13 @@ class FusedQuestion:
         return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
     def drop(self) -> None:
-        """The forward is over."""
+        """Forget the states: the forward pass is over."""
         self._hidden = None
 
 
 def _ends_plainly(model_runner: Any) -> bool:
-    """Whether the model goes from its last norm to logits as SGLang's own `forward_split_prefill`, which
-    those have that do.
+    """True if the model goes from its last norm to logits as SGLang's `forward_split_prefill` does; models
+    that do so have that method.
     """
     model = model_runner.model
     if any(getattr(model_runner.server_args, name) for name in WITHOUT) or getattr(
@@ -137,8 +133,8 @@ def _ends_plainly(model_runner: Any) -> bool:
 
 
 def _attends_plainly(model_runner: Any) -> bool:
-    """Whether ours is the model's attention, and its KV is written as it is: no window, no cap on scores, no
-    other type in the pool.
+    """True if our attention is the model's and its KV is stored as computed: no window, no cap on scores, no
+    other dtype in the pool.
     """
     if model_runner.token_to_kv_pool.get_key_buffer(0).dtype != model_runner.dtype:
         return False

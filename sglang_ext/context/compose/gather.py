@@ -1,11 +1,12 @@
-"""Documents' kept KV into the slots of requests, keys moved to their places.
+"""Gathers documents' kept KV into the slots of requests and moves keys to their positions.
 
-All layers, documents and requests of a scheduler step are one launch of `rotate_gather` for what is on the
-device and one for what is in pinned host memory. Where that kernel does not run (CPU, head sizes and
-rotations that it does not know) torch copies layer by layer.
+`rotate_gather` handles all layers, documents and requests of a scheduler step: one launch for what is on the
+device, and launches of a few layers each for pinned host memory. Where the kernel does not run (CPU,
+unsupported head sizes and rotations) torch copies layer by layer.
 
-A *run* is up to a block of consecutive tokens of one document that does not cross a block's end: what a
-program of the kernel moves, and what lies in one host page."""
+A *run* is up to a block of consecutive tokens of one document within one block: a program of the kernel moves
+one run, and a run lies in one host page.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +26,23 @@ from sglang_ext.context.compose.layer_transfer import LayerLoads
 from sglang_ext.context.rope import Rotation
 
 _SHIFT = 4  # column of runs
-_LAYERS_AT_ONCE = 4  # in one launch from host: work on the first ones begins after an eighth of a model of 32
+_LAYERS_AT_ONCE = 4  # per launch from host: with 32 layers, work on the first begins after an eighth of them
 _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """One request's part. ``kept``: int64 [S] or [layers, S], ascending positions in the prompt; ``slots``:
-    int64 [S] on the device.
+    """One request's part.
 
-    Document i begins at position ``starts[i]`` (the first at 0), its keys are moved by ``shifts[i]``
-    positions (with ``closed``, every key to the number of its slot instead), and ``sources[i]`` says where it
-    lies: its slots int64 [tokens] on the device, or its host pages as an int64 array [blocks], -1 for those
-    not there, of which ``kept`` takes nothing."""
+    Attributes:
+        kept: int64 [S] or [layers, S], ascending positions in the prompt.
+        slots: int64 [S], on the device.
+        starts: position of each document's first token; the first is 0.
+        shifts: positions by which each document's keys are moved.
+        sources: where each document lies: its slots, int64 [tokens] on the device, or its host pages, int64
+            [blocks] in numpy, -1 for absent ones, of which ``kept`` takes nothing.
+        closed: move every key to the number of its slot instead.
+    """
 
     kept: Ints
     slots: torch.Tensor
@@ -50,9 +55,9 @@ class Filling:
 class Gather:
     """Copies into the KV pool of one rank, or into buffers like it, on the current stream.
 
-    What comes from host into the pool comes layer by layer on a stream of its own where the kernel runs:
-    ``loads`` knows what is still on its way, and whoever asks the pool for a layer's K or V waits for that
-    layer only."""
+    Where the kernel runs, host memory comes into the pool layer by layer on a stream of its own. ``loads``
+    knows what is still on its way, and a reader of the pool waits only for the layer that it asks for.
+    """
 
     def __init__(
         self,
@@ -63,9 +68,7 @@ class Gather:
         layers_at_once: int = _LAYERS_AT_ONCE,
     ) -> None:
         """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim],
-        pinned if the pool is on CUDA.
-
-        ``layers_at_once``: how many layers one launch brings from host.
+        pinned if the pool is on CUDA. ``layers_at_once``: layers per launch from host.
         """
         self._pool = pool
         self._rotation = rotation
@@ -91,15 +94,13 @@ class Gather:
         self.loads = LayerLoads(pool, self._device) if self._parts and self._device.type == "cuda" else None
 
     def warm(self) -> None:
-        """Compile the kernels now instead of while the first request waits. Before any document is there;
-        writes to the padding slot.
+        """Compile the kernels, so that the first request does not wait for them. Call it before there is any
+        document: it writes to the padding slot.
         """
         if self._kv is None:
             return
-        first, slot = (
-            np.zeros(1, dtype=np.int64),
-            torch.full((1,), PADDING_SLOT, dtype=torch.int64, device=self._device),
-        )
+        first = np.zeros(1, dtype=np.int64)
+        slot = torch.full((1,), PADDING_SLOT, dtype=torch.int64, device=self._device)
         self._host[
             :1
         ].zero_()  # the slot must stay finite: some attention kernels read it and multiply by zero
@@ -109,18 +110,16 @@ class Gather:
 
     @property
     def loading(self) -> torch.cuda.Stream | None:
-        """The stream on which layers are still coming from host, if any are that nobody has waited for."""
+        """The stream on which layers still come from host; None if all have been waited for."""
         return self.loads.stream if self.loads else None
 
     def finish(self) -> None:
-        """What is launched next on the current stream finds all layers filled."""
+        """Make the current stream wait until all layers are filled."""
         if self.loads:
             self.loads.finish()
 
     def __call__(self, fillings: Sequence[Filling], into: Buffers | None = None) -> None:
-        """Fill the slots of these requests, S of each; ``into`` other buffers than the pool's, whose rows the
-        slots then are.
-        """
+        """Fill the slots of these requests, which are rows of ``into`` if given, else of the pool."""
         target = Buffers(self._pool.k_buffer, self._pool.v_buffer) if into is None else into
         shifts = np.concatenate([filling.shifts for filling in fillings])
         sources = [source for filling in fillings for source in filling.sources]
@@ -142,7 +141,7 @@ class Gather:
         slots: torch.Tensor,
         target: Buffers,
     ) -> None:
-        """``shifts`` None: by run, so that every run is a document of its own."""
+        """``shifts`` None: keys move by run, so every run becomes a document of its own."""
         there = [source for source in sources if isinstance(source, torch.Tensor)]
         lengths = [len(source) if isinstance(source, torch.Tensor) else 0 for source in sources]
         begins = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
@@ -171,7 +170,7 @@ class Gather:
         slots: torch.Tensor,
         target: Buffers,
     ) -> None:
-        """To the kernel every run is a document of one page, numbered over all layers."""
+        """Every run is a document of one page to the kernel, numbered over all layers."""
         pages = [
             source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources
         ]
@@ -210,8 +209,8 @@ class Gather:
         parts: Sequence[tuple[int, KVLayers]],
         loads: LayerLoads | None = None,
     ) -> None:
-        """From host, a launch for each part of the layers. ``base``: a run's page begins at that element of
-        the arena.
+        """Launch each part of the layers from host. ``base``: element of the arena at which a run's page
+        begins.
         """
         arena, half = self._host.view(-1), self._host[0].numel() // 2
         moves, shift = self._moves(rows), upload(shifts, self._device)
@@ -227,13 +226,13 @@ class Gather:
                 loads.launched(at + into.layers)
 
     def _target(self, target: Buffers) -> KVLayers:
-        """With addresses that a kernel can read; those of the pool are on the device already."""
+        """The buffers with addresses for a kernel; the pool's are on the device already."""
         if self._kv is not None and target.k is self._pool.k_buffer:
             return self._kv
         return KVLayers(target.k, target.v)
 
     def _moves(self, rows: Sequence[Ints]) -> torch.Tensor:
-        """Runs of each layer as the kernel takes them, int32 [layers, n, 4]."""
+        """Each layer's runs in the kernel's form, int32 [layers, n, 4]."""
         n = max(len(row) for row in rows)
         moves = np.full((len(rows), n, 4), -1, dtype=np.int32)
         for layer, row in enumerate(rows):
@@ -266,8 +265,8 @@ class Gather:
 
 
 def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints]:
-    """Per document, its blocks that any layer keeps a token of, ascending; ``kept`` as in `Filling`,
-    documents at starts:ends.
+    """Return, for each document at starts:ends, the blocks with a token that some layer keeps, ascending;
+    ``kept`` as in `Filling`.
     """
     counts = -(-(ends - starts) // block)
     first = np.cumsum(counts) - counts
@@ -278,10 +277,11 @@ def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints
 
 
 def _runs_of_layers(fillings: Sequence[Filling], block: int) -> list[Ints]:
-    """Runs int64 [n, 5] of all requests, per layer, or once if it is the same in every layer.
+    """Runs of all requests, int64 [n, 5], per layer, or once if every layer has the same.
 
     Columns: document (numbered over all requests), first token in it, tokens, place in the joined slots, and
-    by how much its keys move."""
+    shift of its keys.
+    """
     layers = max(len(filling.kept) if filling.kept.ndim == 2 else 1 for filling in fillings)
     parts: list[list[Ints]] = [[] for _ in range(layers)]
     document = place = 0
@@ -301,15 +301,14 @@ def _runs(kept: Ints, starts: Ints, block: int) -> Ints:
     document = np.searchsorted(starts, kept, side="right") - 1
     token = kept - starts[document]
     begins = np.ones(len(kept), dtype=bool)
-    begins[1:] = (kept[1:] - kept[:-1] != 1) | (
-        token[1:] % block == 0
-    )  # a document's first token is one of those
+    # token % block is 0 at a document's first token, too
+    begins[1:] = (kept[1:] - kept[:-1] != 1) | (token[1:] % block == 0)
     at = np.flatnonzero(begins)
     return np.column_stack((document[at], token[at], np.diff(at, append=len(kept)), at))
 
 
 def _numbered(rows: Sequence[Ints]) -> list[Ints]:
-    """The runs of each layer as if every one were a document, numbered over all layers."""
+    """Each layer's runs with every run a document of its own, numbered over all layers."""
     first = np.cumsum([0, *(len(row) for row in rows)])
     return [
         np.column_stack((at + np.arange(len(row)), row[:, 1:])) for at, row in zip(first, rows, strict=False)
@@ -317,7 +316,7 @@ def _numbered(rows: Sequence[Ints]) -> list[Ints]:
 
 
 def _tokens(runs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Document, token in it and place in the slots, int64 [tokens], of every token of the runs."""
+    """Document, token in it and place in the slots of every token of the runs, int64 [tokens] each."""
     document, first, count, place, _ = runs.T
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     return np.repeat(document, count), np.repeat(first, count) + within, np.repeat(place, count) + within

@@ -1,11 +1,11 @@
-"""Where a composed request's documents are: found in the device's tree or on host, loaded from disk, locked
-while they are read.
+"""Finds a composed request's documents on the device and on host, loads them from disk, and locks them while
+they are read.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +13,24 @@ import torch
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
 from sglang_ext.protocol import Span
 
-_MAX_RELOADS = 8  # requests that take each other's host pages in turns would load for ever; a miss ends that
+_MAX_RELOADS = 8  # requests that take turns evicting each other's host pages end as misses, not in a loop
 
 
 class Locator:
-    """One rank's. ``is_removed``: whether a document was removed and only waits for its last reader."""
+    """Finds, locks and unlocks the sources of contexts. Per rank; scheduler thread only."""
 
-    def __init__(
-        self, tree: Any, tiers: Any, is_removed: Callable[[str], bool], block: int, tp_group: Any
-    ) -> None:
+    def __init__(self, tree: Any, tiers: Any, is_removed: Callable[[str], bool], block: int) -> None:
+        """``is_removed`` tells of a document key whether it was removed and only waits for its last reader.
+        ``block``: tokens of a host page.
+        """
         self._tree = tree
         self._tiers = tiers
         self._is_removed = is_removed
         self._block = block
-        self._tp_group = tp_group
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
-        """Find and lock every document. Numbers of the spans that are nowhere; None while one is being loaded
-        from disk.
+        """Find and lock every document. Returns the numbers of the spans that are in no tier; None while one
+        is being loaded from disk.
         """
         self.unlock(context)
         missing: list[int] = []
@@ -43,22 +43,20 @@ class Locator:
                 missing.append(i)
             else:
                 context.sources.append(found)
-        if loading:  # some may turn out to be missing: all that are get told at once
+        if loading:  # others may turn out to be missing: all misses are reported at once
             context.waiting_since = context.waiting_since or time.perf_counter()
             return None
-        if missing:
-            return missing
-        if context.waiting_since is not None:
+        if not missing and context.waiting_since is not None:
             context.load_ms += (time.perf_counter() - context.waiting_since) * 1e3
             context.waiting_since = None
-        return []
+        return missing
 
     def _find(self, context: ComposedContext, number: int, span: Span, key: str) -> Any:
+        """The locked source of one document; "loading" while it comes from disk; None if no tier has it."""
         if self._is_removed(key):
             return None
-        ids = context.ids[span.start : span.end]
         if not context.below_device:
-            device = self._tree.document(ids, key)
+            device = self._tree.document(context.ids[span.start : span.end], key)
             if device is not None:
                 parts, node = device
                 self._tree.inc_lock_ref(node)
@@ -68,50 +66,24 @@ class Locator:
             return None
         blocks = context.blocks(number, self._block)
         absent = blocks[pages[blocks] < 0].tolist()
-        if absent:
-            ticket = context.tickets.get(key)
-            if ticket is None:
-                context.tickets[key] = self._tiers.load(key, absent)
-                return "loading"
+        if not absent:
+            self._tiers.pin(key)
+            return DocumentOnHost(key, pages, key in context.tickets)
+        ticket = context.tickets.get(key)
+        if ticket is not None:
             if not ticket.done():
                 return "loading"
             if not ticket.ok or context.reloads >= _MAX_RELOADS:
                 return None
-            context.reloads += 1
-            context.tickets[key] = self._tiers.load(
-                key, absent
-            )  # loaded, and evicted again before we came to it: once more
-            return "loading"
-        self._tiers.pin(key)
-        return DocumentOnHost(key, pages, key in context.tickets)
+            context.reloads += 1  # loaded, and evicted again before the request came to it
+        context.tickets[key] = self._tiers.load(key, absent)
+        return "loading"
 
     def unlock(self, context: ComposedContext) -> None:
+        """Unlock and forget the sources."""
         for source in context.sources:
             if isinstance(source, DocumentOnDevice):
                 self._tree.dec_lock_ref(source.node)
             else:
                 self._tiers.unpin(source.key)
         context.sources = []
-
-    def all_agree(self, flag: bool) -> bool:
-        """Whether every rank says so: what one rank's host memory lacks, no rank composes from."""
-        return bool(self.agree([int(flag)])[0])
-
-    def agree(self, votes: list[int]) -> list[int]:
-        """The least vote of all ranks, for each of several questions."""
-        if self._tp_group is None or self._tp_group.world_size == 1 or not votes:
-            return votes
-        ballot = torch.tensor(votes)
-        torch.distributed.all_reduce(
-            ballot, op=torch.distributed.ReduceOp.MIN, group=self._tp_group.cpu_group
-        )
-        return [int(vote) for vote in ballot.tolist()]
-
-    def missing_anywhere(self, context: ComposedContext, missing: Sequence[int]) -> list[int]:
-        """Numbers of the spans that any rank lacks."""
-        if self._tp_group is None or self._tp_group.world_size == 1:
-            return list(missing)
-        lacks = torch.zeros(len(context.keys), dtype=torch.int64)
-        lacks[list(missing)] = 1
-        torch.distributed.all_reduce(lacks, op=torch.distributed.ReduceOp.MAX, group=self._tp_group.cpu_group)
-        return [int(i) for i in lacks.nonzero().flatten()]

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import Ints
+from sglang_ext.context.buffers import Ints, upload
 from sglang_ext.context.compose.gather import needed_blocks
-from sglang_ext.context.scheduler.stage_timer import StageTimer
+from sglang_ext.context.compose.stage_timer import StageTimer
+from sglang_ext.context.recompute.job import RecomputeJob, question_job
 from sglang_ext.context.selection.strategies import ContextSelection, PartialSelection
 from sglang_ext.documents.page_format import token_array
 from sglang_ext.protocol import ContextPlan, ContextReport
@@ -20,9 +21,7 @@ from sglang_ext.protocol import ContextPlan, ContextReport
 
 @dataclass(slots=True)
 class DocumentOnDevice:
-    """A document in SGLang's pool: slot numbers int64 [tokens on the device], and the tree node that is
-    locked meanwhile.
-    """
+    """A document in SGLang's pool. ``slots`` int64 [tokens], on the device; ``node``: the tree's, locked."""
 
     slots: torch.Tensor
     node: Any
@@ -30,8 +29,8 @@ class DocumentOnDevice:
 
 @dataclass(slots=True)
 class DocumentOnHost:
-    """A document in host pages, pinned meanwhile: page numbers int64 [blocks], -1 where it has none; whether
-    they came from disk.
+    """A document in pinned host pages. ``pages`` int64 [blocks], -1 where it has none; ``from_disk``: they
+    were loaded for this request.
     """
 
     key: str
@@ -41,58 +40,56 @@ class DocumentOnHost:
 
 @dataclass(slots=True)
 class ComposedContext:
-    """A composed request's state in the scheduler, from its arrival to its end."""
+    """A composed request in the scheduler. ``decided`` is None until its selection is final."""
 
     plan: ContextPlan
     ids: array[int]  # of the whole prompt, int64
     keys: tuple[str, ...]
-    draft: PartialSelection
+    partial: PartialSelection
     decided: ContextSelection | None = None
     sources: list[DocumentOnDevice | DocumentOnHost] = field(default_factory=list)
     tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
-    reloads: int = 0  # how often loaded blocks were evicted again before the request came to them
+    reloads: int = 0  # times that loaded blocks were evicted before the request came to them
     ids_32: array[int] = field(init=False)  # int32, as the tiers compare them
-    _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # of these positions
-    filled: bool = False
-    clock: StageTimer | None = None  # of the batch that filled it, until its report is written
-    by_tier: dict[str, int] = field(
-        default_factory=dict
-    )  # kept document tokens by the tier that they came from
-    recomputed: int = 0
-    by_graph: bool = False  # the pass over them was a CUDA graph
-    one_pass: bool = False  # the question was in it
-    waiting_since: float | None = None
+    missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     below_device: bool = False  # take documents from host or disk even where the device has them
+    analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
+    waiting_since: float | None = None
     load_ms: float = 0.0
-    missing: list[int] = field(default_factory=list)  # spans found to be nowhere before the selection
-    analyses: dict[int, Analysis] = field(default_factory=dict)  # by span, those that the draft needs
     analysis_ms: float = 0.0
     query_ms: float = 0.0
     select_ms: float = 0.0
+    filled: bool = False
+    timer: StageTimer | None = None  # of the batch that filled it, until its report is written
+    by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by tier of origin
+    recomputed: int = 0
+    by_graph: bool = False  # a CUDA graph ran the recompute pass
+    fused: bool = False  # the question was in that pass
+    _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # `needed` and its blocks, cached
 
     def __post_init__(self) -> None:
         self.ids_32 = token_array(self.ids)
 
     @property
     def selection(self) -> ContextSelection:
-        """What is kept and recomputed; RuntimeError before it is settled."""
+        """The final selection. Raises RuntimeError before it is settled."""
         if self.decided is None:
             raise RuntimeError("the context's selection is not settled yet")
         return self.decided
 
     @property
     def needed(self) -> torch.Tensor:
-        """Positions whose KV is needed now: those selected or, for the query pass, the draft's."""
-        return self.draft.kept if self.decided is None else self.decided.kept
+        """Positions whose KV is needed now: the selection's or, before it, the partial selection's."""
+        return self.partial.kept if self.decided is None else self.decided.kept
 
     @property
     def in_order(self) -> list[Analysis]:
-        """The documents' analyses."""
+        """The documents' analyses, in the order of the prompt."""
         return [self.analyses[number] for number in sorted(self.analyses)]
 
     @property
     def question(self) -> Ints:
-        """int64 [q]: its token ids."""
+        """Its token ids, int64 [q]."""
         return np.array(self.ids[self.plan.question_start :], dtype=np.int64)
 
     @property
@@ -101,11 +98,11 @@ class ComposedContext:
 
     @property
     def slots(self) -> int:
-        """S; before the selection the most it may be."""
-        return self.draft.slots if self.decided is None else self.decided.slots
+        """S; an upper bound before the selection is final."""
+        return self.partial.slots if self.decided is None else self.decided.slots
 
     def blocks(self, number: int, block: int) -> Ints:
-        """Blocks of ``block`` tokens of document ``number`` that hold a token needed now in any layer,
+        """Blocks of ``block`` tokens of document ``number`` with a token that some layer needs now,
         ascending.
         """
         if self._blocks is None or self._blocks[0] is not self.needed:
@@ -118,8 +115,8 @@ class ComposedContext:
 
     @property
     def delta(self) -> int:
-        """What positions after the context are ahead of their slots: the question follows the full length,
-        not the kept one.
+        """How far positions behind the context are ahead of their slots: the question follows the full
+        length, not the kept one.
         """
         return self.question_at - self.slots
 
@@ -128,10 +125,19 @@ class ComposedContext:
         """Position of the question's first token."""
         return self.slots if self.decided is not None and self.decided.closed else self.plan.question_start
 
+    def question_job(self, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
+        """The question as rows of a pass over the context in ``slots`` and itself in ``own`` [q]; int64."""
+        return question_job(upload(self.question, slots.device), self.question_at, slots, own)
+
+
+def is_composed(req: Any) -> bool:
+    """True if the prefix of SGLang's request is a composed context."""
+    return isinstance(getattr(req, "ragserve", None), ComposedContext)
+
 
 def report_of(context: ComposedContext) -> ContextReport:
-    """What was done for a request whose first forward pass has run."""
-    stages = context.clock.stages() if context.clock is not None else {}
+    """The report of a request whose first forward pass has run."""
+    stages = context.timer.stages() if context.timer is not None else {}
     return ContextReport(
         strategy=context.plan.strategy,
         document_tokens=context.plan.question_start - context.plan.spans[0].end,
@@ -147,14 +153,12 @@ def report_of(context: ComposedContext) -> ContextReport:
         select_ms=context.select_ms,
         ask_ms=stages.get("ask", 0.0),
         recompute_graph=context.by_graph,
-        one_pass=context.one_pass,
+        one_pass=context.fused,
     )
 
 
 def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
-    """Kept document tokens by the tier that their document came from (in the first layer, where layers keep
-    different ones).
-    """
+    """Kept document tokens by their document's tier of origin; the first layer's, where layers differ."""
     kept = context.selection.kept if context.selection.kept.dim() == 1 else context.selection.kept[0]
     spans = context.plan.spans
     counts = np.diff(np.searchsorted(kept.numpy(), [*(span.start for span in spans), spans[-1].end]))
@@ -166,5 +170,5 @@ def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
 
 
 def tier_of(source: DocumentOnDevice | DocumentOnHost) -> str:
-    """device, host or disk."""
+    """Return "device", "host" or "disk"."""
     return "device" if isinstance(source, DocumentOnDevice) else "disk" if source.from_disk else "host"

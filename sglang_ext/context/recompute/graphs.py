@@ -1,5 +1,5 @@
-"""The recompute pass over all layers as CUDA graphs: a pass over few rows takes less time to compute than to
-launch layer by layer.
+"""The recompute pass as CUDA graphs: a pass over few rows takes longer to launch layer by layer than to
+compute.
 """
 
 from __future__ import annotations
@@ -21,28 +21,18 @@ if TYPE_CHECKING:
     from sglang_ext.context.recompute.job import RecomputeJob
 
 log = logging.getLogger(__name__)
-SIZES = (
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-)  # rows; beyond them an 8B model computes longer than it takes to launch
-REQUESTS = 4  # in one pass
+# rows; beyond them an 8B model computes longer than it takes to launch
+SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+REQUESTS = 4  # most requests in one pass
 
 
 class StaticRows:
-    """Inputs of a pass at fixed addresses: up to ``max_rows`` rows of up to ``REQUESTS`` jobs over up to
-    ``max_slots`` slots.
+    """Inputs of a pass at fixed addresses: at most ``max_rows`` rows of ``REQUESTS`` jobs over ``max_slots``
+    slots.
 
     Rows behind the last job's are padding: token 0 at position 0, which attends to nothing and writes to the
-    padding slot."""
+    padding slot.
+    """
 
     def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
         def zeros(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +47,7 @@ class StaticRows:
         self.last = zeros(REQUESTS, torch.int64)  # each job's last row; 0 where there is none
 
     def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
-        """Whether the jobs are few and small enough, and the same in every layer."""
+        """True if the jobs are few and small enough and uniform."""
         return (
             len(jobs) <= REQUESTS
             and all(job.uniform for job in jobs)
@@ -66,7 +56,7 @@ class StaticRows:
         )
 
     def load(self, jobs: Sequence[RecomputeJob], size: int) -> None:
-        """Jobs that fit, with ``size`` rows or fewer, padded to so many."""
+        """Load jobs that fit, with at most ``size`` rows, and pad them to ``size``."""
         for target, parts, padding in (
             (self.ids, [job.ids for job in jobs], 0),
             (self.positions, [job.positions for job in jobs], 0),
@@ -78,7 +68,7 @@ class StaticRows:
             target[len(joined) : size].fill_(padding)
         last_rows = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64) - 1
         self.last[: len(jobs)].copy_(upload(last_rows, self._device), non_blocking=True)
-        self.last[len(jobs) :].fill_(0)  # an earlier pass may have had more rows than this one's graph
+        self.last[len(jobs) :].fill_(0)  # rows of an earlier, larger pass may lie beyond this graph
         slots = torch.cat([job.slots for job in jobs])
         self._slots[: len(slots)].copy_(slots)
         for starts, counts in (
@@ -86,13 +76,13 @@ class StaticRows:
             (self._row_start, [len(job.ids) for job in jobs]),
         ):
             ends = list(accumulate(counts, initial=0))
-            padded = ends + [ends[-1]] * (REQUESTS + 1 - len(ends))  # jobs that are not there have no rows
+            padded = ends + [ends[-1]] * (REQUESTS + 1 - len(ends))  # absent jobs have no rows
             starts.copy_(
                 upload(np.array(padded[: len(starts)], dtype=np.int32), self._device), non_blocking=True
             )
 
     def rows(self, size: int) -> Rows:
-        """The first ``size`` rows, as one layer of the pass takes them."""
+        """The first ``size`` rows, in the form that a layer of the pass takes."""
         return Rows(
             slots=self._slots,
             slot_start=self._slot_start,
@@ -107,9 +97,7 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """One graph per number of rows, captured when the scheduler starts, in the order of `SIZES` from the
-    largest.
-    """
+    """One graph per number of rows in `SIZES`, captured when the scheduler starts, the largest first."""
 
     def __init__(self, model_runner: Any) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture
@@ -122,7 +110,7 @@ class RecomputeGraphs:
         self._static = StaticRows(SIZES[-1], len(keys), keys.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.last = LastQueries(self._static.last)
-        self._hidden = torch.empty(0)  # [most rows, hidden size], of the latest pass
+        self._hidden = torch.empty(0)  # [max rows, hidden size], of the latest pass
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:
@@ -143,30 +131,24 @@ class RecomputeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
-        """Whether there is a graph for these jobs."""
-        return self._static.fits(jobs)
-
     def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
-        """Run the jobs on the current stream; None, and nothing done, where no graph fits them.
-
-        Hidden states behind the model's last norm, [rows, hidden size], until the next pass writes its own
-        there."""
-        if not self.fits(jobs):
+        """Run the jobs on the current stream. Returns None, with nothing done, if no graph fits them; else
+        the hidden states after the model's last norm, [rows, hidden size], which the next pass overwrites.
+        """
+        if not self._static.fits(jobs):
             return None
         count = sum(len(job.positions) for job in jobs)
         size = next(size for size in SIZES if size >= count)
         self._static.load(jobs, size)
-        self._pool.get_key_buffer(
-            self._pool.layer_num - 1
-        )  # a graph does not ask: wait for all that is still coming from host
+        # a graph does not ask the pool layer by layer: wait for everything that still comes from host
+        self._pool.get_key_buffer(self._pool.layer_num - 1)
         self._graphs[size].replay()
         return self._hidden[:count]
 
 
 def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
-    """Graphs where the pass runs through our kernel and SGLang uses CUDA graphs itself; None, and a warning,
-    where capturing fails.
+    """Capture the graphs if the pass runs through our kernel and SGLang itself uses CUDA graphs; else return
+    None. Logs a warning and returns None if capturing fails.
     """
     keys = model_runner.token_to_kv_pool.get_key_buffer(0)
     if (
@@ -180,6 +162,6 @@ def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
         return None
     try:
         return RecomputeGraphs(model_runner)
-    except RuntimeError as error:  # torch's errors of the device, out of memory among them
+    except RuntimeError as error:  # device errors of torch, out of memory among them
         log.warning("tokens will be recomputed without CUDA graphs, which takes longer to launch: %s", error)
         return None

@@ -1,10 +1,10 @@
-"""What the recompute pass is asked to do: rows, the slots they see, and what is watched on the way."""
+"""One request's part of a recompute pass: its rows, the slots they see, and queries watched on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +12,15 @@ import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
 
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
+Watch = Callable[[int, torch.Tensor, float], None]
+"""Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of
+their scores.
+"""
 
 
 def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
-    """Tokens ``ids`` [q] at positions from ``start`` on as rows over the context in ``slots`` and themselves
-    in ``own`` [q]; int64.
+    """Make tokens ``ids`` [q] at positions from ``start`` on the rows of a pass over the context in ``slots``
+    and themselves in ``own`` [q]; all int64.
     """
     within = torch.arange(len(ids), device=ids.device)
     return RecomputeJob(
@@ -37,7 +35,7 @@ def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.
 
 
 class LastQueries:
-    """Keeps, of every layer, the queries of some rows of a pass, [rows, heads, head_dim], and the scale of
+    """Watches a pass and keeps every layer's queries of some rows, [rows, heads, head_dim], and the scale of
     their scores.
     """
 
@@ -47,29 +45,30 @@ class LastQueries:
         self._rows = rows
 
     def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
-        """q [rows of the pass, heads, head_dim]. A pass that is captured and played again writes to the same
-        memory each time.
-        """
+        """q [rows of the pass, heads, head_dim]. A captured pass writes to the same memory at each replay."""
         if layer == len(self.queries):
             self.queries.append((q.index_select(0, self._rows), scaling))
         else:
             torch.index_select(q, 0, self._rows, out=self.queries[layer][0])
 
 
-Watch = Callable[[int, torch.Tensor, float], None]
-
-
 @dataclass(slots=True)
 class RecomputeJob:
-    """One request's part of a pass, R rows over S slots. Tensors on the model's device, int64; by layer, or
-    once for all layers.
+    """R rows over S slots. Tensors are int64 on the model's device, by layer or once for all layers.
 
-    ``ids`` and ``positions`` [R], ascending: the rows. ``slots`` [S]. ``seen`` [layers or 1, R]: how many
-    slots a row attends to, those of positions up to its own. ``targets`` [layers or 1, R]: the slots that the
-    rows' new K and V go to. ``alone`` bool [layers or 1, R]: rows that a layer does not keep, which see
-    themselves besides; None where every layer keeps every row. ``choose``: from layer 1 on only so many of
-    the rows ``candidates`` [C] go on, those whose values differ most from the cached ones. ``recomputed``:
-    document tokens that are computed again. ``fuse``: new KV is blended with the cached."""
+    Attributes:
+        ids, positions: [R], the rows, ascending.
+        slots: [S], those of the context, by position.
+        seen: [layers or 1, R], the number of slots that a row attends to: those of positions up to its own.
+        targets: [layers or 1, R], the slots that the rows' new K and V go to.
+        alone: bool [layers or 1, R], rows that a layer does not keep and that attend to themselves besides;
+            None if every layer keeps every row.
+        recomputed: number of document tokens computed again.
+        choose: number of rows among ``candidates`` that continue after layer 1, those whose values differ
+            most from the cached ones; None if all do.
+        candidates: [C], rows.
+        fuse: new KV is blended with the cached.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -94,10 +93,10 @@ class RecomputeJob:
         deviation_share: float | None = None,
         fuse: bool = False,
     ) -> RecomputeJob:
-        """``ids``, ``positions`` [R] and ``kept`` [S] or [layers, S] on the host; documents begin at position
-        ``first_document``.
+        """Plan rows ``ids`` at ``positions`` [R] over ``kept`` [S] or [layers, S], on the host. Documents
+        begin at position ``first_document``.
 
-        With ``deviation_share`` that share of the document rows which layer 1 keeps is chosen in the pass.
+        With ``deviation_share`` the pass chooses that share of the document rows which layer 1 keeps.
         """
         device = slots.device
         kept = np.atleast_2d(kept)
@@ -132,14 +131,12 @@ class RecomputeJob:
 
     @property
     def uniform(self) -> bool:
-        """Whether every layer does the same with every row: none is chosen or left out on the way, or
-        blended.
-        """
+        """True if every layer treats every row alike: none is chosen, left out or blended on the way."""
         return self.choose is None and self.alone is None and not self.fuse and len(self.seen) == 1
 
     def behind(self, job: RecomputeJob | None) -> RecomputeJob:
-        """These rows behind those of ``job``, in one job: both uniform, and this one's slots begin with that
-        one's.
+        """Join these rows behind those of ``job``. Both must be uniform, and these slots begin with that
+        job's.
         """
         if job is None:
             return self
@@ -153,16 +150,17 @@ class RecomputeJob:
         )
 
     def narrow(self, rows: torch.Tensor) -> None:
-        """Go on with these rows, int64 ascending, only."""
+        """Keep only these rows, int64 ascending."""
         self.ids, self.positions, self.choose = self.ids[rows], self.positions[rows], None
         self.seen, self.targets = self.seen[:, rows], self.targets[:, rows]
         self.alone = None if self.alone is None else self.alone[:, rows]
 
 
 class Passed(NamedTuple):
-    """``hidden`` [rows, hidden size]: behind the model's last norm, of all rows in the jobs' order; None
-    where rows were chosen on the way. ``by_graph``: whether a CUDA graph did it, and writes those of the next
-    pass to the same memory."""
+    """Result of a pass. ``hidden`` [rows, hidden size]: states after the model's last norm, in the jobs'
+    order; None if rows were chosen on the way. ``by_graph``: a CUDA graph ran it, and the next pass
+    overwrites them.
+    """
 
     hidden: torch.Tensor | None
     by_graph: bool

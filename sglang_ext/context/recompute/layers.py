@@ -1,14 +1,15 @@
-"""The recompute pass: chosen tokens of composed contexts run through the model again and their KV is
+"""The recompute pass through the model's layers: chosen tokens of composed contexts run again and their KV is
 replaced.
 
 A recomputed token at position p attends, in every layer, to the composed slots with positions up to p
-(METHODS, section 1): slots are sorted by position, so that is a prefix length per row and layer. All requests
-of a scheduler step run in one pass over the layers."""
+(docs/methods.md, section 1). Slots are sorted by position, so that is a prefix length per row and layer. All
+requests of a scheduler step run in one pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,18 +17,11 @@ from sglang_ext.context.buffers import Buffers
 from sglang_ext.context.recompute.job import RecomputeJob, Watch
 from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.model import decoder_layers, forward_batch
-
-if TYPE_CHECKING:
-    pass
-
-
-"""Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of
-their scores.
-"""
+from sglang_ext.ranks import Ranks
 
 
 class _Pass:
-    """Attention of a pass: what `RadixAttention` reads from the forward context. Writes new K and V into the
+    """Attention of a pass, as `RadixAttention` finds it in the forward context. Writes new K and V into the
     composed slots itself.
     """
 
@@ -39,15 +33,15 @@ class _Pass:
         watch: Watch | None = None,
         beside: Buffers | None = None,
     ) -> None:
-        """``jobs``: those of the rows, where some have rows to choose."""
+        """``jobs``: those of ``rows``, if some have rows to choose."""
         self._watch = watch
         self.token_to_kv_pool = beside or model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        self._tp_group = model_runner.tp_group
+        self._ranks = Ranks(model_runner.tp_group)
         self._jobs = jobs
         self._rows = rows
         self._chooses = any(job.choose is not None for job in jobs)
-        self.going_on: torch.Tensor | None = None  # after layer 1: the rows that go on, where some do not
+        self.chosen: torch.Tensor | None = None  # rows that continue after layer 1, if not all do
 
     def forward(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
@@ -63,17 +57,18 @@ class _Pass:
             self._watch(number, q, layer.scaling)
         if number != 1 or not self._chooses:
             return self._rows.step(number, q, k, v, keys, values, layer.scaling).flatten(1)
-        self.going_on = rows = self._choose(v, values)
+        self.chosen = rows = self._choose(v, values)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         out[rows] = self._rows.step(number, q[rows], k[rows], v[rows], keys, values, layer.scaling)
         return out.flatten(1)
 
     def _choose(self, v: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """CacheBlend: narrow the jobs to the rows whose values, v [rows, kv_heads, head_dim], differ most
-        from the cached ones.
+        """Narrow the jobs to the rows whose values, v [rows, kv_heads, head_dim], differ most from the cached
+        ones, as CacheBlend does.
 
-        The difference is squared and summed over all heads. Returns the rows of the pass that are left, int64
-        ascending."""
+        Differences are squared and summed over the heads of all ranks. Returns the remaining rows of the
+        pass, int64 ascending.
+        """
         left, start = [], 0
         for job in self._jobs:
             count = len(job.positions)
@@ -81,8 +76,7 @@ class _Pass:
             if job.choose is not None and job.candidates is not None:
                 cached = values[job.targets[min(1, len(job.targets) - 1), job.candidates]]
                 deviation = (v[start + job.candidates].float() - cached.float()).square().sum((1, 2))
-                if self._tp_group is not None and self._tp_group.world_size > 1:
-                    deviation = self._tp_group.all_reduce(deviation)  # every rank must choose the same rows
+                deviation = self._ranks.sum(deviation)  # every rank must choose the same rows
                 rows = job.candidates[deviation.topk(job.choose).indices].sort().values
                 job.narrow(rows)
             left.append(rows + start)
@@ -99,10 +93,8 @@ def run_layers(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> torch.Tensor:
-    """Tokens ``ids`` at ``positions``, int64 [rows] each, through the model as SGLang runs it, with what it
-    does around its layers.
-
-    Hidden states behind its last norm, [rows, hidden size].
+    """Run tokens ``ids`` at ``positions``, int64 [rows] each, through the model as SGLang does, with what it
+    does around its layers. Returns hidden states after its last norm, [rows, hidden size].
     """
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -111,13 +103,12 @@ def run_layers(
         hidden = model_runner.model.model(
             input_ids=ids, positions=positions, forward_batch=forward_batch(ids, positions)
         )
-    states: torch.Tensor = (
-        hidden[0] if isinstance(hidden, tuple) else hidden
-    )  # some models give those of inner layers, too
+    # some models return the states of inner layers as well
+    states: torch.Tensor = hidden[0] if isinstance(hidden, tuple) else hidden
     return states
 
 
-def _run_choosing(
+def run_choosing(
     model_runner: Any,
     jobs: Sequence[RecomputeJob],
     ids: torch.Tensor,
@@ -125,8 +116,8 @@ def _run_choosing(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> None:
-    """As `run_layers`, for jobs some of which choose rows: layer by layer, because after layer 1 fewer rows
-    go on.
+    """As `run_layers`, for jobs of which some choose rows: layer by layer, because fewer rows continue after
+    layer 1.
     """
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -137,8 +128,8 @@ def _run_choosing(
     with forward_context(ForwardContext(attn_backend=backend)):
         for number, layer in enumerate(decoder_layers(model)):
             hidden, residual = layer(positions, hidden, batch, residual)
-            if number == 1 and backend.going_on is not None:
-                left = backend.going_on
+            if number == 1 and backend.chosen is not None:
+                left = backend.chosen
                 ids, positions, hidden = ids[left], positions[left], hidden[left]
                 residual = residual[left] if residual is not None else None
                 batch = forward_batch(ids, positions)

@@ -1,9 +1,9 @@
-"""What questions attend to in their composed contexts: a pass of the questions alone.
+"""Measures what questions attend to in their composed contexts, by a pass of the questions alone.
 
-A question whose slots are in the step already writes its K and V there, where they are written again over the
-repaired context; so the pass is the recompute pass with the question's tokens as its rows, by CUDA graph
-where that fits. A question that comes in chunks has not got all of its slots yet, and is kept beside the
-pool."""
+A question whose slots are in the step writes its K and V there already; they are written again over the
+repaired context. So the pass is the recompute pass with the question's tokens as its rows, by CUDA graph
+where that fits. A question that comes in chunks has only some of its slots yet and runs beside the pool.
+"""
 
 from __future__ import annotations
 
@@ -17,75 +17,67 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.buffers import upload
-from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
+from sglang_ext.context.buffers import Ints, upload
+from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
+from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
 
-_KEYS_AT_ONCE = (
-    65_536  # whose scores are computed in one go: 0.4 GB for 8 KV heads of 128 in bfloat16 and in float32
-)
+# keys scored in one go: 0.4 GB for 8 KV heads of 128, in bfloat16 and in float32
+_KEYS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True, eq=False)
 class QuestionRows:
-    """``ids`` int64 [q], behind ``start`` tokens of the prompt, at positions from ``at`` on; ``kept`` int64
-    [S] or [layers, S] and ``slots`` int64 [S]: its composed context. Documents begin at position ``first``.
-    ``own`` int64 [q]: the question's slots, where it has all of them. On the model's device."""
+    """A question over its composed context, tensors on the model's device.
 
-    ids: torch.Tensor
+    ``ids`` int64 [q] on the host, behind ``start`` tokens of the prompt, at positions from ``at`` on;
+    ``kept`` int64 [S] or [layers, S] and ``slots`` int64 [S]: the context. Documents begin at position
+    ``first``. ``job``: the question as rows of a pass; None while it lacks some of its slots.
+    """
+
+    ids: Ints
     start: int
     at: int
     first: int
     kept: torch.Tensor
     slots: torch.Tensor
-    own: torch.Tensor | None = None
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.at + torch.arange(len(self.ids), device=self.ids.device)
-
-    def job(self) -> RecomputeJob | None:
-        """The question as rows of a pass; None where it has not got its slots."""
-        return None if self.own is None else question_job(self.ids, self.at, self.slots, self.own)
+    job: RecomputeJob | None
 
 
 def attention(
     model_runner: Any, questions: Sequence[QuestionRows], graphs: RecomputeGraphs | None = None
 ) -> list[torch.Tensor]:
-    """f32 [start - first] on the CPU for each question: how much its last token attends to each document
-    token.
+    """Return, for each question, how much its last token attends to each document token: f32 [start - first],
+    on the CPU.
 
-    Summed over the upper half of the layers is the largest probability of any head; a token that a layer does
-    not keep has none there."""
-    group, layers = model_runner.tp_group, model_runner.token_to_kv_pool.layer_num
-    placed = [question for question in questions if question.own is not None]
+    That is the largest probability of any head of any rank, summed over the upper half of the layers. A token
+    that a layer does not keep has none there.
+    """
+    placed = [question for question in questions if question.job is not None]
     found = dict(zip(placed, _in_place(model_runner, placed, graphs), strict=True))
-    beside = [question for question in questions if question.own is None]
+    beside = [question for question in questions if question.job is None]
     found |= zip(beside, _beside(model_runner, beside), strict=True)
     sizes = [len(question.slots) for question in questions]
     largest = torch.cat([torch.stack(found[question]) for question in questions], dim=1)
-    if (
-        group is not None and group.world_size > 1
-    ):  # every rank has some of the heads; all must choose the same
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+    largest = Ranks(model_runner.tp_group).max(largest)
+    lowest = model_runner.token_to_kv_pool.layer_num // 2
     parts = [
-        _by_token(question, own, layers // 2)
+        _by_token(question, own, lowest)
         for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)
     ]
-    whole = torch.cat(
-        parts
-    ).cpu()  # the choice is made on the host: the one time that a step waits for the device
+    # the choice is made on the host: the only time that a step waits for the device
+    whole = torch.cat(parts).cpu()
     return list(whole.split([len(part) for part in parts]))
 
 
 def _in_place(
     model_runner: Any, questions: Sequence[QuestionRows], graphs: RecomputeGraphs | None
 ) -> list[list[torch.Tensor]]:
-    """By question and upper layer, f32 [S]; for questions that have their slots."""
-    jobs = [job for question in questions if (job := question.job()) is not None]
+    """Largest probabilities by question and upper layer, f32 [S], of questions that have their slots."""
+    jobs = [question.job for question in questions if question.job is not None]
     if not jobs:
         return []
     pool = model_runner.token_to_kv_pool
@@ -96,7 +88,7 @@ def _in_place(
     upper = range(pool.layer_num // 2, pool.layer_num)
     found = []
     for number, (question, job) in enumerate(zip(questions, jobs, strict=True)):
-        # few launches where there are few keys, and little memory where there are many
+        # few launches for few keys, and little memory for many
         at_once = max(1, _KEYS_AT_ONCE // len(job.slots))
         own: list[torch.Tensor] = []
         for at in range(upper.start, upper.stop, at_once):
@@ -109,7 +101,7 @@ def _in_place(
 
 
 def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[torch.Tensor]]:
-    """As `_in_place`, for questions without slots of their own."""
+    """As `_in_place`, for questions that lack slots."""
     found: list[list[torch.Tensor]] = [[] for _ in questions]
     if not questions:
         return found
@@ -119,7 +111,9 @@ def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[t
     def context(question: QuestionRows, layer: int) -> Kv:
         return pool.get_key_buffer(layer)[question.slots], pool.get_value_buffer(layer)[question.slots]
 
-    texts = [Text(question.ids, question.positions, partial(context, question)) for question in questions]
+    def text(question: QuestionRows) -> Text:
+        ids = upload(question.ids, question.slots.device)
+        return Text(ids, question.at + torch.arange(len(ids), device=ids.device), partial(context, question))
 
     def observe(layer: int, states: Sequence[LayerState]) -> None:
         if layer < lowest:
@@ -128,22 +122,21 @@ def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[t
             keys = torch.cat((pool.get_key_buffer(layer)[question.slots].to(state.k.dtype), state.k))
             own.append(_largest(state.q[-1:], keys[None], state.scaling)[0, : len(question.slots)])
 
-    run(model_runner, texts, observe)
+    run(model_runner, [text(question) for question in questions], observe)
     return found
 
 
 def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
     """The largest probability that a head of q [layers, heads, head_dim] gives each of the keys [layers, n,
-    kv_heads, head_dim], f32 [layers, n]."""
+    kv_heads, head_dim], f32 [layers, n].
+    """
     grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [layers, kv_heads, group, head_dim]
     weights = (torch.einsum("lhgd,lshd->lhgs", grouped, keys.float()) * scaling).softmax(-1)
     return weights.amax((1, 2))
 
 
 def _by_token(question: QuestionRows, largest: torch.Tensor, lowest: int) -> torch.Tensor:
-    """``largest`` [upper layers, S] summed by document token, on its device; what the system text has is
-    dropped.
-    """
+    """Sum ``largest`` [upper layers, S] by document token, on its device; drop what the system text has."""
     kept = question.kept[lowest:] if question.kept.dim() == 2 else question.kept.expand_as(largest)
     place = (kept - question.first + 1).clamp(min=0)
     out = torch.zeros(question.start - question.first + 1, device=largest.device)

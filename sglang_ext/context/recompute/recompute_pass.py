@@ -1,4 +1,4 @@
-"""One recompute pass over all requests of a batch, by CUDA graph where one fits."""
+"""Runs one recompute pass over all requests of a batch, by CUDA graph where one fits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT, Buffers
 from sglang_ext.context.recompute.job import Passed, RecomputeJob, Watch
-from sglang_ext.context.recompute.layers import _run_choosing, run_layers
+from sglang_ext.context.recompute.layers import run_choosing, run_layers
 from sglang_ext.context.recompute.row_attention import Rows
 
 if TYPE_CHECKING:
     from sglang_ext.context.recompute.graphs import RecomputeGraphs
 
-
-_WARM_ROWS = (768, 1280, 2560)  # for each number of tiles that the attention distinguishes, with 8 KV heads
-
-
+_WARM_ROWS = (768, 1280, 2560)  # one for each number of tiles that the attention distinguishes, at 8 KV heads
 _WARM_SLOTS = 512
 
 
@@ -30,9 +27,11 @@ def recompute(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> Passed:
-    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV. Where a CUDA
-    graph did it, ``watch`` was not called: `RecomputeGraphs.last` has the jobs' last queries. ``beside``:
-    whose slots these are, if not the pool's."""
+    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV.
+
+    A CUDA graph does not call ``watch``: `RecomputeGraphs.last` then has the jobs' last queries. ``beside``:
+    the buffers that the slots belong to, if not the pool.
+    """
     if not jobs:
         return Passed(None, False)
     hidden = None if graphs is None else graphs.replay(jobs)
@@ -40,18 +39,19 @@ def recompute(
         return Passed(hidden, True)
     ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
     if any(job.choose is not None for job in jobs):
-        _run_choosing(model_runner, jobs, ids, positions, watch, beside)
+        run_choosing(model_runner, jobs, ids, positions, watch, beside)
     else:
         hidden = run_layers(model_runner, Rows.of(jobs), ids, positions, watch, beside)
     return Passed(hidden, False)
 
 
 def warm(model_runner: Any) -> None:
-    """Compile the kernels of passes that no graph serves now, not while the first such request waits (over a
-    second on an H200).
+    """Compile the kernels of passes that no graph serves, so that the first such request does not wait for
+    them (over a second on an H200).
 
-    Before there is any document; writes to the padding slot. Which kernels a pass takes depends on how many
-    rows it has."""
+    Call it before there is any document: it writes to the padding slot. The kernels depend on the number of
+    rows.
+    """
     device = torch.device(model_runner.device)
     slots = torch.full((_WARM_SLOTS,), PADDING_SLOT, dtype=torch.int64, device=device)
     for rows in _WARM_ROWS:

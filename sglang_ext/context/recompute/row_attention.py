@@ -1,5 +1,5 @@
-"""One layer of the recompute pass over the rows of all jobs: write their K and V, attend to the slots up to
-their positions.
+"""One layer of the recompute pass: writes K and V of all jobs' rows, which attend to the slots up to their
+positions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Rows:
-    """The jobs' rows and slots, joined. Index tensors on the device; ``seen``, ``targets`` and ``alone`` as
-    in `RecomputeJob`.
+    """The jobs' rows and slots, joined; index tensors on the device. `RecomputeJob` defines ``seen``,
+    ``targets`` and ``alone``.
     """
 
     slots: torch.Tensor  # int64 [all S]
@@ -36,8 +36,8 @@ class Rows:
     alone: torch.Tensor | None  # bool [layers or 1, rows]
     slot_counts: tuple[int, ...]
     row_counts: tuple[int, ...]
-    fuse: torch.Tensor | None = None  # bool [rows]: those whose new K and V are blended with the cached
-    padded: bool = False  # behind the last job's rows there are more: they attend to nothing
+    fuse: torch.Tensor | None = None  # bool [rows]: blend new K and V with the cached
+    padded: bool = False  # rows behind the last job's attend to nothing
 
     @classmethod
     def of(cls, jobs: Sequence[RecomputeJob]) -> Rows:
@@ -81,8 +81,8 @@ class Rows:
         values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], keys and values [pool slots,
-        kv_heads, head_dim]; q's shape.
+        """Write k and v [rows, kv_heads, head_dim] into keys and values [pool slots, kv_heads, head_dim],
+        then attend with q [rows, heads, head_dim]; returns q's shape.
         """
         row = layer if len(self.seen) > 1 else 0
         target = self.targets[row]
@@ -110,8 +110,8 @@ class Rows:
         values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """One launch for all jobs; a row that is not kept folds itself in afterwards, by the log-sum-exp of
-        what it has seen.
+        """Attend in one launch for all jobs. A row that is not kept folds itself in afterwards, by the
+        log-sum-exp of what it has seen.
         """
         lse = None if alone is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = prefix_rows_attention(
@@ -146,7 +146,7 @@ class Rows:
         values: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """One job after the other, with a mask."""
+        """Attend with a mask, one job after the other."""
         parts = []
         for own, slots in zip(_slices(self.row_counts), self.slots.split(self.slot_counts), strict=True):
             k_all, v_all = keys[slots].to(q.dtype), values[slots].to(q.dtype)
@@ -167,8 +167,8 @@ class Rows:
 
 
 def fused(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) * old with
-    theta = cos(new, old).
+    """Blend by SamKV's equation 4, per token and head [tokens, heads, head_dim]: theta * new + (1 - theta) *
+    old with theta = cos(new, old).
     """
     a, b = new.float(), old.float()
     theta = cosine_similarity(a, b, dim=-1)[..., None]
@@ -176,7 +176,7 @@ def fused(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 [n + 1]: where each part of the joined ones begins, and their end."""
+    """Starts of the joined parts and their end, int32 [n + 1]."""
     return upload(np.cumsum([0, *counts], dtype=np.int32), device)
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of composed contexts, in the registry that SGLang exposes. Made on first use: see
+"""Prometheus metrics of composed contexts, in the registry that SGLang exposes. Created on first use: see
 `ragserve.metrics`.
 """
 
@@ -12,6 +12,8 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 
 class ContextMetrics:
+    """Counters and stage times of composed requests."""
+
     def __init__(self) -> None:
         from prometheus_client import Counter, Histogram
 
@@ -43,5 +45,5 @@ class ContextMetrics:
 
 @lru_cache(maxsize=1)
 def context_metrics() -> ContextMetrics:
-    """The process's metrics."""
+    """Return the process's metrics."""
     return ContextMetrics()

@@ -1,5 +1,5 @@
-"""SamKV's query pass: the questions of all waiting requests, each over what its draft keeps: system text,
-initial and local blocks.
+"""SamKV's query pass: the questions of all waiting requests, each over the system text and the initial and
+local blocks of its documents.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import torch
 from sglang_ext.context.buffers import Buffers, upload
 from sglang_ext.context.compose.composer import Composer, filling_of
 from sglang_ext.context.compose.request import ComposedContext
-from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
+from sglang_ext.context.recompute.job import LastQueries
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.context.selection.samkv import Ask
 
 
 class QueryPass:
-    """One rank's. The KV that questions look at, and their own, lie in free slots of the pool while the pass
-    runs, so that the recompute pass' graphs can run it; where the pool is full, in memory beside it."""
+    """Runs the pass. Per rank.
+
+    The KV that questions attend to, and their own, lie in free slots of the pool meanwhile, so that the
+    recompute pass's graphs can run it; if the pool is full, in memory beside it.
+    """
 
     def __init__(self, model_runner: Any, composer: Composer, allocator: Any) -> None:
         self._runner = model_runner
@@ -32,48 +35,48 @@ class QueryPass:
         self._device = torch.device(model_runner.device)
 
     def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[Ask, torch.Tensor]]:
-        """Each question's mean query (where a draft asks for it) and that of its last token, f32 [layers,
-        heads, head_dim], rotated for their places. The contexts' sources must hold the tokens of their
-        drafts."""
-        lengths = [len(context.draft.kept) + context.question_tokens for context in contexts]
+        """Return each question's query of its last token and, where the request wants it, its mean query: f32
+        [layers, heads, head_dim], rotated for their positions.
+
+        The contexts' sources must hold the tokens of their partial selections.
+        """
+        kept = [len(context.partial.kept) for context in contexts]
+        lengths = [n + context.question_tokens for n, context in zip(kept, contexts, strict=True)]
         with self._room(sum(lengths)) as (slots, beside):
-            rows = slots.split(lengths)
-            self._composer.gather(
-                [filling_of(c, row[: len(c.draft.kept)]) for c, row in zip(contexts, rows, strict=True)],
-                beside,
-            )
-            jobs = [self._job(context, row) for context, row in zip(contexts, rows, strict=True)]
+            rows = [row.split([n, len(row) - n]) for n, row in zip(kept, slots.split(lengths), strict=True)]
+            fillings = [filling_of(context, own) for context, (own, _) in zip(contexts, rows, strict=True)]
+            self._composer.gather(fillings, beside)
+            jobs = [context.question_job(*row) for context, row in zip(contexts, rows, strict=True)]
             bounds = [0, *accumulate(len(job.ids) for job in jobs)]
-            seen = Queries(
+            watch = QueryWatch(
                 upload(np.array(bounds[1:], dtype=np.int64) - 1, self._device), self._means(contexts, bounds)
             )
-            graphs = self._composer.graphs if beside is None and not seen.means_of else None
-            if recompute(self._runner, jobs, graphs, seen, beside).by_graph and graphs is not None:
-                seen.last = graphs.last
-            last = torch.stack(
-                [queries for queries, _ in seen.last.queries], dim=1
-            ).float()  # a graph's are overwritten by the next pass
+            graphs = self._composer.graphs if beside is None and not watch.means_of else None
+            if recompute(self._runner, jobs, graphs, watch, beside).by_graph and graphs is not None:
+                watch.last = graphs.last
+            # a copy: the next pass overwrites a graph's queries
+            last = torch.stack([queries for queries, _ in watch.last.queries], dim=1).float()
         found: list[dict[Ask, torch.Tensor]] = [{"last": queries} for queries in last[: len(contexts)]]
-        for number, mean in seen.means.items():
+        for number, mean in watch.means.items():
             found[number]["mean"] = torch.stack(mean)
         return found
 
-    def _job(self, context: ComposedContext, row: torch.Tensor) -> RecomputeJob:
-        start, kept = context.plan.question_start, len(context.draft.kept)
-        return question_job(upload(context.question, self._device), start, row[:kept], row[kept:])
-
     @staticmethod
     def _means(contexts: Sequence[ComposedContext], bounds: Sequence[int]) -> dict[int, slice]:
+        """Rows of the questions whose mean query is wanted, by number."""
         return {
             number: slice(*bound)
             for number, (context, bound) in enumerate(zip(contexts, pairwise(bounds), strict=True))
-            if context.draft.samkv is not None and context.draft.samkv.ask == "mean"
+            if context.partial.samkv is not None and context.partial.samkv.ask == "mean"
         }
 
     @contextmanager
     def _room(self, count: int) -> Iterator[tuple[torch.Tensor, Buffers | None]]:
-        """Slots int64 for ``count`` tokens, and whose they are if not the pool's. Free again at the end: what
-        writes to them next is launched behind the pass on its stream."""
+        """Give slots, int64, for ``count`` tokens, and the buffers they belong to unless those are the
+        pool's.
+
+        They are free again at the end: what writes to them next is launched behind the pass on its stream.
+        """
         page = self._allocator.page_size
         slots = self._allocator.alloc(-(-count // page) * page)
         if slots is not None:
@@ -92,9 +95,9 @@ class QueryPass:
         )
 
 
-class Queries:
-    """What a pass shows of its queries: the last of each job, and the mean of those rows that ``means_of``
-    names by the job's number.
+class QueryWatch:
+    """Collects queries of a pass: each job's last one, and the mean over the rows in ``means_of``, by the
+    job's number.
     """
 
     def __init__(self, last_rows: torch.Tensor, means_of: dict[int, slice]) -> None:

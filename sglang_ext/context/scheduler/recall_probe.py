@@ -1,25 +1,27 @@
-"""What each way of selecting keeps of the tokens that a question needs: measured on probes whose needed
+"""Measures what each way of selecting keeps of the tokens that a question needs, on probes whose needed
 tokens are known.
 
-Documents are prefilled alone, questions behind what the selector's query pass reads, all through the model's
-own layers in memory (`sglang_ext.analysis.forward`), and the selections are the engine's own code. Nothing is
-cached. All ranks take part in every call."""
+Documents are prefilled alone, and questions behind what the selector's query pass reads, all through the
+model's own layers in memory (`sglang_ext.analysis.forward`). The selections are the engine's own code. All
+ranks take part in every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection import sentences
+from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.samkv import (
     ASKS,
@@ -32,20 +34,36 @@ from sglang_ext.context.selection.samkv import (
 from sglang_ext.context.selection.strategies import ModelShape, PartialSelection, partial_selection
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
-_HEADS_KEEP = 0.05  # of the tokens, by one head alone
+_HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
+
+
+@dataclass(frozen=True)
+class ProbeEngine:
+    """What a probe uses of the running engine. ``analyse`` returns the analysis of a document, given a key
+    for it and its token ids.
+    """
+
+    model_runner: Any
+    rotation: Rotation
+    analyser: Analyser
+    selector: Selector
+    analyse: Callable[[str, Sequence[int]], Analysis]
+    shape: ModelShape
 
 
 @dataclass(frozen=True)
 class RecallQuestion:
-    """``ids`` of the question behind all documents; ``needed``: where what answers it stands in the prompt."""
+    """Token ``ids`` of the question, which follows all documents. ``needed``: spans of the prompt that hold
+    its answer.
+    """
 
     ids: tuple[int, ...]
     needed: tuple[Span, ...]
 
 
 def candidates() -> list[dict[str, Any]]:
-    """Options of samkv to compare, the defaults of each selection first. With ``words`` 0 attention chooses
-    sentences alone.
+    """Options of samkv to compare, the defaults of each selection first. With ``words`` 0 attention alone
+    chooses sentences.
     """
     found: list[dict[str, Any]] = []
     for scope in SCOPES:
@@ -62,39 +80,38 @@ def candidates() -> list[dict[str, Any]]:
     return found
 
 
-class Trial:
+class RecallProbe:
     """One prompt of documents with several questions."""
 
     def __init__(
         self,
-        model_runner: Any,
-        rotation: Rotation,
-        stager: SelectionStage,
-        shape: ModelShape,
+        engine: ProbeEngine,
         ids: Sequence[int],
         spans: Sequence[Span],
         questions: Sequence[RecallQuestion],
         heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``ids``: system text and documents, cut into ``spans`` as in a plan. ``heads``: retrieval heads in
-        place of the engine's.
+        """Raises PlanError for a probe without documents or questions.
+
+        Args:
+            ids: system text and documents.
+            spans: cut them, as in a plan.
+            heads: retrieval heads, layer and KV head of all ranks; empty for the engine's own.
         """
         if len(spans) < 2 or spans[-1].end != len(ids) or not questions:
             raise PlanError("a probe needs a system text, documents and questions")
-        self._runner = model_runner
-        self._rotation = rotation
-        self._stager = stager
-        self._shape = replace(shape, profile=Profile())
+        self._engine = engine
+        self._shape = replace(engine.shape, profile=Profile())
         self._ids = list(ids)
         self._spans = tuple(spans)
         self._questions = questions
         self._whole = [torch.tensor([*ids, *question.ids]) for question in questions]
-        self._device = torch.device(model_runner.device)
-        self._kv: list[Kv] = []  # by layer, of the whole prompt, keys at their places
-        self._asked: dict[bool, list[dict[str, torch.Tensor]]] = {}
-        own = stager.analyser.own(heads)
+        self._device = torch.device(engine.model_runner.device)
+        self._kv: list[Kv] = []  # of the whole prompt by layer, keys at their positions
+        self._queries_of: dict[bool, list[dict[str, torch.Tensor]]] = {}
+        own = engine.analyser.own(heads)
         keys = self._prefill(own)
-        self._analyses = [stager.analyse(f"probe:{hash(tuple(part))}", part) for part in self._documents()]
+        self._analyses = [engine.analyse(f"probe:{hash(tuple(part))}", part) for part in self._documents()]
         if heads:
             self._analyses = [
                 _with_heads(analysis, own, part) for analysis, part in zip(self._analyses, keys, strict=True)
@@ -103,22 +120,22 @@ class Trial:
     def survey(self) -> dict[str, Any]:
         """``heads`` [questions][layers][kv_heads of all ranks]: recall of needed tokens among the best 5 % by
         that head's keys alone; ``stable`` [documents][layers]: see `sglang_ext.analysis.stability`;
-        ``built_in``: what the engine takes without a profile."""
-        analyser = self._stager.analyser
+        ``built_in``: what the engine uses without a profile.
+        """
         return {
             "heads": [self._by_head(number).tolist() for number in range(len(self._questions))],
             "stable": [found.tolist() for found in map(outlying, self._analyses) if found is not None],
             "built_in": {
                 "stable": list(stable_layers(self._shape.layers)),
-                "heads": [list(head) for head in analyser.find_heads()],
+                "heads": [list(head) for head in self._engine.analyser.found_heads],
             },
         }
 
     def rows(self, budgets: Sequence[float], stable: Sequence[int]) -> dict[str, Any]:
         """``rows``: for each candidate its ``options``, the ``recall`` [questions][budgets] of needed tokens
-        and the share ``kept`` [budgets] of the document tokens. ``proportion``: for both sets of stable
-        layers, the built-in one and ``stable``, the recall [questions] and the mean share kept where P
-        decides how much."""
+        and the share ``kept`` [budgets] of the document tokens. ``proportion``: the recall [questions] and
+        the mean share kept where P decides how much, for the built-in stable layers and for ``stable``.
+        """
         found = []
         for options in candidates():
             kept = [self._kept(options | {"keep": budget}, stable) for budget in budgets]
@@ -141,8 +158,8 @@ class Trial:
         return sum(part.shape[-1] for part in kept) / len(kept) / (len(self._ids) - self._spans[0].end)
 
     def _recall(self, kept: torch.Tensor, number: int) -> float:
-        """Mean over a question's needed spans of the share of their tokens that is kept, and over layers that
-        keep different ones.
+        """Share of the needed tokens that is kept, mean over a question's spans, and over layers where they
+        keep different tokens.
         """
         spans = self._questions[number].needed
         shares = [
@@ -151,25 +168,22 @@ class Trial:
         return float(torch.stack(shares).mean())
 
     def _kept(self, options: dict[str, Any], stable: Sequence[int]) -> list[torch.Tensor]:
-        """For each question the kept document tokens, int64 [S] or [layers, S]."""
-        made = self._draft(options)
-        fixed = made.kept[..., self._spans[0].end :]
-        queries = self._queries(made) if made.needs_query else [{} for _ in self._questions]
+        """The kept document tokens for each question, int64 [S] or [layers, S]."""
+        partial = self._partial(options)
+        fixed = partial.kept[..., self._spans[0].end :]
+        queries = self._queries(partial) if partial.needs_query else [{} for _ in self._questions]
         found = []
         for ids, query in zip(self._whole, queries, strict=True):
-            chosen = self._stager.chosen(
-                made, self._analyses, query.get(made.samkv.ask) if made.samkv else None, ids, stable
-            )
+            wanted = query.get(partial.samkv.ask) if partial.samkv else None
+            chosen = self._engine.selector.select(partial, self._analyses, wanted, ids, stable)
             found.append(fixed if chosen is None else chosen)
         return found
 
-    def _draft(self, options: dict[str, Any]) -> PartialSelection:
+    def _partial(self, options: dict[str, Any]) -> PartialSelection:
         return partial_selection(ContextPlan("compose", "probes", "samkv", self._spans, options), self._shape)
 
     def _prefill(self, heads: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Fills ``_kv``; the keys of ``heads`` of each document, [tokens, heads, head_dim], as they are
-        stored.
-        """
+        """Fill ``_kv``; return each document's keys of ``heads``, [tokens, heads, head_dim], as stored."""
         shifts = torch.cat(
             [torch.full((span.end - span.start,), span.start, device=self._device) for span in self._spans]
         )
@@ -177,33 +191,32 @@ class Trial:
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
             k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
-            self._kv.append((self._rotation.rotate(k, shifts), v))
+            self._kv.append((self._engine.rotation.rotate(k, shifts), v))
             for found, state in zip(keys, states[1:], strict=True):
                 found += [state.k[:, head].clone() for at, head in heads if at == layer]
 
-        texts = [self._ids[: self._spans[0].end], *self._documents()]
-        run(
-            self._runner,
-            [Text(self._tensor(part), torch.arange(len(part), device=self._device)) for part in texts],
-            observe,
-        )
-        sizes = [len(part) for part in self._documents()]
+        documents = self._documents()
+        texts = [
+            Text(self._tensor(part), torch.arange(len(part), device=self._device))
+            for part in (self._ids[: self._spans[0].end], *documents)
+        ]
+        run(self._engine.model_runner, texts, observe)
         dim = self._kv[0][0].shape[-1]
         return [
-            torch.stack(found, dim=1) if found else torch.empty(n, 0, dim)
-            for found, n in zip(keys, sizes, strict=True)
+            torch.stack(found, dim=1) if found else torch.empty(len(part), 0, dim)
+            for found, part in zip(keys, documents, strict=True)
         ]
 
     def _documents(self) -> list[list[int]]:
         return [self._ids[span.start : span.end] for span in self._spans[1:]]
 
-    def _queries(self, made: PartialSelection) -> list[dict[str, torch.Tensor]]:
-        """Of each question its mean query and that of its last token, f32 [layers, heads, head_dim], behind
-        what the partial_selection reads.
+    def _queries(self, partial: PartialSelection) -> list[dict[str, torch.Tensor]]:
+        """Each question's mean query and that of its last token, f32 [layers, heads, head_dim], behind what
+        the partial selection reads.
         """
-        by_sentence = len(made.kept) == self._spans[0].end
-        if by_sentence not in self._asked:
-            where, start = made.kept.to(self._device), len(self._ids)
+        by_sentence = len(partial.kept) == self._spans[0].end
+        if by_sentence not in self._queries_of:
+            where, start = partial.kept.to(self._device), len(self._ids)
             texts = [
                 Text(
                     self._tensor(question.ids),
@@ -217,68 +230,68 @@ class Trial:
             def observe(layer: int, states: Sequence[LayerState]) -> None:
                 seen.append([(state.q[-1].float(), state.q.float().mean(0)) for state in states])
 
-            run(self._runner, texts, observe)
-            self._asked[by_sentence] = [
+            run(self._engine.model_runner, texts, observe)
+            self._queries_of[by_sentence] = [
                 {
                     name: torch.stack([layer[number][i] for layer in seen])
                     for i, name in enumerate(("last", "mean"))
                 }
                 for number in range(len(texts))
             ]
-        return self._asked[by_sentence]
+        return self._queries_of[by_sentence]
 
     def _by_head(self, number: int) -> torch.Tensor:
-        """f32 [layers, kv_heads of all ranks]."""
+        """f32 [layers, kv_heads of all ranks]: recall by each head's keys alone."""
         first = self._spans[0].end
         starts = torch.tensor([span.start - first for span in self._spans[1:]])
         sentence = sentences.numbered(torch.cat([analysis.begins for analysis in self._analyses]), starts)
         parked = torch.zeros(len(sentence), dtype=torch.bool)
         for offset in range(sentences.SINKS):
             parked[(starts + offset).clamp(max=len(sentence) - 1)] = True
-        query = self._queries(self._draft({"selection": "sentences", "least": 0}))[number]["last"]
+        query = self._queries(self._partial({"selection": "sentences", "least": 0}))[number]["last"]
         budget = max(1, round(_HEADS_KEEP * len(sentence)))
         found = []
         for layer, (keys, _) in enumerate(self._kv):
             own = keys[first:].float()
-            asked = query[layer].unflatten(0, (own.shape[1], -1))
-            logits = torch.einsum("hgd,nhd->hgn", asked, own) / own.shape[-1] ** 0.5
+            by_group = query[layer].unflatten(0, (own.shape[1], -1))  # [kv_heads, group, head_dim]
+            logits = torch.einsum("hgd,nhd->hgn", by_group, own) / own.shape[-1] ** 0.5
             share = logits.masked_fill(parked.to(self._device), -1e9).softmax(-1).amax(1).cpu()
             kept = [
                 first + sentences.best(sentences.largest(head, sentence), sentence, budget) for head in share
             ]
             found.append(torch.tensor([self._recall(part, number) for part in kept]))
-        return self._stager.analyser.gathered(torch.stack(found).to(self._device)).cpu()
+        return self._engine.analyser.gather_heads(torch.stack(found).to(self._device)).cpu()
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64).to(self._device)
 
 
-def answer(
-    model_runner: Any, rotation: Rotation, stager: SelectionStage, shape: ModelShape, body: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a control operation asks for: ``rows`` where it brings ``budgets``, with its ``heads`` and
+def answer(engine: ProbeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer control operation `probe`: ``rows`` for a body with ``budgets``, with its ``heads`` and
     ``stable`` layers; else ``survey``.
 
-    ``ids`` and ``spans`` as of :class:`Trial`, ``questions``: ``ids`` and ``needed`` of each.
+    ``ids`` and ``spans`` as in :class:`RecallProbe`; ``questions`` have ``ids`` and ``needed`` each.
     """
-    spans = [Span(int(a), int(b)) for a, b in body["spans"]]
     questions = [
         RecallQuestion(tuple(map(int, raw["ids"])), tuple(Span(int(a), int(b)) for a, b in raw["needed"]))
         for raw in body["questions"]
     ]
-    heads = [(int(layer), int(head)) for layer, head in body.get("heads", ())]
-    trial = Trial(
-        model_runner, rotation, stager, shape, [int(token) for token in body["ids"]], spans, questions, heads
+    probe = RecallProbe(
+        engine,
+        [int(token) for token in body["ids"]],
+        [Span(int(a), int(b)) for a, b in body["spans"]],
+        questions,
+        [(int(layer), int(head)) for layer, head in body.get("heads", ())],
     )
     if "budgets" not in body:
-        return trial.survey()
-    return trial.rows(
+        return probe.survey()
+    return probe.rows(
         [float(budget) for budget in body["budgets"]], [int(layer) for layer in body.get("stable", ())]
     )
 
 
 def _with_heads(analysis: Analysis, heads: Sequence[tuple[int, int]], keys: torch.Tensor) -> Analysis:
-    """With other retrieval heads, whose ``keys`` are [tokens, heads, head_dim]."""
+    """The analysis with other retrieval heads, whose ``keys`` are [tokens, heads, head_dim]."""
     values, scale = quantize(keys)
     return replace(
         analysis,

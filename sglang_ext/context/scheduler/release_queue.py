@@ -1,4 +1,4 @@
-"""Host pages that work under way on the device still reads."""
+"""Releases host pages once the device has read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ReleaseQueue:
-    """Calls back, in order, when the device has passed an event. On the scheduler's thread."""
+    """Calls back, in order, when the device has passed an event. Scheduler thread only."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
@@ -26,7 +26,7 @@ class ReleaseQueue:
             self._waiting.popleft()[1]()
 
     def wait(self) -> None:
-        """Release everything, after waiting for the device."""
+        """Wait for the device and release everything."""
         while self._waiting:
             event, release = self._waiting.popleft()
             event.synchronize()

@@ -1,6 +1,4 @@
-"""How many slots of the KV pool running requests hold; what is cached for nobody in particular can be evicted
-and does not count.
-"""
+"""Counts the slots of the KV pool that running requests hold."""
 
 from __future__ import annotations
 
@@ -8,18 +6,18 @@ from typing import Any
 
 
 class SlotUsage:
-    """Of one scheduler process, on its thread."""
+    """KV slots held by running requests; evictable cached slots are not counted. Scheduler thread only."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
         self._most = 0
 
     def count(self) -> None:
-        """A forward pass begins: what it writes to is reserved."""
+        """Sample at the start of a forward pass, when the slots it writes to are reserved."""
         self._most = max(self._most, self._now())
 
     def take(self) -> dict[str, int]:
-        """``now``, ``most`` since the last call, and ``total``."""
+        """Return ``now``, the ``most`` since the last call, and the pool's ``total``."""
         now = self._now()
         found = {"now": now, "most": max(self._most, now), "total": self._pool.size}
         self._most = now

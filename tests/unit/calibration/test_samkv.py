@@ -166,7 +166,7 @@ class Engine:
         self._with_found = with_found
 
     async def control(self, operation: str, **body: Any) -> dict[str, Any]:
-        assert operation == "try"
+        assert operation == "probe"
         self.asked.append(body)
         count = len(body["questions"])
         if "budgets" not in body:

@@ -1,4 +1,4 @@
-"""As much of SGLang's model runner as a pass needs: a model of attention alone over a pool of a few slots."""
+"""A model runner with what a pass needs: a model of attention alone over a pool of a few slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_ext.context.buffers import Buffers
-from sglang_ext.context.compose import fused_question as one_pass
+from sglang_ext.context.compose.fused_question import WITHOUT
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, VOCABULARY = 3, 4, 2, 8, 16, 50
 
@@ -88,13 +88,12 @@ def runner_of(slots: int, seed: int = 0) -> Any:
         get_key_buffer=pool.get_key_buffer,
         get_value_buffer=pool.get_value_buffer,
     )
-    flags = one_pass.WITHOUT
     return SimpleNamespace(
         token_to_kv_pool=holder,
         req_to_token_pool=None,
         tp_group=None,
         device="cpu",
         dtype=torch.float32,
-        server_args=SimpleNamespace(**dict.fromkeys(flags)),
+        server_args=SimpleNamespace(**dict.fromkeys(WITHOUT)),
         model=Model(),
     )

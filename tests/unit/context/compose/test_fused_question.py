@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT
-from sglang_ext.context.compose import fused_question as one_pass
+from sglang_ext.context.compose import fused_question
 from sglang_ext.context.compose.composer import Composer
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.recompute.job import RecomputeJob, question_job
@@ -52,7 +52,7 @@ def composer_of(runner: Any, graphs: Any = None) -> Composer:
     composer = Composer(
         runner, ROTATION, SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM)), 16
     )
-    composer.graphs, composer.one_pass = graphs, one_pass.FusedQuestion(runner, graphs)
+    composer.graphs, composer.fused_question = graphs, fused_question.FusedQuestion(runner, graphs)
     return composer
 
 
@@ -78,7 +78,7 @@ class Case:
             context = ComposedContext(
                 plan, array("q", ids), tuple(map(str, spans)), partial_selection(plan, ModelShape(LAYERS))
             )
-            context.decided = context.draft.settle()
+            context.decided = context.partial.settle()
             context.sources = [
                 DocumentOnDevice(torch.tensor([free.pop() for _ in range(s.end - s.start)]), None)
                 for s in spans
@@ -106,7 +106,7 @@ def in_two(options: Sequence[dict[str, Any]], seed: int) -> tuple[torch.Tensor, 
     runner, case = runner_of(SLOTS, seed), Case(options, seed)
     composer = composer_of(runner)
     composer.fill(case.contexts, case.rows)
-    assert composer.one_pass.output(batch_of(case)) is None
+    assert composer.fused_question.output(batch_of(case)) is None
     jobs = [
         question_job(
             torch.tensor(c.ids[c.plan.question_start :]), c.question_at, row[: c.slots], row[c.slots :]
@@ -146,14 +146,14 @@ def test_one_pass_computes_what_two_do(mix: str, seed: int, graph: bool) -> None
     runner, case = runner_of(SLOTS, seed), Case(MIXES[mix], seed)
     composer = composer_of(runner, Graphs(runner, 400) if graph else None)
     composer.fill(case.contexts, case.rows, whole=True)
-    output = composer.one_pass.output(batch_of(case))
+    output = composer.fused_question.output(batch_of(case))
     if mix == "none" and not graph:
         assert output is None, "nothing is saved by a pass of questions alone that is launched layer by layer"
-        assert not any(c.one_pass for c in case.contexts)
+        assert not any(c.fused for c in case.contexts)
         return
     torch.testing.assert_close(output.logits_output, wanted)
     assert_same_pools(runner.token_to_kv_pool, pool)
-    assert all(c.one_pass and c.by_graph == graph for c in case.contexts)
+    assert all(c.fused and c.by_graph == graph for c in case.contexts)
     assert sum(c.recomputed for c in case.contexts) == sum(c.recomputed for c in _filled(MIXES[mix], seed))
 
 
@@ -177,7 +177,7 @@ def test_with_everything_recomputed_the_question_has_its_states_of_a_whole_promp
     )
     whole = recompute(runner_of(SLOTS, seed), [prompt]).hidden
     assert whole is not None
-    output = composer.one_pass.output(batch_of(case))
+    output = composer.fused_question.output(batch_of(case))
     torch.testing.assert_close(
         output.logits_output, whole[context.plan.question_start :] @ runner.model.lm_head
     )
@@ -205,8 +205,8 @@ def test_a_pass_that_is_not_the_same_in_every_layer_leaves_the_question_to_sglan
     case, composer = Case([options], 1, strategy), composer_of(runner_of(SLOTS))
     composer.fill(case.contexts, case.rows, whole=True)
     assert case.contexts[0].recomputed
-    assert not case.contexts[0].one_pass
-    assert composer.one_pass.output(batch_of(case)) is None
+    assert not case.contexts[0].fused
+    assert composer.fused_question.output(batch_of(case)) is None
 
 
 @pytest.mark.parametrize("cut", [-1, 1], ids=["a chunk", "with answers"])
@@ -214,21 +214,21 @@ def test_only_whole_questions_without_answers_are_in_the_pass(cut: int) -> None:
     case, composer = Case([{"recompute": "all"}, {"recompute": "all"}], 2), composer_of(runner_of(SLOTS))
     case.rows[1] = case.rows[1][:-1] if cut < 0 else torch.cat((case.rows[1], case.rows[1][-1:]))
     composer.fill(case.contexts, case.rows, whole=True)
-    assert not any(c.one_pass for c in case.contexts)
-    assert composer.one_pass.output(batch_of(case)) is None
+    assert not any(c.fused for c in case.contexts)
+    assert composer.fused_question.output(batch_of(case)) is None
 
 
 @pytest.mark.parametrize("why", ["", "ranks", "loading", "slots", "rows"])
 def test_questions_alone_go_by_graph_only_where_that_pays(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, case = runner_of(SLOTS), Case([{}, {}], 3)
     if why == "ranks":
-        runner.tp_group = SimpleNamespace(world_size=2)
+        runner.tp_group = SimpleNamespace(world_size=2, rank_in_group=0)
     if why == "slots":
-        monkeypatch.setattr(one_pass, "SLOTS", max(c.slots for c in case.contexts) - 1)
+        monkeypatch.setattr(fused_question, "SLOTS", max(c.slots for c in case.contexts) - 1)
     rows = sum(c.question_tokens for c in case.contexts)
-    passes = one_pass.FusedQuestion(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
-    joined = passes.joined(case.contexts, case.rows, [None, None], loading=why == "loading")
-    assert (joined is not None) == (not why)
+    passes = fused_question.FusedQuestion(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
+    passed = passes.run(case.contexts, case.rows, [None, None], loading=why == "loading")
+    assert (passed is not None) == (not why)
 
 
 @pytest.mark.parametrize("why", ["enable_lora", "split", "lm_head", "window", "cap", "dtype"])
@@ -249,7 +249,7 @@ def test_models_that_end_or_attend_another_way_extend_by_themselves(why: str) ->
         setattr(runner.server_args, why, True)
     composer = composer_of(runner)
     composer.fill(case.contexts, case.rows, whole=True)
-    assert not case.contexts[0].one_pass
+    assert not case.contexts[0].fused
 
 
 def test_states_are_given_once_to_their_batch_and_no_other_pass_touches_them() -> None:
@@ -257,17 +257,17 @@ def test_states_are_given_once_to_their_batch_and_no_other_pass_touches_them() -
     graphs = Graphs(runner, 400)
     composer, batch = composer_of(runner, graphs), batch_of(case)
     composer.fill(case.contexts, case.rows, whole=True)
-    wanted = composer.one_pass.output(batch).logits_output
-    assert composer.one_pass.output(batch) is None, "given once"
+    wanted = composer.fused_question.output(batch).logits_output
+    assert composer.fused_question.output(batch) is None, "given once"
 
     composer.fill(case.contexts, case.rows, whole=True)
     graphs.replay([question_job(torch.tensor([1] * 60), 0, case.rows[0], torch.arange(500, 560))])
-    torch.testing.assert_close(composer.one_pass.output(batch).logits_output, wanted)
+    torch.testing.assert_close(composer.fused_question.output(batch).logits_output, wanted)
 
     composer.fill(case.contexts, case.rows, whole=True)
-    assert composer.one_pass.output(SimpleNamespace(input_ids=torch.zeros(99))) is None, "another batch"
-    assert composer.one_pass.output(batch) is None
+    assert composer.fused_question.output(SimpleNamespace(input_ids=torch.zeros(99))) is None, "another batch"
+    assert composer.fused_question.output(batch) is None
 
     composer.fill(case.contexts, case.rows, whole=True)
-    composer.one_pass.drop()
-    assert composer.one_pass.output(batch) is None, "the forward has failed"
+    composer.fused_question.drop()
+    assert composer.fused_question.output(batch) is None, "the forward has failed"

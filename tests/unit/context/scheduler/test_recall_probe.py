@@ -5,7 +5,6 @@ the engine's own selection.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.scheduler.recall_probe import answer, candidates
-from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.recall_probe import ProbeEngine, answer, candidates
+from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape
 from sglang_ext.protocol import PlanError
+from sglang_ext.ranks import Ranks
 from tests.unit.context.selection.test_samkv import analysis_of
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, runner_of
 
@@ -30,20 +30,21 @@ NEEDED = (185, 195)
 
 
 @pytest.fixture(scope="module")
-def stage() -> tuple[Any, Rotation, SelectionStage]:
+def engine() -> ProbeEngine:
     runner = runner_of(200, seed=1)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
     rotation = Rotation(torch.rand(DIM // 2), DIM, neox=True)
     ends = torch.zeros(50, dtype=torch.bool)
     ends[END] = True
-    foreign = [torch.randint(0, 40, (100,)).tolist() for _ in range(2)]
-    analyser = Analyser(runner, lambda: Texts(foreign, ends), Cut())
-    locator: Any = SimpleNamespace(all_agree=bool, agree=list)
-    return runner, rotation, SelectionStage(runner, rotation, locator, None, analyser, None, 2**20)  # type: ignore[arg-type]
+    unrelated = [torch.randint(0, 40, (100,)).tolist() for _ in range(2)]
+    analyser = Analyser(runner, lambda: Texts(unrelated, ends), Cut())
+    shape = ModelShape(LAYERS, 4, profile=Profile(selection="none"))
+    selector = Selector(rotation, analyser, Ranks())
+    return ProbeEngine(runner, rotation, analyser, selector, lambda _, ids: analyser.analyse(ids), shape)
 
 
 def body_of(**more: Any) -> dict[str, Any]:
-    """Three documents of sentences of ten tokens; the question's rare token stands in one, which is needed."""
+    """Three documents of sentences of ten tokens; the question's rare token is in one, which is needed."""
     ids = torch.randint(0, 40, (SPANS[-1][1],), generator=torch.Generator().manual_seed(2))
     ids[SPANS[0][1] + 9 :: 10] = END
     ids[NEEDED[0] + 3] = RARE
@@ -56,17 +57,14 @@ def body_of(**more: Any) -> dict[str, Any]:
     }
 
 
-def try_out(stage: tuple[Any, Rotation, SelectionStage], **more: Any) -> dict[str, Any]:
-    runner, rotation, stager = stage
-    return answer(
-        runner, rotation, stager, ModelShape(LAYERS, 4, profile=Profile(selection="none")), body_of(**more)
-    )
+def measure(engine: ProbeEngine, **more: Any) -> dict[str, Any]:
+    return answer(engine, body_of(**more))
 
 
 def test_recall_is_the_share_of_needed_tokens_that_is_kept(
-    stage: tuple[Any, Rotation, SelectionStage],
+    engine: ProbeEngine,
 ) -> None:
-    found = try_out(stage, heads=[[1, 0]], stable=[0], budgets=[10 / 360, 0.5, 1.0])
+    found = measure(engine, heads=[[1, 0]], stable=[0], budgets=[10 / 360, 0.5, 1.0])
     rows = found["rows"]
     assert [row["options"] for row in rows] == candidates(), (
         "all of them, whatever the running engine's profile says"
@@ -89,12 +87,12 @@ def test_recall_is_the_share_of_needed_tokens_that_is_kept(
     assert len(found["proportion"]["found"]["recall"]) == 2
 
 
-def test_the_heads_given_are_those_that_choose(stage: tuple[Any, Rotation, SelectionStage]) -> None:
+def test_the_heads_given_are_those_that_choose(engine: ProbeEngine) -> None:
     """By attention alone, one head's sentences are another's no more; by itself a head finds what the survey
     says of it.
     """
     budget = [0.05]
-    survey = try_out(stage)
+    survey = measure(engine)
     assert torch.tensor(survey["heads"]).shape == (2, LAYERS, KV_HEADS)
     assert len(survey["built_in"]["heads"]) == 1
     assert survey["built_in"]["stable"] == [LAYERS - 1]
@@ -108,7 +106,7 @@ def test_the_heads_given_are_those_that_choose(stage: tuple[Any, Rotation, Selec
     }
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
-            rows = try_out(stage, heads=[[layer, head]], budgets=budget)["rows"]
+            rows = measure(engine, heads=[[layer, head]], budgets=budget)["rows"]
             recall = next(row["recall"] for row in rows if row["options"] == alone)
             assert recall[0][0] == pytest.approx(survey["heads"][0][layer][head], abs=0.11), (
                 "but for keys of eight bits"
@@ -116,11 +114,11 @@ def test_the_heads_given_are_those_that_choose(stage: tuple[Any, Rotation, Selec
 
 
 def test_a_probe_without_documents_or_questions_is_refused(
-    stage: tuple[Any, Rotation, SelectionStage],
+    engine: ProbeEngine,
 ) -> None:
     for missing in ({"spans": [[0, SPANS[-1][1]]]}, {"questions": []}, {"spans": [[0, 6], [6, 20]]}):
         with pytest.raises(PlanError, match="a probe needs"):
-            try_out(stage, **missing)
+            measure(engine, **missing)
 
 
 def test_layers_that_agree_with_the_model_on_a_block_stand_out() -> None:

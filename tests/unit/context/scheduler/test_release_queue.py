@@ -12,12 +12,14 @@ import torch
 
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
+from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.runtime import ContextRuntime
 from sglang_ext.control import answer
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DocumentMeta, KvShape
+from sglang_ext.ranks import Ranks
 
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
 
@@ -38,19 +40,19 @@ class Event:
 
 
 def test_polling_releases_in_order_what_the_device_has_passed_and_waiting_everything() -> None:
-    held, released = ReleaseQueue(), []
+    queue, released = ReleaseQueue(), []
     events = [Event() for _ in range(3)]
     for number, event in enumerate(events):
-        held.add(event, lambda number=number: released.append(number))
-    held.poll()
+        queue.add(event, lambda number=number: released.append(number))
+    queue.poll()
     assert released == []
     events[0].passed = events[2].passed = True
-    held.poll()
+    queue.poll()
     assert released == [0], "the stream has not come to the third one before the second"
-    held.wait()
+    queue.wait()
     assert released == [0, 1, 2]
     assert events[1].passed
-    assert not len(held)
+    assert not len(queue)
 
 
 @pytest.fixture
@@ -71,18 +73,20 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         dec_lock_ref=unlocked.append,
     )
     runtime: Any = ContextRuntime.__new__(ContextRuntime)
-    runtime.tree, runtime.tiers, runtime.unlocked = tree, tiers, unlocked
-    runtime._device, runtime._held, runtime._tp_group = torch.device("cuda"), ReleaseQueue(), None
+    runtime.tree, runtime.tiers, runtime.unlocked, runtime.ranks = tree, tiers, unlocked, Ranks()
     pool = SimpleNamespace(get_kv_size_bytes=lambda: (8, 8))
     tree.token_to_kv_pool_allocator = SimpleNamespace(size=4)
     runtime.documents = DeviceDocuments(SimpleNamespace(token_to_kv_pool=pool), tree, tiers)
-    runtime._stager = None
-    runtime._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block, None)
+    composition: Any = Composition.__new__(Composition)
+    composition._device, composition.releases = torch.device("cuda"), ReleaseQueue()
+    composition._tiers, composition.stage = tiers, SimpleNamespace(stat=dict)
+    composition._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block)
+    runtime.composition = composition
     tiers.pin("d" * 32)
     context = SimpleNamespace(
         sources=[DocumentOnDevice(torch.arange(2), "node"), DocumentOnHost("d" * 32, torch.arange(3).numpy())]
     )
-    runtime._hold([context])
+    composition._unlock([context])
     yield runtime
     tiers.close()
 
@@ -90,9 +94,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def test_the_device_is_unlocked_at_once_and_host_pages_when_the_copies_have_run(runtime: Any) -> None:
     assert runtime.unlocked == ["node"]
     assert runtime.tiers.drop_host() == 0
-    runtime._held.poll()
+    runtime.composition.releases.poll()
     assert runtime.tiers.drop_host() == 0
-    runtime._held.wait()
+    runtime.composition.releases.wait()
     assert runtime.tiers.drop_host() == 1
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from sglang_ext.context.scheduler.slot_usage import SlotUsage
 from sglang_ext.control import answer
+from sglang_ext.ranks import Ranks
 
 
 class Tree:
@@ -22,7 +23,7 @@ class Tree:
 def test_the_most_since_somebody_asked() -> None:
     tree = Tree()
     slots = SlotUsage(tree)
-    runtime = SimpleNamespace(slots=slots, gather=lambda value: [value])
+    runtime = SimpleNamespace(slots=slots, ranks=Ranks())
 
     def asked() -> tuple[int, int, int]:
         found = answer(runtime, {"op": "slots"})["response"][0]

@@ -21,6 +21,7 @@ from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
 from sglang_ext.context.selection.samkv import SamKv, choose, personalised
 from sglang_ext.protocol import ContextPlan, Span
+from tests.analyses import local_queries, mean_keys
 
 LAYERS, HEADS, KV_HEADS, DIM, SYSTEM = 3, 4, 2, 8, 5
 ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, DIM, 2) / DIM), DIM, neox=True)
@@ -71,12 +72,9 @@ def reference(
     """Kept document tokens per layer, the paper's way: one layer, one document, one block at a time."""
     spans = plan.spans[1:]
     count = len(spans)
-    keys = [a.keys(torch.device("cpu")).double() for a in analyses]
+    keys = [mean_keys(a).double() for a in analyses]
     local = [
-        [
-            turned(a.local_queries(torch.device("cpu"))[n], s.start)
-            for a, s in zip(analyses, spans, strict=True)
-        ]
+        [turned(local_queries(a)[n], s.start) for a, s in zip(analyses, spans, strict=True)]
         for n in range(LAYERS)
     ]
     middle = [range(options.initial_blocks, a.blocks - a.local_blocks) for a in analyses]
@@ -336,7 +334,7 @@ def test_attention_scoring_is_the_largest_head_of_a_softmax_over_mean_keys(
             logits, names = [], []
             for span, analysis in zip(plan.spans[1:], analyses, strict=True):
                 for b in range(analysis.blocks):
-                    key = turned(analysis.keys(torch.device("cpu"))[n, b], span.start)[h * KV_HEADS // HEADS]
+                    key = turned(mean_keys(analysis)[n, b], span.start)[h * KV_HEADS // HEADS]
                     size = min(8, analysis.n_tokens - 8 * b)
                     logits.append(float(query[n, h].double() @ key) / math.sqrt(DIM) + math.log(size))
                     names.append((span.start + 8 * b, size, 1 <= b < analysis.blocks - 2))

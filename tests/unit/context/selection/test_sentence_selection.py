@@ -18,6 +18,7 @@ from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.samkv import LEAST, SamKv, choose_sentences
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.protocol import ContextPlan
+from tests.analyses import local_queries, mean_keys
 from tests.unit.context.selection.test_samkv import (
     DIM,
     HEADS,
@@ -113,7 +114,7 @@ def test_the_best_sentences_are_kept(
                 texts.append([])
             texts[-1].append(place + t)
             block_of.append(len(logits[0]) + t // block)
-        keys = analysis.keys(torch.device("cpu")).double()
+        keys = mean_keys(analysis).double()
         for n in range(LAYERS):
             asked = queries[n] if not bias else personal(queries, analyses, plan, n, span.start)
             for b in range(analysis.blocks):
@@ -168,7 +169,7 @@ def personal(
     q, total, others = queries[n], torch.zeros_like(queries[n]), 0
     for analysis, span in zip(analyses, plan.spans[1:], strict=True):
         if span.start != start:
-            local = turned(analysis.local_queries(torch.device("cpu"))[n].double(), span.start)
+            local = turned(local_queries(analysis)[n].double(), span.start)
             total += (((q * local).sum() / (q.norm() * local.norm())).abs()) * local
             others += 1
     return q + total / others if others else q

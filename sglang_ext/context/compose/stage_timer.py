@@ -1,4 +1,4 @@
-"""How long the stages of a composed batch took."""
+"""Times of the stages of a composed batch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 
 
 class StageTimer:
-    """Starts now; ``mark`` ends a stage.
+    """Starts when made; ``mark`` ends a stage.
 
-    On CUDA marks are events on the current stream, so a stage's time is that of its work and not of launching
-    it. A stage that ran beside an earlier one on another stream counts with what it took longer. ``stages``
-    waits for the last mark: ask when the batch's results are waited for anyway."""
+    On CUDA the marks are events on the current stream, so a stage's time is that of its work, not of its
+    launch. A stage that overlaps an earlier one on another stream counts only the time by which it ends
+    later. ``stages`` waits for the last mark: call it when the batch's results are awaited anyway.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = [("", self._now())]
 
     def mark(self, stage: str, stream: Any = None) -> None:
-        """``stream``: the CUDA stream that the stage ends on, if that is not the current one."""
+        """End ``stage``, on the CUDA stream ``stream`` if that is not the current one."""
         self._marks.append((stage, self._now(stream)))
 
     def stages(self) -> dict[str, float]:
-        """Milliseconds by stage."""
+        """Return milliseconds by stage."""
         if self._cuda:
             self._marks[-1][1].synchronize()
         start, stages, until = self._marks[0][1], {}, 0.0

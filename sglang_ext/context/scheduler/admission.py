@@ -1,0 +1,161 @@
+"""Admission of composed requests: lock their documents and reserve their slots, or let them wait."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any
+
+import torch
+
+from sglang_ext.context.compose.locate import Locator
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
+from sglang_ext.context.scheduler import sglang_req
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.protocol import MISSING_PREFIX
+from sglang_ext.ranks import Ranks
+
+_POLL_S = 0.0005  # between two looks at a load, when the scheduler has nothing else to do
+_EVICTED = (
+    "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: "
+    "ask again, or give the cache more memory"
+)
+
+
+class Decision(Enum):
+    """What happens to a request that SGLang wants to admit."""
+
+    READY = auto()  # documents locked, slots reserved
+    WAIT = auto()  # for its selection, or for a load from disk
+    MISSING = auto()  # some documents are in no tier
+    NO_ROOM = auto()  # the pool cannot give it its slots now
+
+
+class Admission:
+    """Decides on composed requests, all or nothing. Per rank; scheduler thread only."""
+
+    def __init__(self, tree: Any, tiers: Any, locator: Locator, stage: SelectionStage, ranks: Ranks) -> None:
+        self._tree = tree
+        self._allocator = tree.token_to_kv_pool_allocator
+        self._tiers = tiers
+        self._locator = locator
+        self._stage = stage
+        self._ranks = ranks
+
+    def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
+        """Run around `PrefillAdder.add_one_req`; ``add`` calls the original."""
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        context: ComposedContext = req.ragserve
+        decision, slots = self._decide(adder, req, context)
+        if slots is not None:
+            return self._add(adder, req, context, slots, add)
+        locks_device = any(isinstance(source, DocumentOnDevice) for source in context.sources)
+        self._locator.unlock(context)
+        if decision is Decision.WAIT:
+            return self._later(adder)
+        if decision is Decision.MISSING:
+            self._tiers.count(None, len(context.missing))
+            if req.output_ids:  # SGLang took it back in the middle of its answer
+                return self._end(req, add, _EVICTED, HTTPStatus.SERVICE_UNAVAILABLE)
+            return self._end(req, add, MISSING_PREFIX + json.dumps(context.missing))
+        if adder.can_run_list or not adder.running_batch.is_empty():
+            return AddReqResult.NO_TOKEN
+        if locks_device:  # its own documents are in its way: taken from host they hold no slots
+            context.below_device = True
+            return AddReqResult.CONTINUE
+        # Nothing will ever free memory for it: an error is better than a queue that hangs.
+        return self._end(
+            req,
+            add,
+            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give: keep less, "
+            "or raise max_total_tokens",
+        )
+
+    def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
+        """Return the decision, the same on every rank, and the reserved slots, int64, if it is READY."""
+        if context.decided is None:
+            self._stage.advance(adder)
+        if context.decided is None:
+            return (Decision.MISSING if context.missing else Decision.WAIT), None
+        sglang_req.shrink(req, context, self._tree)
+        missing = self._locator.resolve(context)
+        if not self._ranks.all_agree(missing is not None):
+            return Decision.WAIT, None
+        context.missing = self._ranks.any_missing(missing or [], len(context.keys))
+        if context.missing:
+            return Decision.MISSING, None
+        slots = self._reserve(adder, context.slots)
+        return (Decision.NO_ROOM if slots is None else Decision.READY), slots
+
+    def _add(
+        self, adder: Any, req: Any, context: ComposedContext, slots: torch.Tensor, add: Callable[[], Any]
+    ) -> Any:
+        """Admit the request with its slots as a prefix; give everything back if SGLang declines."""
+        req.prefix_indices = slots[: context.slots]
+        # composed tokens are no prefix hits, neither in the sum nor by tier
+        req.already_computed = context.slots
+        req._cache_breakdown_computed = True
+        context.filled = False
+        hits = adder.log_hit_tokens
+        try:
+            result = add()
+        except BaseException:
+            self._release(context, slots)
+            raise
+        if not adder.can_run_list or adder.can_run_list[-1] is not req:
+            req.prefix_indices = torch.empty((0,), dtype=torch.int64, device=slots.device)
+            self._release(context, slots)
+            return result
+        adder.log_hit_tokens = hits
+        for tier, documents in Counter(map(tier_of, context.sources)).items():
+            self._tiers.count(tier, documents)
+        context.tickets, context.reloads = {}, 0
+        return result
+
+    def _end(
+        self,
+        req: Any,
+        add: Callable[[], Any],
+        message: str,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+    ) -> Any:
+        """End the request with an error; SGLang admits it once more to report that."""
+        sglang_req.end(req, message, status)
+        req.init_next_round_input(self._tree)
+        return add()
+
+    def _later(self, adder: Any) -> Any:
+        """Leave the request in the queue.
+
+        With nothing else to do the scheduler would ask again at once, and threads that load would get
+        Python's lock only after its switch interval, for each of their steps.
+        """
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        if not adder.can_run_list and adder.running_batch.is_empty():
+            time.sleep(_POLL_S)
+        return AddReqResult.CONTINUE
+
+    def _reserve(self, adder: Any, count: int) -> torch.Tensor | None:
+        """Slots int64 for ``count`` tokens in whole pages, evicting from the tree if that helps; None if they
+        do not fit.
+        """
+        page = self._tree.page_size
+        wanted = -(-count // page) * page
+        if wanted >= adder.rem_total_tokens:
+            return None
+        if self._allocator.available_size() < wanted:
+            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+            self._tree.evict(EvictParams(num_tokens=wanted - self._allocator.available_size()))
+        slots: torch.Tensor | None = self._allocator.alloc(wanted)
+        return slots
+
+    def _release(self, context: ComposedContext, slots: torch.Tensor) -> None:
+        self._allocator.free(slots)
+        self._locator.unlock(context)

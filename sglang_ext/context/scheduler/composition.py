@@ -1,0 +1,226 @@
+"""Composed contexts of one scheduler process, from a request's plan to its report."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.document_analysis import Cut
+from sglang_ext.analysis.texts import Texts
+from sglang_ext.context.compose.composer import Composer
+from sglang_ext.context.compose.locate import Locator
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, is_composed, report_of
+from sglang_ext.context.compose.stage_timer import StageTimer
+from sglang_ext.context.rope import rotation_of
+from sglang_ext.context.scheduler import recall_probe, sglang_req
+from sglang_ext.context.scheduler.admission import Admission
+from sglang_ext.context.scheduler.metrics import context_metrics
+from sglang_ext.context.scheduler.query_pass import QueryPass
+from sglang_ext.context.scheduler.release_queue import ReleaseQueue
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.sglang_req import DocumentRequest
+from sglang_ext.context.selection.choose import Selector
+from sglang_ext.context.selection.profile import Profile
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.model import forward_stream
+from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.ranks import Ranks
+
+ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisConfig:
+    """How documents are analysed.
+
+    ``at_ingestion``: when they are prefilled, unless their plans say otherwise; else at the first use that
+    needs it. ``memory_bytes``: budget of decoded analyses. ``profile``: the model's defaults of `samkv`.
+    """
+
+    at_ingestion: bool = True
+    memory_bytes: int = ANALYSIS_BYTES
+    cut: Cut = field(default_factory=Cut)
+    profile: Profile = field(default_factory=Profile)
+
+
+class UnsupportedPool(ValueError):
+    """The pool's KV cannot be read or written as plain values."""
+
+
+def check_pool(pool: Any) -> None:
+    """Raise UnsupportedPool for quantised KV (`sglang_ext.attention.quantized_pool`)."""
+    if (bits := getattr(pool, "bits", 16)) != 16:
+        raise UnsupportedPool(
+            f"documents are composed in plain KV, and this server's has {bits} bits: use strategy 'prefix' "
+            "or 'full', or --kv-bits 16"
+        )
+
+
+class Composition:
+    """Admits composed requests, fills their slots and analyses documents. Per rank; scheduler thread only."""
+
+    def __init__(
+        self,
+        *,
+        model_runner: Any,
+        tree: Any,
+        tiers: Any,
+        is_removed: Callable[[str], bool],
+        ranks: Ranks,
+        block: int,
+        config: AnalysisConfig,
+        texts: Callable[[], Texts],
+    ) -> None:
+        """Raises UnsupportedPool or UnsupportedRope for a model whose KV cannot be composed.
+
+        Args:
+            is_removed: tells of a document key whether it was removed and only waits for its last reader.
+            block: tokens of a host page.
+            texts: loads the tokenizer; called once, before the first analysis.
+        """
+        pool = model_runner.token_to_kv_pool
+        check_pool(pool)
+        rotation = rotation_of(model_runner.model)
+        self.composer = Composer(model_runner, rotation, tiers, block)
+        self.releases = ReleaseQueue()
+        self._tree = tree
+        self._tiers = tiers
+        self._device = torch.device(model_runner.device)
+        # How far positions of each row of the request table are ahead of its slots; 0 for plain requests.
+        # Written whenever a row is taken.
+        self._offsets = torch.zeros(
+            tree.req_to_token_pool.req_to_token.shape[0], dtype=torch.int64, device=self._device
+        )
+        self._timer: StageTimer | None = None  # of the batch whose forward pass is running
+        self._shape = ModelShape(pool.layer_num, pool.dtype.itemsize, config.cut, config.profile)
+        self._locator = Locator(tree, tiers, is_removed, block)
+        analyser = Analyser(model_runner, texts, config.cut, config.profile.heads)
+        selector = Selector(rotation, analyser, ranks)
+        self.stage = SelectionStage(
+            model_runner,
+            locator=self._locator,
+            tiers=tiers,
+            analyser=analyser,
+            query_pass=QueryPass(model_runner, self.composer, tree.token_to_kv_pool_allocator),
+            selector=selector,
+            ranks=ranks,
+            memory_bytes=config.memory_bytes,
+            stable=config.profile.stable,
+        )
+        self.admission = Admission(tree, tiers, self._locator, self.stage, ranks)
+        self._engine = recall_probe.ProbeEngine(
+            model_runner, rotation, analyser, selector, self.stage.analyse, self._shape
+        )
+
+    def attach(self, req: Any, plan: ContextPlan, keys: tuple[str, ...]) -> None:
+        """Make a new request a composed one; ``keys`` are those of the plan's spans. Raises PlanError."""
+        partial = partial_selection(plan, self._shape)
+        context = ComposedContext(plan, array("q", req.origin_input_ids), keys, partial)
+        if partial.needs_analysis:
+            self.stage.add(context)
+        else:
+            context.decided = partial.settle()
+        sglang_req.compact(req, context)
+        req.extra_key = f"composed:{req.rid}"
+        req.ragserve = context
+
+    def before_forward(self, batch: Any) -> None:
+        """Before an extend batch: note each row's position offset and fill the slots of its new composed
+        requests. Runs on the stream of the forward pass.
+        """
+        self.releases.poll()
+        offsets = [r.ragserve.delta if is_composed(r) else 0 for r in batch.reqs]
+        self._offsets[batch.req_pool_indices] = torch.tensor(offsets, dtype=torch.int64).to(
+            self._device, non_blocking=True
+        )
+        new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
+        if not new:
+            return
+        table = self._tree.req_to_token_pool.req_to_token
+        rows = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
+        contexts = [r.ragserve for r in new]
+        # no other extended request and no decoding row beside them
+        whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"
+        self._timer = self.composer.fill(contexts, rows, whole=whole)
+        self._unlock(contexts, self.composer.gather.loading)
+
+    def output_of(self, forward_batch: Any) -> Any:
+        """Return, once, the model's output that `before_forward` has computed already; None if the model has
+        to run.
+        """
+        return self.composer.fused_question.output(forward_batch)
+
+    def end_forward(self) -> None:
+        """The forward pass has been launched, or has failed."""
+        self.composer.fused_question.drop()
+
+    def after_forward(self, batch: Any) -> None:
+        """After the extend batch's forward pass (launched, on CUDA): analyse the documents that are complete
+        in it.
+        """
+        self.composer.gather.finish()  # attention has waited in every layer; what did not ask the pool must
+        if self._timer is not None:
+            self._timer.mark("extend")
+            self._timer = None
+        for req in batch.reqs:
+            document = getattr(req, "ragserve", None)
+            if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
+                continue  # an ordinary request, or a document that was removed meanwhile
+            if document.analyse and req.extend_range.end >= len(document.ids):
+                document.analysis = self.stage.analyse(document.key, document.ids)
+
+    def before_result(self, batch: Any) -> None:
+        """Send the reports of an extend batch with its tokens, which SGLang is about to wait for anyway."""
+        for r in batch.reqs:
+            if is_composed(r) and r.ragserve.timer is not None:
+                report = report_of(r.ragserve)
+                r.ragserve.timer = None
+                r.customized_info = {**(r.customized_info or {}), PLAN_FIELD: [report.to_json()]}
+                context_metrics().observe(report)
+
+    def shift_positions(self, forward_batch: Any) -> None:
+        """After `ForwardBatch.init_new`: positions follow the full length of composed contexts."""
+        if forward_batch.positions is None or not len(forward_batch.positions):
+            return
+        offset = self._offsets[forward_batch.req_pool_indices]
+        if forward_batch.forward_mode.is_decode():
+            forward_batch.positions = forward_batch.positions + offset
+        elif forward_batch.extend_seq_lens is not None:
+            counts = forward_batch.extend_seq_lens.to(torch.int64)
+            shift = torch.repeat_interleave(offset, counts, output_size=forward_batch.extend_num_tokens)
+            forward_batch.positions = forward_batch.positions + shift.to(forward_batch.positions.dtype)
+
+    def probe(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure what each way of selecting keeps of a probe, see `recall_probe`. Raises PlanError."""
+        with forward_stream(self._engine.model_runner):
+            return recall_probe.answer(self._engine, body)
+
+    def _unlock(self, contexts: Sequence[ComposedContext], loading: torch.cuda.Stream | None = None) -> None:
+        """Unlock device documents now, because later writes to their slots are behind us on the stream, and
+        host pages once the copies have run, on ``loading`` if that is not the current stream.
+
+        Device locks decide what SGLang can evict and admit, so they must end at the same step on every rank.
+        """
+        if self._device.type != "cuda":
+            for context in contexts:
+                self._locator.unlock(context)
+            return
+        host_keys: list[str] = []
+        for context in contexts:
+            on_device = [source for source in context.sources if isinstance(source, DocumentOnDevice)]
+            host_keys += [s.key for s in context.sources if not isinstance(s, DocumentOnDevice)]
+            context.sources = list(on_device)
+            self._locator.unlock(context)
+        if host_keys:
+            event = torch.cuda.Event()
+            event.record() if loading is None else event.record(loading)
+            self.releases.add(event, lambda: self._unpin(host_keys))
+
+    def _unpin(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._tiers.unpin(key)

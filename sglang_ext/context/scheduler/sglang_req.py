@@ -1,0 +1,56 @@
+"""State that ragserve attaches to SGLang's `Req` as ``req.ragserve``, and the fields of it that ragserve
+edits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from sglang_ext.analysis.document_analysis import Analysis
+from sglang_ext.context.compose.request import ComposedContext
+
+
+@dataclass(slots=True)
+class DocumentRequest:
+    """A request whose KV becomes a document's. ``analyse``: compute the document's analysis as well."""
+
+    key: str
+    namespace: str
+    ids: array[int]
+    analyse: bool
+    analysis: Analysis | None = None
+
+
+def compact(req: Any, context: ComposedContext) -> None:
+    """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that space."""
+    ids = array("q", [0]) * context.slots + context.ids[context.plan.question_start :]
+    req.origin_input_ids = req.origin_input_ids_unpadded = ids
+
+
+def shrink(req: Any, context: ComposedContext, tree: Any) -> None:
+    """Compact the prompt again once the selection is known: until then S was an upper bound."""
+    surplus = len(req.origin_input_ids) - context.slots - context.question_tokens
+    if surplus:
+        compact(req, context)
+        if req.logprob_start_len > 0:
+            req.logprob_start_len -= surplus
+        req.full_untruncated_fill_ids = array("q")
+        req.init_next_round_input(tree)
+
+
+def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+    """Finish the request with an error, as SGLang does for bad requests but without its log line: a miss is
+    no error.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.ragserve = None
+    req.extra_key = f"ended:{req.rid}"
+    req.origin_input_ids = req.origin_input_ids_unpadded = array("q", [0])
+    req.full_untruncated_fill_ids = array("q")
+    req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "Unavailable"
+    req.to_finish = FINISH_ABORT(message, status, kind)

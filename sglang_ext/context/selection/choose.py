@@ -1,0 +1,69 @@
+"""Selects the kept document tokens from a partial selection, the analyses and the question's query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.document_analysis import Analysis
+from sglang_ext.context.rope import Rotation
+from sglang_ext.context.selection import samkv
+from sglang_ext.context.selection.strategies import PartialSelection
+from sglang_ext.ranks import Ranks
+
+
+class Selector:
+    """Runs the selectors of `samkv`. All ranks take part in every call and choose the same tokens."""
+
+    def __init__(self, rotation: Rotation, analyser: Analyser, ranks: Ranks) -> None:
+        self._rotation = rotation
+        self._analyser = analyser
+        self._ranks = ranks
+
+    def select(
+        self,
+        partial: PartialSelection,
+        analyses: Sequence[Analysis],
+        query: torch.Tensor | None,
+        ids: torch.Tensor,
+        stable: Sequence[int],
+    ) -> torch.Tensor | None:
+        """Return the kept document tokens as `samkv.Chosen.kept`; None if there is nothing to select.
+
+        Args:
+            analyses: one a document, in the order of the prompt.
+            query: f32 [layers, heads, head_dim], the question's; None if the selector does not use it.
+            ids: int64, the whole prompt.
+            stable: layers over which P is averaged; empty for the built-in ones.
+        """
+        if not partial.selects or partial.samkv is None or partial.blocks is None:
+            return None
+        options, blocks, start = partial.samkv, partial.blocks, partial.plan.question_start
+        if options.by_sentence:
+            return samkv.choose_sentences(
+                options,
+                blocks,
+                analyses,
+                query,
+                start,
+                self._rotation,
+                ids[blocks.first : start],
+                self._analyser.texts.without_ends(ids[start:]),
+                reduce=self._ranks.sum,
+                highest=self._ranks.max,
+            )
+        if query is None:
+            return None
+        return samkv.choose(
+            options,
+            blocks,
+            analyses,
+            query,
+            start,
+            self._rotation,
+            reduce=self._ranks.sum,
+            highest=self._ranks.max,
+            stable=stable or None,
+        ).kept
