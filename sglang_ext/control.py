@@ -47,7 +47,7 @@ def _failed(message: str) -> Answer:
 
 
 def _info(runtime: Any, body: dict[str, Any]) -> Answer:
-    from sglang_ext.context.selection.strategies import names
+    from sglang_ext.request_options import STRATEGY_OPTIONS
 
     sparse = current.attention
     return {
@@ -55,7 +55,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
         "fingerprint": runtime.fingerprint,
         "recompute_graphs": runtime.recompute_graphs,
         "samkv": runtime.profile.digest,
-        "strategies": [] if runtime.unsupported else list(names()),
+        "strategies": [] if runtime.unsupported else list(STRATEGY_OPTIONS),
         "unsupported": runtime.unsupported,
     }
 

@@ -84,7 +84,9 @@ class Composer:
         composed contexts.
         """
         asking = [
-            (context, row) for context, row in zip(contexts, rows, strict=True) if context.selection.asks
+            (context, row)
+            for context, row in zip(contexts, rows, strict=True)
+            if context.selection.needs_question_attention
         ]
         if not asking:
             return
@@ -93,7 +95,7 @@ class Composer:
         )
         for (context, _), looked_at in zip(asking, found, strict=True):
             chosen = context.draft.recomputed(context.selection.kept, context.in_order, looked_at)
-            context.decided = replace(context.selection, recomputed=chosen, asks=False)
+            context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> QuestionRows:
         start = context.plan.question_start
@@ -120,7 +122,7 @@ class Composer:
             deviation_share=selection.deviation_share,
             fuse=selection.fuse,
         )
-        if selection.closed:
+        if selection.compact:
             job.positions = upload(np.searchsorted(selection.kept.numpy(), positions), self._device)
         return job if job.recomputed or not choosing else None
 
@@ -137,5 +139,5 @@ def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
             source.slots if isinstance(source, DocumentOnDevice) else source.pages
             for source in context.sources
         ],
-        closed=context.decided is not None and context.decided.closed,
+        closed=context.decided is not None and context.decided.compact,
     )

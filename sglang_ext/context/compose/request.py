@@ -13,7 +13,7 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.buffers import Ints
 from sglang_ext.context.compose.gather import needed_blocks
 from sglang_ext.context.scheduler.stage_timer import StageTimer
-from sglang_ext.context.selection.strategies import ContextSelection, PartialSelection
+from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.documents.page_format import token_array
 from sglang_ext.protocol import ContextPlan, ContextReport
 
@@ -126,7 +126,7 @@ class ComposedContext:
     @property
     def question_at(self) -> int:
         """Position of the question's first token."""
-        return self.slots if self.decided is not None and self.decided.closed else self.plan.question_start
+        return self.slots if self.decided is not None and self.decided.compact else self.plan.question_start
 
 
 def report_of(context: ComposedContext) -> ContextReport:

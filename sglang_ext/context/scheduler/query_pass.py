@@ -17,7 +17,7 @@ from sglang_ext.context.compose.composer import Composer, filling_of
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob, question_job
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.context.selection.samkv import Ask
+from sglang_ext.request_options import QuestionQuery
 
 
 class QueryPass:
@@ -31,7 +31,7 @@ class QueryPass:
         self._allocator = allocator
         self._device = torch.device(model_runner.device)
 
-    def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[Ask, torch.Tensor]]:
+    def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[QuestionQuery, torch.Tensor]]:
         """Each question's mean query (where a draft asks for it) and that of its last token, f32 [layers,
         heads, head_dim], rotated for their places. The contexts' sources must hold the tokens of their
         drafts."""
@@ -53,7 +53,9 @@ class QueryPass:
             last = torch.stack(
                 [queries for queries, _ in seen.last.queries], dim=1
             ).float()  # a graph's are overwritten by the next pass
-        found: list[dict[Ask, torch.Tensor]] = [{"last": queries} for queries in last[: len(contexts)]]
+        found: list[dict[QuestionQuery, torch.Tensor]] = [
+            {"last": queries} for queries in last[: len(contexts)]
+        ]
         for number, mean in seen.means.items():
             found[number]["mean"] = torch.stack(mean)
         return found
@@ -67,7 +69,7 @@ class QueryPass:
         return {
             number: slice(*bound)
             for number, (context, bound) in enumerate(zip(contexts, pairwise(bounds), strict=True))
-            if context.draft.samkv is not None and context.draft.samkv.ask == "mean"
+            if context.draft.samkv is not None and context.draft.samkv.experimental.question_query == "mean"
         }
 
     @contextmanager

@@ -37,8 +37,9 @@ from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.scheduler.slot_usage import SlotUsage
 from sglang_ext.context.scheduler.stage_timer import StageTimer
+from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.model import UnsupportedRope
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, PlanError, document_key

@@ -29,7 +29,8 @@ from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection import samkv
-from sglang_ext.context.selection.strategies import PartialSelection
+from sglang_ext.context.selection.base import PartialSelection
+from sglang_ext.request_options import QuestionQuery
 
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # documents' tokens analysed in one scheduler step: others' decode waits for no more
@@ -237,10 +238,14 @@ class SelectionStage:
             context.query_ms += (asked - started) * 1e3
             context.select_ms += (ended - asked) * 1e3
 
-    def _settle(self, context: ComposedContext, queries: Mapping[samkv.Ask, torch.Tensor] | None) -> None:
+    def _settle(self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None) -> None:
         """Select, where there is something to select; ``queries`` where the selector looks at them."""
         analyses = context.in_order
-        query = None if queries is None or context.draft.samkv is None else queries[context.draft.samkv.ask]
+        query = (
+            None
+            if queries is None or context.draft.samkv is None
+            else queries[context.draft.samkv.experimental.question_query]
+        )
         kept = self.chosen(
             context.draft, analyses, query, torch.from_numpy(np.array(context.ids)), self._stable
         )
