@@ -38,7 +38,7 @@ SETS = (
     "musique",
 )
 STRATEGIES = (
-    "full,prefix,concat,concat:rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
+    "full,prefix,concat,concat:experimental.rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
     "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,random:share=0.15,random:share=0.3,random:share=0.5"
 )
 POOL_TOKENS = 400_000  # of each engine: 12 questions in flight with 8k tokens of documents, composed twice

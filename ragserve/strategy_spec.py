@@ -1,4 +1,8 @@
-"""Strategies with their options, in a readable spelling: ``full,epic:first=16,cacheblend:share=0.15``."""
+"""Strategies with their options, as the command line spells them:
+``full,epic:first=16,cacheblend:share=0.15``.
+
+A nested option is written with a dot: ``samkv:experimental.lexical_weight=1`` is
+``{"experimental": {"lexical_weight": 1}}`` in a request."""
 
 from __future__ import annotations
 
@@ -9,46 +13,67 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.errors import InvalidRequest
+from sglang_ext.request_options import STRATEGY_OPTIONS, PlanError, merged, strategy_options
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
+_HINT = "Write for example: full,epic:first=16,cacheblend:share=0.15"
+FORCE = "force"  # option of a request, not of a strategy: answer though the gate has not verified it
 
 
 @dataclass(frozen=True, slots=True)
 class StrategySpec:
-    """A strategy and its options; two with the same ``label`` do the same."""
+    """A strategy and its options. Specs with the same ``label`` are the same."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """As it is written on the command line, options sorted."""
+        """Command-line spelling, options sorted. Keys of the gate's record and of cost profiles."""
         if not self.options:
             return self.name
-        return f"{self.name}:" + ",".join(
-            f"{key}={_written(value)}" for key, value in sorted(self.options.items())
-        )
+        written = [
+            f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+            for key, value in sorted(_flat(self.options).items())
+        ]
+        return f"{self.name}:{','.join(written)}"
 
-    def asked(self, name: str | None, options: Mapping[str, Any]) -> StrategySpec:
-        """What a request asks for whose server answers by this strategy. Where it names this one, or none,
-        this one's options hold, too; its own win."""
-        return (
-            StrategySpec(self.name, {**self.options, **options})
-            if name in (None, self.name)
-            else StrategySpec(str(name), dict(options))
-        )
+    def check(self) -> None:
+        """Raise InvalidRequest for options that the strategy does not have, and for bad values."""
+        try:
+            if self.name in STRATEGY_OPTIONS:
+                strategy_options(self.name, self.options)
+            elif self.options:
+                raise PlanError(f"strategy {self.name} takes no options")
+        except PlanError as error:
+            text = str(error)
+            raise InvalidRequest(f"{text[0].upper()}{text[1:]}.", param="strategy_options") from None
+
+    def resolve(self, name: str | None, options: Mapping[str, Any]) -> StrategySpec:
+        """A request's strategy, where this spec is the server's default.
+
+        A request that names this strategy, or none, inherits its options; the request's own options win.
+        Raises InvalidRequest for bad options of a composed strategy."""
+        if name in (None, self.name):
+            spec = StrategySpec(self.name, merged(self.options, options))
+        else:
+            spec = StrategySpec(str(name), dict(options))
+        if spec.name in STRATEGY_OPTIONS:
+            own = {key: value for key, value in spec.options.items() if key != FORCE}
+            StrategySpec(spec.name, own).check()
+        return spec
 
 
 def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
-    """The strategies of a list like ``full,samkv:update=fusion,block_size=16,concat``, each once, in order.
+    """Parse a list like ``full,samkv:update=fusion,block_size=16,concat``; duplicates are dropped.
 
     A part with ``=`` and without ``:`` is a further option of the strategy before it. Values are JSON where
-    they can be read so, otherwise text. Raises InvalidRequest for what is not such a list, and, where
-    ``known`` is given, for a name that is not in it."""
+    they parse as JSON, otherwise text. Raises InvalidRequest for a malformed list and, if ``known`` is given,
+    for strategies not in it and for bad options."""
     found: list[tuple[str, dict[str, Any]]] = []
     for part in filter(None, (piece.strip() for piece in _parts(text))):
         name, colon, option = part.partition(":")
-        if "=" in name:  # a further option; its value may hold a colon
+        if "=" in name:  # a further option; its value may contain a colon
             if not found:
                 raise InvalidRequest(f"Option {part!r} belongs to no strategy.", hint=_HINT)
             option = part
@@ -59,7 +84,11 @@ def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
         key, equals, value = option.partition("=")
         if not equals or not key.strip():
             raise InvalidRequest(f"{option!r} is not an option of a strategy.", hint=_HINT)
-        found[-1][1][key.strip()] = _value(value.strip())
+        given = _value(value.strip())
+        for part_of_key in reversed(key.strip().split(".")[1:]):
+            given = {part_of_key: given}
+        name, options = found[-1]
+        found[-1] = name, merged(options, {key.strip().partition(".")[0]: given})
     for name, _ in found:
         if not _NAME.fullmatch(name) or (known and name not in known):
             raise InvalidRequest(
@@ -68,14 +97,14 @@ def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
     specs = [StrategySpec(name, options) for name, options in found]
     if not specs:
         raise InvalidRequest("No strategy given.", hint=_HINT)
+    if known:
+        for spec in specs:
+            spec.check()
     return list({spec.label: spec for spec in specs}.values())
 
 
-_HINT = "Write for example: full,epic:first=16,cacheblend:share=0.15"
-
-
 def _parts(text: str) -> list[str]:
-    """Split at commas that stand in no bracket, so that a value may be a JSON list."""
+    """Split at commas outside brackets, so that a value may be a JSON list."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -93,5 +122,9 @@ def _value(text: str) -> Any:
         return text
 
 
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in options.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

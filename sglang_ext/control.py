@@ -49,7 +49,7 @@ def _failed(message: str) -> Answer:
 
 
 def _info(runtime: Any, body: dict[str, Any]) -> Answer:
-    from sglang_ext.context.selection.strategies import names
+    from sglang_ext.request_options import STRATEGY_OPTIONS
 
     sparse, composition = current.attention, runtime.composition
     return {
@@ -57,7 +57,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
         "fingerprint": runtime.fingerprint,
         "recompute_graphs": 0 if composition is None else composition.composer.recompute_graphs,
         "samkv": runtime.profile.digest,
-        "strategies": [] if runtime.unsupported else list(names()),
+        "strategies": [] if runtime.unsupported else list(STRATEGY_OPTIONS),
         "unsupported": runtime.unsupported,
     }
 

@@ -1,9 +1,8 @@
-"""What the product and the processes of SGLang say to each other: plain data that both sides import. No
-torch, no SGLang.
+"""Plain data that ragserve and SGLang's processes exchange. Imports neither torch nor SGLang.
 
-A query travels as one ordinary SGLang generate call: the ids of the whole prompt, and in
+A query is one ordinary SGLang generate call: the token ids of the whole prompt, and in
 ``sampling_params.custom_params`` the entry ``{"ragserve": <plan as JSON text>}`` (SGLang takes flat values
-only). What happened comes back in ``meta_info["ragserve"]``."""
+only). The report comes back in ``meta_info["ragserve"]``."""
 
 from __future__ import annotations
 
@@ -12,28 +11,30 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from sglang_ext.request_options import DecodeOptions as DecodeOptions
+from sglang_ext.request_options import PlanError as PlanError
 
 SGLANG_VERSION = "0.5.16"  # the version that `sglang_ext` is written for
 PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
-# in custom_params: true asks for it; in meta_info: what came (see `sglang_ext.distribution`)
+# In custom_params: true asks for the distribution; in meta_info: the distribution
+# (`sglang_ext.distribution`).
 DISTRIBUTION_FIELD = "ragserve_distribution"
+# In custom_params: a request's decode options as JSON text; in meta_info: its DecodeReport.
+DECODE_FIELD = "ragserve_decode"
 MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"
 CACHE_BACKEND = "ragserve"  # SGLang's name for our document cache
-KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # environment of the scheduler processes: settings of the tiers, JSON
-NAMESPACE = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-)  # as the product's settings have it; safe as a folder's name
+# Environment variables of the scheduler processes, both JSON.
+KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # document cache
+ATTENTION_CONFIG_VARIABLE = "RAGSERVE_ATTENTION_CONFIG"  # sparse decoding; absent: off
+NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also safe as a folder name
 EXACT_STRATEGIES = ("full", "prefix")
 
 Operation = Literal["compose", "document"]
-
-
-class PlanError(ValueError):
-    """A plan that cannot be carried out; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,8 @@ class ContextPlan:
     """How to serve one request.
 
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
-    ids is extended over the composed slots. ``document``: the ids are one document alone, to be cached; its
-    option ``analyse`` false leaves the analysis to the first request that needs it. Raises PlanError on
-    construction from bad data."""
+    ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled alone and
+    cached; its option ``analyse`` false leaves the analysis to the first request that needs it."""
 
     operation: Operation
     namespace: str
@@ -65,9 +65,7 @@ class ContextPlan:
 
     @property
     def analyse(self) -> bool:
-        """Of a document: whether it is analysed as soon as it is prefilled, where the engine does that at
-        all.
-        """
+        """Analyse the document as soon as it is prefilled, if the engine analyses at ingestion."""
         analyse: bool = self.options.get("analyse", True)
         return analyse
 
@@ -86,7 +84,7 @@ class ContextPlan:
 
     @classmethod
     def from_json(cls, text: str, n_ids: int) -> ContextPlan:
-        """Parse and check against a prompt of ``n_ids`` tokens."""
+        """Parse and check against a prompt of ``n_ids`` tokens. Raises PlanError."""
         try:
             raw = json.loads(text)
             version, operation, namespace = raw["v"], raw["op"], raw["namespace"]
@@ -96,7 +94,8 @@ class ContextPlan:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
             raise PlanError(
-                f"the plan has version {version}, this engine understands {PLAN_VERSION}: run one version of ragserve"
+                f"the plan has version {version} and this engine understands {PLAN_VERSION}: run one version "
+                "of ragserve"
             )
         if (
             operation not in ("compose", "document")
@@ -113,7 +112,7 @@ class ContextPlan:
     def _check(self, n_ids: int) -> None:
         if self.operation == "document":
             if set(self.options) - {"analyse"} or not isinstance(self.analyse, bool):
-                raise PlanError("a document's plan has one option, analyse: true or false")
+                raise PlanError("a document plan has one option, analyse: true or false")
             return
         if not self.spans:
             raise PlanError("nothing to compose: the plan has no spans")
@@ -124,20 +123,21 @@ class ContextPlan:
             position = span.end
         if position >= n_ids:
             raise PlanError(
-                f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one token"
+                f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one "
+                "token"
             )
 
 
 def prefix_key(namespace: str) -> str:
-    """SGLang's extra key of a namespace's exact prefix cache. The colon keeps it apart from documents' keys."""
+    """SGLang's extra key for a namespace's exact prefix cache. The colon keeps it apart from document
+    keys."""
     return f"namespace:{namespace}"
 
 
 def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
-    """Under what a document's KV is cached: 32 hex digits over namespace, model (fingerprint) and token ids.
+    """Cache key of a document's KV: 32 hex digits over namespace, model fingerprint and token ids.
 
-    The namespace is part of it, so the same text in two namespaces is two documents.
-    """
+    The namespace is part of the key, so the same text in two namespaces is two documents."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (namespace.encode(), fingerprint.encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
@@ -147,9 +147,8 @@ def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """What was done for a composed request. Tokens are the documents'; the system text is exact and not
-    counted. Milliseconds per stage.
-    """
+    """Account of a composed request: document tokens (the system text is exact and not counted), milliseconds
+    by stage."""
 
     strategy: str
     document_tokens: int
@@ -159,17 +158,15 @@ class ContextReport:
     compose_ms: float
     load_ms: float
     recompute_ms: float
-    # the forward pass of the question, or of its first chunk, and of the requests beside it; logits, if
-    # one_pass
-    extend_ms: float = 0.0
-    analysis_ms: float = 0.0  # of documents that had none yet
-    query_ms: float = 0.0  # SamKV's query pass, of all requests in it
-    select_ms: float = 0.0
-    ask_ms: float = (
-        0.0  # part of recompute_ms: the question over its composed context, where the rule asks for that
+    extend_ms: float = (
+        0.0  # forward of the question, or of its first chunk, and its batch; logits if one_pass
     )
-    recompute_graph: bool = False  # whether the pass was one CUDA graph
-    one_pass: bool = False  # whether the question was computed in it: recompute_ms holds that
+    analysis_ms: float = 0.0  # of documents without one
+    query_ms: float = 0.0  # SamKV's query pass, shared by its batch
+    select_ms: float = 0.0
+    ask_ms: float = 0.0  # part of recompute_ms: the question's attention, where the rule needs it
+    recompute_graph: bool = False  # the pass was one CUDA graph
+    one_pass: bool = False  # the recompute pass computed the question too; recompute_ms includes it
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -180,74 +177,13 @@ class ContextReport:
         return cls(**json.loads(text))
 
 
-DECODE_FIELD = (
-    "ragserve_decode"  # of custom_params (a request's wish, JSON text) and of meta_info (what was attended)
-)
-ATTENTION_CONFIG_VARIABLE = (
-    "RAGSERVE_ATTENTION_CONFIG"  # environment of the scheduler processes: sparse decoding, JSON; absent: off
-)
-DECODE_MODES = ("dense", "hierarchical", "progressive")
-DecodeMode = Literal["dense", "hierarchical", "progressive"]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOptions:
-    """How one request's decode steps attend to its KV. Raises PlanError on construction from bad values.
-
-    ``dense``: to all of it. ``hierarchical``: to the pages that score best within ``budget`` tokens, chosen
-    every ``reuse`` steps. ``progressive``: to pages in the order of their scores until the estimated share of
-    the attention weight passes ``threshold``. Up to ``dense_below`` tokens of context a request is dense in
-    any mode; ``streaming``: the heads of the server's pattern file attend to the first and the latest tokens
-    only."""
-
-    mode: DecodeMode = "dense"
-    budget: int = 2048
-    reuse: int = 16
-    threshold: float = 0.95
-    dense_below: int = 8192
-    streaming: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in DECODE_MODES:
-            raise PlanError(f"decode mode {self.mode!r}: expected one of {', '.join(DECODE_MODES)}")
-        for name, least in (("budget", 1), ("reuse", 1), ("dense_below", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(
-                    f"decode option {name} is {value!r}: expected a whole number of at least {least}"
-                )
-        if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold <= 1:
-            raise PlanError(f"decode option threshold is {self.threshold!r}: expected a share in (0, 1]")
-        if not isinstance(self.streaming, bool):
-            raise PlanError(f"decode option streaming is {self.streaming!r}: expected true or false")
-
-    def updated(self, changes: Mapping[str, Any]) -> DecodeOptions:
-        """These options with some replaced. Raises PlanError for names that do not exist and for bad values."""
-        unknown = sorted(set(changes) - set(self.__dataclass_fields__))
-        if unknown:
-            raise PlanError(
-                f"no decode option {', '.join(unknown)}: one of {', '.join(self.__dataclass_fields__)}"
-            )
-        return replace(self, **changes)
-
-    def from_request(self, text: str) -> DecodeOptions:
-        """These options, a server's, with what a request's JSON text asks for."""
-        try:
-            changes = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"decode options are not JSON: {error}") from None
-        if not isinstance(changes, dict):
-            raise PlanError("decode options must be a JSON object")
-        return self.updated(changes)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """What a request's decode steps attended to. Pages are means over layers and KV heads.
+    """Account of a request's decode steps. Pages are means over layers and KV heads.
 
-    ``sparse_steps`` of its ``steps`` were not dense. ``pages``: read per step, of ``pages_held``; ``share``:
-    their quotient. ``weight``: the estimated share of the attention weight in what was read, mean over
-    progressive steps; None where nobody estimated."""
+    ``sparse_steps`` of its ``steps`` were not dense. ``pages`` were read per step, out of ``pages_held``;
+    ``share`` is their quotient. ``weight``: estimated share of the attention weight that was read, mean over
+    progressive steps; None without an estimate."""
 
     mode: str
     steps: int

@@ -5,7 +5,6 @@ transaction.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import sqlite3
 import time
@@ -21,8 +20,7 @@ from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
 from ragserve_index.structures.base import Ids
 from ragserve_index.types import Chunk, Document, NamespaceInfo
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+from sglang_ext.protocol import NAMESPACE
 
 _NAMESPACE = (
     "id, name, embedder, dim, index_type, version, changed, n_documents, n_chunks, n_tokens, uid, log_floor"
@@ -107,7 +105,7 @@ def create_namespace(
     connection: sqlite3.Connection, name: str, embedder: str, dim: int, index_type: str
 ) -> Namespace:
     """Raises InvalidRequest for a bad name or dimension."""
-    if not _NAME.fullmatch(name):
+    if not NAMESPACE.fullmatch(name):
         raise InvalidRequest(
             f"{name!r} is not a namespace name.",
             hint="Letters, digits, '_', '.' and '-', at most 64, starting with a letter or digit.",

@@ -27,8 +27,8 @@ from ragserve.answering.results import (
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
-from ragserve.profiles.gate import FORCE, Gate
-from ragserve.strategy_spec import StrategySpec
+from ragserve.profiles.gate import Gate
+from ragserve.strategy_spec import FORCE, StrategySpec
 from ragserve_index.types import Hit
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 

@@ -167,7 +167,7 @@ def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
         raise _no_model(body.model) from None
     settings = svc.settings
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    strategy = settings.default_strategy.asked(body.strategy, body.strategy_options)
+    strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
     return Query(
         question=last.text,
         namespace=namespace,

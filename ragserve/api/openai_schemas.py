@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes, as far as a namespace can answer them."""
+"""Bodies of the OpenAI routes: the fields that a namespace can answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pydantic import BaseModel, Field
 
 from ragserve.answering.results import Citation, ContextUse, Timings
 from ragserve.api.body import RequestModel, Text
-from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, GivenDocument, Stop
+from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, GivenDocument, Stop, StrategyOptions
 from ragserve.config import StrategyName
 from ragserve_index.filters import Filter
 
 Content = Annotated[Text, Field(max_length=65_536)]
-Ignored = Annotated[Any, Field(default=None, description="Taken and not used.")]
+Ignored = Annotated[Any, Field(default=None, description="Accepted and ignored.")]
 
 
 class TextPart(RequestModel):
@@ -22,7 +22,7 @@ class TextPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One message. An assistant's may be sent back as it was received."""
+    """One message. An assistant's message may be sent back as received."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content | Annotated[list[TextPart], Field(max_length=256)]
@@ -49,8 +49,8 @@ class TextFormat(RequestModel):
 
 
 class ChatRequest(RequestModel):
-    """A dialogue whose last message is the question. `k`, `filter`, `strategy`, `strategy_options` and
-    `documents` are ours (`extra_body` in its client)."""
+    """A dialogue whose last message is the question. OpenAI's client sends our own fields `k`, `filter`,
+    `strategy`, `strategy_options` and `documents` as `extra_body`."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -61,11 +61,9 @@ class ChatRequest(RequestModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(
-        None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's."
+        None, ge=1, le=32_768, description="Limit of the answer, tokens. Default: the server's."
     )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=32_768, description="The newer name of max_tokens."
-    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=32_768, description="Newer name of max_tokens.")
     temperature: float | None = Field(None, ge=0, le=2, description="Default 0, greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=0, le=2**31 - 1)
@@ -84,17 +82,17 @@ class ChatRequest(RequestModel):
     k: int | None = Field(None, ge=1, le=MAX_K)
     filter: Filter | None = None
     strategy: StrategyName | None = None
-    strategy_options: dict[str, bool | int | float | str] = Field(default_factory=dict, max_length=16)
+    strategy_options: StrategyOptions
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
 
 
 class UrlCitation(BaseModel):
     start_index: int = Field(
-        description="Where in the content the marker stands; the whole content where there is none."
+        description="Position of the marker in the content; the whole content if there is no marker."
     )
     end_index: int
     title: str
-    url: str = Field(description="The source: its URL, or its path as a file URL, or the name it was given.")
+    url: str = Field(description="URL of the source, its path as a file URL, or its name.")
 
 
 class Annotation(BaseModel):
@@ -128,7 +126,7 @@ class ChatUsage(BaseModel):
 
 
 class Extras(BaseModel):
-    """What /rag/query says and OpenAI has no field for."""
+    """Fields of /rag/query without an OpenAI counterpart."""
 
     context: ContextUse
     timings: Timings
@@ -149,7 +147,7 @@ class ChatAnswer(BaseModel):
 
 
 class ChunkDelta(BaseModel):
-    """Only what is new is there."""
+    """The new parts only."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -164,18 +162,18 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """One `data` of a stream; after the last comes `[DONE]`."""
+    """One `data` of a stream; `[DONE]` follows the last one."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    choices: list[ChunkChoice] = Field(description="Empty on the chunk with the usage.")
+    choices: list[ChunkChoice] = Field(description="Empty in the chunk with the usage.")
     usage: ChatUsage | None = Field(
-        default=None, description="With `stream_options.include_usage`, on the last chunk."
+        default=None, description="In the last chunk, with `stream_options.include_usage`."
     )
-    citations: list[Citation] | None = Field(default=None, description="On the last chunk that has a choice.")
-    ragserve: Extras | None = Field(default=None, description="On the last chunk that has a choice.")
+    citations: list[Citation] | None = Field(default=None, description="In the last chunk with a choice.")
+    ragserve: Extras | None = Field(default=None, description="In the last chunk with a choice.")
 
 
 class Model(BaseModel):
@@ -187,4 +185,4 @@ class Model(BaseModel):
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Model] = Field(description="One per namespace, then SGLang's, which have more fields.")
+    data: list[Model] = Field(description="One per namespace, then SGLang's own, which have more fields.")

@@ -13,11 +13,11 @@ from pydantic.json_schema import models_json_schema
 from ragserve import __version__
 from ragserve.api.schemas import ErrorBody
 
-# FastAPI leaves out every null of the document, also those of examples: this stands for them until it has.
+# FastAPI drops every null of the document, examples included: this stands in for null until it has.
 _NULL = "\ue000null\ue001"
 _REF = "#/components/schemas/{model}"
 _ERRORS: dict[int, tuple[str, str, str]] = {
-    # status: (what it means, code of the example, message of the example)
+    # status: (meaning, code of the example, message of the example)
     400: (
         "The request is malformed or out of range",
         "invalid_request",
@@ -63,11 +63,12 @@ def documented(
     description: str,
     sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """``responses`` of a route: what success looks like, and the errors it can give beside 401 and 500, which
-    all can.
+    """``responses`` of a route.
 
-    ``sse`` is an example of its stream and the model of each event's data, by the event's name (empty for
-    events without one)."""
+    Args:
+        example: body of a success; None for none. statuses: the route's errors, besides 401 and 500, which
+        every route has. sse: an example of the stream, and the model of each event's data by event name (""
+        for unnamed events)."""
     content: dict[str, Any] = (
         {} if example is None else {"application/json": {"example": _swap(example, None, _NULL)}}
     )
@@ -75,9 +76,7 @@ def documented(
         stream, events = sse
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Server-sent events; the data of each is JSON."},
-            "itemSchema": {
-                "oneOf": [_event(name, model) for name, model in events.items()]
-            },  # as OpenAPI 3.2 has it
+            "itemSchema": {"oneOf": [_event(name, model) for name, model in events.items()]},  # OpenAPI 3.2
             "example": stream,
         }
     responses: dict[int | str, dict[str, Any]] = {success: {"description": description}}
@@ -103,7 +102,7 @@ def documented(
 
 
 def _swap(value: Any, old: Any, new: Any) -> Any:
-    """A JSON value with ``new`` wherever ``old`` stands."""
+    """A JSON value with ``new`` in place of every ``old``."""
     if isinstance(value, dict):
         return {key: _swap(one, old, new) for key, one in value.items()}
     if isinstance(value, list):
@@ -127,11 +126,10 @@ def _event(name: str, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Our own document, built on first use: what FastAPI says, with the key's scheme and without the 422 that
-    we never send.
+    """Give ``app`` its OpenAPI document, built on first use: FastAPI's, with the API key's scheme and
+    without 422, which we never send.
 
-    ``models`` are those that routes mention by reference only.
-    """
+    ``models`` are referenced by routes, but unknown to FastAPI."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -146,7 +144,7 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
                 "key": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "The server's API key, where it was started with one.",
+                    "description": "The server's API key, if it has one.",
                 }
             }
             schema["security"] = [{"key": []}]
@@ -167,14 +165,15 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
 
 DESCRIPTION = """Answers questions over your documents with SGLang.
 
-Every route but `/health` wants the API key, where the server has one. Every answer carries `X-Request-Id`; send your own and it is used.
-All routes of SGLang (`/generate`, `/v1/completions`, `/metrics`, ...) are served on this address too and are documented by SGLang."""
+If the server has an API key, every route but `/health` requires it. Every answer carries `X-Request-Id`; an
+id that you send is kept. SGLang's own routes (`/generate`, `/v1/completions`, `/metrics`, ...) are served on
+the same address and documented by SGLang."""
 
 _TAGS = [
-    {"name": "query", "description": "Ask, or only search."},
-    {"name": "ingest", "description": "Give documents; watch the jobs that index them."},
-    {"name": "documents", "description": "What is indexed."},
-    {"name": "cache", "description": "The documents' KV: what is where."},
-    {"name": "openai", "description": "The same answers for OpenAI clients."},
-    {"name": "system", "description": "What is serving, and whether it is ready."},
+    {"name": "query", "description": "Ask a question, or search only."},
+    {"name": "ingest", "description": "Add documents, and follow the jobs that index them."},
+    {"name": "documents", "description": "Indexed documents, chunks and namespaces."},
+    {"name": "cache", "description": "The document cache: contents and tiers."},
+    {"name": "openai", "description": "The same answers in OpenAI's format."},
+    {"name": "system", "description": "Server information, readiness and metrics."},
 ]

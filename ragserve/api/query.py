@@ -81,14 +81,14 @@ def to_query(body: QueryRequest, svc: Services, request_id: str) -> Query:
     """
     svc.check_question(body.query, len(body.history))
     settings = svc.settings
-    strategy = settings.default_strategy.asked(body.strategy, body.strategy_options)
+    strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
     return Query(
         question=body.query,
         namespace=body.namespace,
         k=body.k or settings.top_k,
         strategy=strategy.name,
         strategy_options=strategy.options,
-        decode=body.decode,
+        decode=body.decode.model_dump(exclude_unset=True),
         sampling=Sampling(
             max_new_tokens=body.max_new_tokens or settings.max_new_tokens,
             temperature=body.temperature,

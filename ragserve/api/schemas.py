@@ -1,16 +1,17 @@
-"""Bodies of requests, and of answers other than a query's, which `ragserve.answering.results` has. Limits
-that are settings are checked later."""
+"""Bodies of requests and answers; a query's answer is in `ragserve.answering.results`. The routes check the
+limits that are settings."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ragserve.answering.results import RetrievalTimings, RetrievedPassage
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.config import Namespace, StrategyName
 from ragserve_index.filters import Filter
+from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, Options
 
 MAX_K = 64
 MAX_DOCUMENTS = 256
@@ -23,7 +24,32 @@ Metadata = Annotated[
         MetadataKey,
         MetadataText | bool | int | float | Annotated[list[MetadataText], Field(max_length=256)] | None,
     ],
-    Field(max_length=64, description="Own fields of the documents, for filters."),
+    Field(max_length=64, description="Fields of your own, for filters."),
+]
+OptionValue = bool | int | float | str
+
+
+class GateOption(Options):
+    """Option that every composed strategy takes over REST."""
+
+    force: bool = Field(
+        False, description="Answer though `ragserve eval --write-gate` has not verified the strategy."
+    )
+
+
+_OPTION_MODELS = tuple(
+    create_model(model.__name__, __base__=(model, GateOption), __doc__=model.__doc__)
+    for model in STRATEGY_OPTIONS.values()
+)
+StrategyOptions = Annotated[
+    dict[str, OptionValue | dict[str, OptionValue]],
+    # The models document the options; `StrategySpec.resolve` checks them once the strategy is known.
+    BeforeValidator(lambda value: value, json_schema_input_type=Union[_OPTION_MODELS]),  # noqa: UP007
+    Field(
+        default_factory=dict,
+        description="Options of a composed strategy. They are added to the server's own where the strategy "
+        "is the server's.",
+    ),
 ]
 
 
@@ -33,76 +59,67 @@ class HistoryMessage(RequestModel):
 
 
 class GivenDocument(RequestModel):
-    """Context given with the query instead of retrieved."""
+    """Context sent with the query instead of retrieved."""
 
     text: Annotated[NonBlank, Field(max_length=MAX_TEXT_CHARS)]
     title: Annotated[Text, Field(max_length=1024)] = ""
-    source: Annotated[Text, Field(max_length=4096)] | None = Field(
-        None, description="Handed back in citations."
-    )
+    source: Annotated[Text, Field(max_length=4096)] | None = Field(None, description="Returned in citations.")
 
 
 class RetrieveRequest(RequestModel):
-    """What to search for, and where."""
+    """A question, and where to search."""
 
-    query: NonBlank = Field(
-        description="The question. Its largest length is in /info, limits.max_query_chars."
-    )
+    query: NonBlank = Field(description="The question. /info has its largest length, limits.max_query_chars.")
     namespace: Namespace = Field("default", description="Where to search.")
     k: int | None = Field(
         None,
         ge=1,
         le=MAX_K,
-        description="Passages; fewer where the namespace has fewer. Default: the server's top_k.",
+        description="Passages to return, fewer if the namespace has fewer. Default: the server's top_k.",
     )
     filter: Filter | None = Field(
         None,
-        description="Only passages of documents whose fields match: metadata keys, doc_id, source, title, mime.",
+        description="Restricts the search by document fields: metadata keys, doc_id, source, title, mime.",
     )
 
 
 class QueryRequest(RetrieveRequest):
-    """A question, and how to answer it."""
+    """A question and how to answer it."""
 
     strategy: StrategyName | None = Field(
         None,
-        description="Exact: `full`, `prefix`. `auto`: the verified one expected to be fastest. "
-        "Composed from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`, `samkv`. "
+        description="Exact: `full`, `prefix`. Composed from cached documents, approximate: `concat`, "
+        "`epic`, `cacheblend`, `random`, `samkv`. `auto`: the verified strategy that should be fastest. "
         "Default: the server's, with its options.",
     )
-    strategy_options: dict[str, bool | int | float | str] = Field(
-        default_factory=dict,
-        max_length=16,
-        description="Of a composed strategy: `keep` (share), `recompute` (rule), `share`, `first`, `seed`, `update`, `rotate`, and samkv's "
-        "own; and `force`: answer though not verified.",
+    strategy_options: StrategyOptions
+    decode: DecodeOptions = Field(
+        default_factory=DecodeOptions,
+        description="Decode options that differ from the server's; needs `--sparse-attention on`.",
     )
-    decode: dict[str, bool | int | float | str] = Field(
-        default_factory=dict,
-        max_length=16,
-        description="With `--sparse-attention on`, how decode steps attend, where it differs from the server's: `mode` (`dense`, "
-        "`hierarchical`, `progressive`), `budget` (tokens), `reuse` (steps), `threshold`, `dense_below` (tokens), `streaming`.",
-    )
-    stream: bool = Field(False, description="Answer as server-sent events.")
+    stream: bool = Field(False, description="Answer with server-sent events.")
     max_new_tokens: int | None = Field(
-        None, ge=1, le=32_768, description="Length of the answer in tokens. Default: the server's."
+        None, ge=1, le=32_768, description="Limit of the answer, tokens. Default: the server's."
     )
     temperature: float = Field(0.0, ge=0, le=2, description="0: greedy.")
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, le=2**31 - 1, description="Makes sampling repeatable.")
     stop: list[Stop] = Field(
-        default_factory=list, max_length=16, description="The answer ends before any of these."
+        default_factory=list, max_length=16, description="Texts before which the answer ends."
     )
     system: Annotated[Text, Field(max_length=8192)] | None = Field(
         None, description="Replaces the system text."
     )
     history: list[HistoryMessage] = Field(
         default_factory=list,
-        description="Earlier turns, oldest first. A question of fewer than 6 words is searched for together with the user's previous turn.",
+        description="Earlier turns, oldest first. A question of fewer than 6 words is searched for together "
+        "with the user's previous turn.",
     )
     documents: list[GivenDocument] | None = Field(
         None,
         max_length=MAX_DOCUMENTS,
-        description="Context, in order, instead of retrieval: nothing is embedded or searched, and namespace need not exist.",
+        description="Context to use instead of retrieval, in order. Nothing is searched, and the namespace "
+        "need not exist.",
     )
 
 
@@ -122,7 +139,7 @@ class RetrieveAnswer(BaseModel):
 
 class InlineText(RequestModel):
     name: Annotated[NonBlank, Field(max_length=1024)] = Field(
-        description="Identifies the document: the same name replaces it."
+        description="Identity of the document: a text of the same name replaces it."
     )
     text: Annotated[Text, Field(max_length=MAX_TEXT_CHARS)]
     title: Annotated[Text, Field(max_length=1024)] | None = None
@@ -130,13 +147,11 @@ class InlineText(RequestModel):
 
 
 class IngestTexts(RequestModel):
-    """Documents as text."""
+    """Documents given as text."""
 
-    namespace: Namespace = Field("default", description="Created if it does not exist.")
+    namespace: Namespace = Field("default", description="Namespace, created if it does not exist.")
     texts: list[InlineText] = Field(min_length=1, max_length=1000)
-    warm: bool = Field(
-        False, description="When they are indexed, compute their KV into the document cache, as a second job."
-    )
+    warm: bool = Field(False, description="Then compute their KV into the document cache, as a second job.")
 
 
 class JobItemView(BaseModel):
@@ -144,11 +159,11 @@ class JobItemView(BaseModel):
     state: str = Field(
         description="`pending`, `indexed`, `warmed`, `unchanged`, `removed`, `failed` or `skipped`."
     )
-    reason: str | None = Field(description="Why it failed or was skipped.")
+    reason: str | None = Field(description="Reason of a failure or skip.")
     chunks: int
     tokens: int
     size_bytes: int
-    doc_id: str | None = Field(description="The document it became.")
+    doc_id: str | None = Field(description="Resulting document.")
 
 
 class JobView(BaseModel):
@@ -156,25 +171,26 @@ class JobView(BaseModel):
 
     job_id: str
     kind: str = Field(
-        description="`upload`, `paths` or `stdin`: an ingestion; `warm`: a warm-up of the document cache."
+        description="Ingestion (`upload`, `paths`, `stdin`) or warm-up of the document cache (`warm`)."
     )
     namespace: str
     state: str = Field(
-        description="`queued`, `running`, `done`, `failed` or `cancelled`. A job with failed files is still `done`."
+        description="`queued`, `running`, `done`, `failed` or `cancelled`. A job with failed sources is "
+        "`done`."
     )
     counts: dict[str, int] = Field(description="Sources (files, texts) by state.")
     n_items: int
-    chunks: int = Field(description="Indexed (or computed) so far, as are tokens and size_bytes.")
+    chunks: int = Field(description="Chunks indexed (or computed) so far; tokens and size_bytes likewise.")
     tokens: int
     size_bytes: int
-    cancel_requested: bool = Field(description="It ends after the source at hand.")
-    error: str | None = Field(description="Why the job as a whole failed.")
+    cancel_requested: bool = Field(description="The job ends after the current source.")
+    error: str | None = Field(description="Reason for the failure of the whole job.")
     created_at: float = Field(description="Unix seconds.")
     updated_at: float = Field(description="Unix seconds.")
 
 
 class JobDetail(JobView):
-    items: list[JobItemView] = Field(description="One page of its sources, in the order they were added.")
+    items: list[JobItemView] = Field(description="A page of the job's sources, in the order of addition.")
     next: int | None = Field(description="Give as `after` for the next page; null on the last.")
 
 
@@ -222,7 +238,7 @@ class NamespaceView(BaseModel):
     embedder: str
     dim: int
     index_type: str
-    version: int = Field(description="Grows by one with each change to its documents.")
+    version: int = Field(description="Incremented by every change to the documents.")
     n_documents: int
     n_chunks: int
     n_tokens: int
@@ -234,52 +250,51 @@ class NamespaceList(BaseModel):
 
 class Ready(BaseModel):
     ready: bool
-    missing: list[str] = Field(description="What is not ready yet, in words.")
+    missing: list[str] = Field(description="Parts that are not ready yet.")
 
 
 class Info(BaseModel):
-    """What is serving."""
+    """The serving model, engine, embedder, settings and limits."""
 
     model_config = ConfigDict(protected_namespaces=())
 
     versions: dict[str, str]
     model: str
-    tokenizer: str = Field(description="Path or id of the tokenizer that prompts are laid out with.")
+    tokenizer: str = Field(description="Path or id of the tokenizer that renders prompts.")
     system_prompt: str | None = Field(
-        description="Replaces the system text of the model's template, where the server was given one."
+        description="The server's own system text, in place of the model template's."
     )
     engine: dict[str, Any]
     embedder: dict[str, Any]
     strategies: list[str]
-    defaults: dict[str, Any] = Field(description="What a query gets that does not say.")
+    defaults: dict[str, Any] = Field(description="Defaults of a query.")
     limits: dict[str, int]
     index: dict[str, Any]
 
 
 class ErrorDetail(BaseModel):
-    message: str = Field(description="What happened, and what to do.")
+    message: str = Field(description="What happened and what to do.")
     type: Literal["invalid_request_error", "server_error"]
     code: str = Field(description="Stable and machine-readable.")
-    param: str | None = Field(description="The field at fault.")
-    hint: str | None = Field(description="What to do, alone.")
+    param: str | None = Field(description="Field at fault.")
+    hint: str | None = Field(description="What to do.")
     request_id: str | None
 
 
 class MessageEvent(BaseModel):
-    """SSE `message`: a piece of the answer; joined they are the whole of it."""
+    """SSE `message`: a piece of the answer. All pieces joined are the whole answer."""
 
     text: str
 
 
 class DoneEvent(BaseModel):
-    """SSE `done`: nothing follows. A stream that ends without it was broken off."""
+    """SSE `done`: the end of a stream. A stream that ends without it was interrupted."""
 
     request_id: str
 
 
 class ErrorBody(BaseModel):
-    """Every error has this body; it is also the data of an SSE `error` event. OpenAI's shape, with a hint and
-    the request id.
-    """
+    """Body of every error, and data of an SSE `error` event: OpenAI's shape plus a hint and the request
+    id."""
 
     error: ErrorDetail

@@ -17,11 +17,12 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import DOCUMENT_TOKENS, KINDS, Probe, make
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest
+from ragserve.strategy_spec import StrategySpec
 
 BUDGETS = (0.05, 0.15, 0.3)  # shares of the document tokens
 _MARGIN = 2.0  # standard errors by which a default must be beaten
 _OVER = 1.02  # times its budget: what counts as kept within it
-_PER_SELECTION = ("scoring", "ask", "positions")
+_WIDTH = 120  # columns of the longest options
 _RESERVED_TOKENS = 256  # of a prompt: system text, question, document headers
 
 
@@ -150,7 +151,7 @@ def heads_of(recall: Sequence[Sequence[Sequence[float]]], own: Sequence[Sequence
 
 
 def best_options(candidates: Sequence[Candidate]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The selection to take, and of each selection the values of `_PER_SELECTION`. The first candidate of
+    """The selection to take, and of each selection its best `_per_selection` options. The first candidate of
     each is its default.
 
     Sentences are scored by words and attention, and again by attention alone: words find most of what a probe
@@ -160,9 +161,7 @@ def best_options(candidates: Sequence[Candidate]) -> tuple[str, dict[str, dict[s
         group = [candidate for candidate in candidates if candidate.selection == name]
         by_options: dict[str, list[Candidate]] = {}
         for candidate in group:
-            by_options.setdefault(
-                json.dumps([candidate.options.get(option) for option in _PER_SELECTION]), []
-            ).append(candidate)
+            by_options.setdefault(json.dumps(_per_selection(candidate.options)), []).append(candidate)
         scores = [
             [statistics.fmean(parts) for parts in zip(*(c.scores() for c in same), strict=True)]
             for same in by_options.values()
@@ -170,9 +169,7 @@ def best_options(candidates: Sequence[Candidate]) -> tuple[str, dict[str, dict[s
         chosen[name] = list(by_options.values())[best(scores)][0]
     names = list(chosen)
     selection = names[best([chosen[name].scores() for name in names])]
-    options = {
-        name: {o: c.options[o] for o in _PER_SELECTION if o in c.options} for name, c in chosen.items()
-    }
+    options = {name: _per_selection(candidate.options) for name, candidate in chosen.items()}
     return selection, {name: values for name, values in options.items() if values}
 
 
@@ -206,22 +203,31 @@ def table(found: FoundProfile) -> list[str]:
     ]
     lines.append(f"retrieval heads {_heads(found.heads)} (built in: {_heads(figures['built_in']['heads'])})")
     lines.append(
-        f"{'recall at':<82}"
+        f"{'recall at':<{_WIDTH}}"
         + "".join(f"{budget:>8.0%}" for budget in BUDGETS)
         + "".join(f"{kind:>10}" for kind in KINDS)
     )
     for row in sorted(figures["selections"], key=lambda row: -row["score"]):
-        said = ",".join(f"{name}={value}" for name, value in row["options"].items())
+        said = _written(row["options"])
         recalls = "".join(
             f"{r:>8.1%}" if k <= _OVER * b else f"{'-':>8}"
             for r, k, b in zip(row["recall"], row["kept"], BUDGETS, strict=True)
         )
-        lines.append(f"{said:<82}{recalls}" + "".join(f"{row['kinds'][kind]:>10.1%}" for kind in KINDS))
-    chosen = [
-        f"{name} with " + ", ".join(f"{o}={v}" for o, v in values.items())
-        for name, values in found.options.items()
-    ]
+        lines.append(f"{said:<{_WIDTH}}{recalls}" + "".join(f"{row['kinds'][kind]:>10.1%}" for kind in KINDS))
+    chosen = [f"{name} with {_written(values)}" for name, values in found.options.items()]
     return [*lines, f"chosen: selection={found.selection}; " + "; ".join(chosen)]
+
+
+def _per_selection(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a profile records for each selection."""
+    found = {name: options[name] for name in ("score_positions",) if name in options}
+    experimental = options.get("experimental", {})
+    tuned = {name: experimental[name] for name in ("scoring", "question_query") if name in experimental}
+    return found | ({"experimental": tuned} if tuned else {})
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    return StrategySpec("samkv", options).label.partition(":")[2].replace("experimental.", "")
 
 
 def _row(candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
 from typing import Any
 
 from ragserve.config import Settings
@@ -125,7 +124,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         streaming=settings.decode_heads is not None,
     )
     config: dict[str, Any] = {
-        "options": asdict(options),
+        "options": options.model_dump(),
         "logical_page": settings.decode_logical_page,
         "max_budget": max(settings.decode_max_budget, settings.decode_budget),
         "ranking": settings.decode_ranking,

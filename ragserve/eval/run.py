@@ -20,8 +20,7 @@ from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
 from ragserve.eval.metrics import contains_answer, exact_match, token_f1
-from ragserve.profiles.gate import FORCE
-from ragserve.strategy_spec import StrategySpec
+from ragserve.strategy_spec import FORCE, StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 _SEED = 0

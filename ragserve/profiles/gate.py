@@ -33,7 +33,6 @@ MIN_FULL_F1 = (
 )
 MAX_KL = 0.02  # nats, mean over a set: enough by itself
 MAX_FALLBACKS = 0.01  # share of answers that another strategy gave
-FORCE = "force"  # the option of a request that passes by the gate
 _MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 
 

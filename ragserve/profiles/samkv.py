@@ -16,6 +16,7 @@ from typing import Any
 from ragserve.config import Settings
 from ragserve.files import in_package
 from ragserve.profiles.file import ProfileFile
+from sglang_ext.request_options import strategy_options
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-samkv.json"
@@ -55,6 +56,8 @@ def _read(fields: dict[str, Any]) -> SamkvProfile:
     for name, kind in (("stable", list), ("heads", list), ("selection", str), ("options", dict)):
         if not isinstance(getattr(profile, name), kind):
             raise TypeError(f"{name} is not a {kind.__name__}")
+    for selection, options in profile.options.items():
+        strategy_options("samkv", {"selection": selection, **options})
     return profile
 
 

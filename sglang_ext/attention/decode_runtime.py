@@ -133,7 +133,7 @@ class DecodeRuntime:
             "wraps": type(self.backend.wrapped).__name__,
             "page_size": self._page,
             "logical_page": config.logical_page,
-            "default": {name: getattr(config.options, name) for name in config.options.__dataclass_fields__},
+            "default": config.options.model_dump(),
             "max_budget": config.max_budget,
             "streaming_heads": self.backend.streaming_share,
             "kv_bits": config.kv_bits,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
+from sglang_ext.request_options import ConcatExperiment, SamKvExperiment
 from tests.integration.reference import Generated
 
 NEW = 10
@@ -37,7 +38,15 @@ def generate(
 def plan_of(
     spans: list[tuple[int, int]], strategy: str = "concat", namespace: str = "context", **options: Any
 ) -> ContextPlan:
-    return ContextPlan("compose", namespace, strategy, tuple(Span(a, b) for a, b in spans), options)
+    return ContextPlan("compose", namespace, strategy, tuple(Span(a, b) for a, b in spans), nested(options))
+
+
+def nested(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the experimental ones, which tests write flat, in their place."""
+    names = {*ConcatExperiment.model_fields, *SamKvExperiment.model_fields}
+    experimental = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names}
+    return rest | ({"experimental": experimental} if experimental else {})
 
 
 def missing_of(answer: dict[str, Any]) -> list[int]:

@@ -44,7 +44,12 @@ PROFILE: dict[str, Any] = {
     "stable": [0],
     "heads": [[1, 1]],
     "selection": "shared",
-    "options": {"shared": {"scoring": "raw", "ask": "mean", "positions": "near"}},
+    "options": {
+        "shared": {
+            "score_positions": "adjacent",
+            "experimental": {"scoring": "raw", "question_query": "mean"},
+        }
+    },
 }
 """Of strategy samkv, beside the model: nothing of it is built in."""
 Document = tuple[int, int]  # namespace, text

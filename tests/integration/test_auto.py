@@ -59,7 +59,11 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) 
     assert found.stable
     assert set(found.stable) <= set(range(5, 10)), "of the later half of ten layers"
     rows = {json.dumps(row["options"]): row for row in found.figures["selections"]}
-    default = {"selection": "sentences", "scoring": "keys", "ask": "last", "positions": "full"}
+    default = {
+        "selection": "sentences",
+        "score_positions": "original",
+        "experimental": {"scoring": "keys", "question_query": "last"},
+    }
     assert rows[json.dumps(default)]["kinds"]["named"] == 1.0, "words find the sentence"
     assert rows[json.dumps({"selection": "none"})]["recall"][0] < 0.5
 

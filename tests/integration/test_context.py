@@ -116,13 +116,13 @@ def test_kept_tokens_closed_up_are_a_shorter_prompt(
         *range(spans[1][0] + 5, spans[1][0] + 40),
         *range(spans[3][0] + 17, spans[3][0] + 60),
     ]
-    answer = composed(server.client, ids, spans, kept=parts, places="closed", recompute="all")
+    answer = composed(server.client, ids, spans, kept=parts, kept_positions="compact", recompute="all")
     assert_same(result(answer), reference.plain([ids[i] for i in parts] + question, NEW))
     alone = spans[0][1]
     shorter = [ids[i] for i in whole] + question
     want = reference.composed(shorter, [(0, alone), (alone, len(whole))], NEW)
     for _ in ("device", "host"):
-        assert_same(result(composed(server.client, ids, spans, kept=whole, places="closed")), want)
+        assert_same(result(composed(server.client, ids, spans, kept=whole, kept_positions="compact")), want)
         assert server.client.post("/rag/cache/evict", json={"tiers": ["device"]}).status_code == 200
 
 

@@ -158,8 +158,8 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
     for options in (
         {"keep": 0.6, "selection": "layers"},
         {"keep": 0.6},
-        {"words": 0.3, "scoring": "attention", "personalised": True},
-        {"scoring": "raw", "ask": "mean", "selection": "shared"},
+        {"lexical_weight": 0.3, "scoring": "attention", "personalised": True},
+        {"scoring": "raw", "question_query": "mean", "selection": "shared"},
         {"recompute": "sensitivity", "share": 0.4, "selection": "shared"},
         {"recompute": "deviation"},
     ):

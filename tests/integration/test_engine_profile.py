@@ -40,6 +40,10 @@ def test_requests_get_the_profiles_options_unless_they_have_their_own(small_engi
     said = {"selection": selection, **PROFILE["options"][selection]}
     assert ask() == ask(**said)
     assert ask(selection="none") != ask()
-    built_in = ask(selection=selection, scoring="attention", ask="last", positions="full")
+    built_in = ask(
+        selection=selection, scoring="attention", question_query="last", score_positions="original"
+    )
     assert built_in != ask(), "the test must tell them apart"
-    assert ask(scoring="attention", ask="last", positions="full") == built_in, "a request has the last word"
+    assert ask(scoring="attention", question_query="last", score_positions="original") == built_in, (
+        "a request has the last word"
+    )

@@ -17,9 +17,10 @@ from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.selection.samkv import KEEP, LEAST
+from sglang_ext.context.selection.samkv import KEEP
 from sglang_ext.documents.page_files import DocumentFiles
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.request_options import MIN_TOKENS
 from tests.analyses import local_queries, mean_keys
 from tests.conftest import MODEL
 from tests.integration.context_client import NEW, assert_same, composed, generate, result
@@ -134,18 +135,18 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
 @pytest.mark.parametrize(
     ("n_documents", "options"),
     [
-        (4, {"keep": 0.3, "places": "full"}),
+        (4, {"keep": 0.3, "kept_positions": "original"}),
         (1, {"keep": 0.15}),
         (1, {}),  # shorter than what is kept at least
         (8, {}),  # longer
         (2, {"keep": 0.4, "update": "fusion"}),
-        (4, {"words": 0, "least": 100}),
-        (4, {"words": 0.5, "scoring": "attention", "openings": 0, "least": 0}),
-        (8, {"words": 1, "recompute": "sentences", "share": 0.6, "keep": 0.15, "least": 300}),
+        (4, {"lexical_weight": 0, "min_tokens": 100}),
+        (4, {"lexical_weight": 0.5, "scoring": "attention", "title_weight": 0, "min_tokens": 0}),
+        (8, {"lexical_weight": 1, "recompute": "sentences", "share": 0.6, "keep": 0.15, "min_tokens": 300}),
         (1, {"selection": "shared"}),
         (3, {"block_size": 64, "selection": "shared"}),  # no longer than initial and local blocks: kept whole
         (8, {"selection": "none"}),
-        (8, {"selection": "layers", "scoring": "zscore", "ask": "mean"}),
+        (8, {"selection": "layers", "scoring": "zscore", "question_query": "mean"}),
         (8, {"recompute": "deviation", "share": 0.3, "selection": "shared"}),
         (8, {"recompute": "sensitivity", "share": 0.2, "keep": 0.5}),
         (8, {"recompute": "sentences", "share": 0.2, "keep": 0.15}),
@@ -155,7 +156,7 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
                 "recompute": "deviation",
                 "personalised": False,
                 "scoring": "raw",
-                "positions": "near",
+                "score_positions": "adjacent",
                 "selection": "layers",
             },
         ),
@@ -168,7 +169,7 @@ def test_every_variant_answers_within_its_budget(
     answer = composed(server.client, ids, spans, "samkv", **options)
     assert len(result(answer).ids) == NEW
     said = report(answer)
-    tokens, least = said["document_tokens"], options.get("least", 0 if "keep" in options else LEAST)
+    tokens, least = said["document_tokens"], options.get("min_tokens", 0 if "keep" in options else MIN_TOKENS)
     if "selection" in options:
         assert (said["kept"] == tokens) == (options.get("block_size") == 64)
     else:
@@ -176,7 +177,7 @@ def test_every_variant_answers_within_its_budget(
     whole = said["kept"] == tokens
     assert 0 < said["recomputed"] <= said["kept"]
     assert (said["query_ms"] > 0) == (
-        options.get("words") != 1 and options.get("selection") != "none" and not whole
+        options.get("lexical_weight") != 1 and options.get("selection") != "none" and not whole
     )
     assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), (
         "the same request, the same answer"

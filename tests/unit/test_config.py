@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
+from ragserve.answering.auto import AUTO
 from ragserve.commands.options import settings_from, with_settings
-from ragserve.config import Settings, load
+from ragserve.commands.serve import serve
+from ragserve.config import Settings, StrategyName, load
 from ragserve.errors import InvalidRequest
+from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.request_options import STRATEGY_OPTIONS
 
 
 def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +88,33 @@ def test_a_strategy_may_bring_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         with pytest.raises(InvalidRequest, match=says):
             settings_from(strategy=wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("concat:bogus=1", "Strategy 'concat' has no option bogus: it has .*keep, kept_positions"),
+        ("concat:share=2", "Option share of strategy 'concat' is 2: must be less than or equal to 1"),
+        ("samkv:experimental.words=1", "no option experimental.words: it has .*experimental.lexical_weight"),
+        ("samkv:kept_positions=compact,selection=layers", "same tokens in every layer"),
+    ],
+)
+def test_a_server_is_not_started_with_bad_options_of_its_strategy(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by its settings nor by the command, which would claim a port and load a model."""
+    monkeypatch.setattr("ragserve.commands.serve.serve", lambda settings: pytest.fail("it was started"))
+    with pytest.raises(ValidationError, match=says):
+        load(strategy=text)
+    with pytest.raises(InvalidRequest, match=says):
+        with_settings(serve)(**dict.fromkeys(Settings.model_fields) | {"strategy": text})
+
+
+def test_the_default_strategy_is_parsed_once() -> None:
+    settings = load(strategy="samkv:experimental.lexical_weight=1,keep=0.2")
+    assert settings.default_strategy is settings.default_strategy
+    assert settings.default_strategy.options == {"experimental": {"lexical_weight": 1}, "keep": 0.2}
+
+
+def test_every_strategy_is_known_to_all() -> None:
+    assert set(get_args(StrategyName)) == {*EXACT_STRATEGIES, *STRATEGY_OPTIONS, AUTO}

@@ -10,7 +10,8 @@ from ragserve.strategy_spec import StrategySpec, parse
 
 def test_options_belong_to_the_strategy_before_them() -> None:
     specs = parse(
-        "full, epic:first=16 ,cacheblend:share=0.15,samkv:update=fusion,block_size=16,personalised=false,concat:recompute=[1,2],keep=0.5"
+        "full, epic:first=16 "
+        ",cacheblend:share=0.15,samkv:update=fusion,block_size=16,personalised=false,concat:recompute=[1,2],keep=0.5"
     )
     assert specs == [
         StrategySpec("full"),
@@ -26,12 +27,41 @@ def test_a_label_reads_back_as_what_it_labels() -> None:
         "full",
         "samkv:block_size=16,update=fusion",
         "concat:recompute=all",
-        "concat:keep=0.5,kept=[[1,2],[3]]",
+        "concat:experimental.kept=[[1,2],[3]],keep=0.5",
+        "samkv:experimental.lexical_weight=1,experimental.scoring=keys,keep=0.2",
         "a:x=b:c",
     ):
         [spec] = parse(text)
         assert spec.label == text
         assert parse(spec.label) == [spec]
+
+
+def test_a_dot_leads_into_a_group_of_options() -> None:
+    [spec] = parse("samkv:experimental.lexical_weight=1,keep=0.2,experimental.scoring=keys")
+    assert spec.options == {"experimental": {"lexical_weight": 1, "scoring": "keys"}, "keep": 0.2}
+    assert parse('samkv:experimental={"lexical_weight":1}')[0].label == "samkv:experimental.lexical_weight=1"
+
+
+def test_a_request_of_the_server_s_strategy_inherits_its_options() -> None:
+    [server] = parse("samkv:keep=0.2,experimental.lexical_weight=1,experimental.scoring=keys")
+    asked = {"experimental": {"scoring": "attention"}, "seed": 3, "force": True}
+    for name in (None, "samkv"):
+        assert server.resolve(name, asked).options == {
+            "keep": 0.2,
+            "experimental": {"lexical_weight": 1, "scoring": "attention"},
+            "seed": 3,
+            "force": True,
+        }
+    assert server.resolve("epic", {"first": 8}) == StrategySpec("epic", {"first": 8})
+    assert server.resolve("full", {"force": True}).name == "full"
+    for name, options, says in (
+        ("epic", {"depth": 1}, "Strategy 'epic' has no option depth: it has"),
+        (None, {"keep": 2}, "Option keep of strategy 'samkv' is 2: must be less than or equal to 1"),
+        ("concat", {"recompute": "best"}, "Option recompute of strategy 'concat' is 'best': must be 'all'"),
+    ):
+        with pytest.raises(InvalidRequest, match=says) as refused:
+            server.resolve(name, options)
+        assert refused.value.param == "strategy_options"
 
 
 def test_the_same_strategy_is_asked_once() -> None:

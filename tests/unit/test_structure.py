@@ -33,6 +33,7 @@ HEAVY = (
     "pypdfium2",
     "trafilatura",
 )
+PLAIN_DATA = ("sglang_ext.protocol", "sglang_ext.request_options")  # of sglang_ext, open to ragserve
 MAX_LINES = 450
 BESIDE_SGLANG = (
     "ragserve.engine.",
@@ -65,14 +66,13 @@ def allowed(room: str, module: str, imported: str) -> bool:
     if target == room:
         return True
     if room == "ragserve":
-        plain = imported == "sglang_ext" or imported.startswith("sglang_ext.protocol")
+        plain = imported == "sglang_ext" or imported.startswith(PLAIN_DATA)
         inside = target == "sglang_ext" and module.startswith(BESIDE_SGLANG)
         measured = target == "ragserve_kernels" and module.startswith("ragserve.bench.")
         return target == "ragserve_index" or plain or inside or measured
     if room == "ragserve_index":
-        return (
-            imported == "ragserve.errors" or imported.startswith("ragserve.errors.") or imported == "ragserve"
-        )
+        errors = imported in ("ragserve", "ragserve.errors") or imported.startswith("ragserve.errors.")
+        return errors or imported.startswith("sglang_ext.protocol.")
     return room == "sglang_ext" and target == "ragserve_kernels"
 
 
@@ -199,6 +199,8 @@ def test_the_scan_sees_imports_inside_functions(tmp_path: Path) -> None:
     assert not allowed("ragserve", "ragserve.api.app", "ragserve_kernels")
     assert allowed("ragserve", "ragserve.engine.local", "sglang_ext.launch")
     assert not allowed("ragserve_index", "ragserve_index.store", "ragserve.config")
+    assert allowed("ragserve_index", "ragserve_index.registry", "sglang_ext.protocol.NAMESPACE")
+    assert not allowed("ragserve_index", "ragserve_index.store", "sglang_ext.request_options.Options")
 
 
 def test_importing_the_product_loads_nothing_heavy() -> None:
@@ -315,7 +317,9 @@ def test_names_that_contributing_relies_on_exist() -> None:
         "ragserve/config.py": ["StrategyName", "class Settings"],
         "ragserve/engine/stream.py": ["def payload"],
         "ragserve/engine/local.py": ["strategies="],
-        "sglang_ext/context/selection/strategies.py": ["def strategy"],
+        "sglang_ext/request_options.py": ["STRATEGY_OPTIONS"],
+        "sglang_ext/context/selection/base.py": ["class PartialSelection"],
+        "sglang_ext/context/selection/strategies.py": ["def partial_selection"],
         "ragserve/engine/remote.py": ["strategies="],
         "ragserve/answering/prompt.py": ["segments"],
         "ragserve/answering/results.py": ["class ContextUse"],

@@ -81,7 +81,9 @@ class Composer:
         their composed contexts.
         """
         pending = [
-            (context, row) for context, row in zip(contexts, rows, strict=True) if context.selection.asks
+            (context, row)
+            for context, row in zip(contexts, rows, strict=True)
+            if context.selection.needs_question_attention
         ]
         if not pending:
             return
@@ -90,7 +92,7 @@ class Composer:
             pending, attention(self._runner, questions, self.graphs), strict=True
         ):
             chosen = context.partial.recomputed(context.selection.kept, context.in_order, weights)
-            context.decided = replace(context.selection, recomputed=chosen, asks=False)
+            context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> QuestionRows:
         slots, own = row[: context.slots], row[context.slots : context.slots + context.question_tokens]
@@ -121,7 +123,7 @@ class Composer:
             deviation_share=selection.deviation_share,
             fuse=selection.fuse,
         )
-        if selection.closed:
+        if selection.compact:
             job.positions = upload(np.searchsorted(kept, positions), self._device)
         return job if job.recomputed or not choosing else None
 
@@ -138,5 +140,5 @@ def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
             source.slots if isinstance(source, DocumentOnDevice) else source.pages
             for source in context.sources
         ],
-        closed=context.decided is not None and context.decided.closed,
+        closed=context.decided is not None and context.decided.compact,
     )

@@ -14,7 +14,7 @@ from sglang_ext.context.buffers import Ints, upload
 from sglang_ext.context.compose.gather import needed_blocks
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.job import RecomputeJob, question_job
-from sglang_ext.context.selection.strategies import ContextSelection, PartialSelection
+from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.documents.page_format import token_array
 from sglang_ext.protocol import ContextPlan, ContextReport
 
@@ -123,7 +123,7 @@ class ComposedContext:
     @property
     def question_at(self) -> int:
         """Position of the question's first token."""
-        return self.slots if self.decided is not None and self.decided.closed else self.plan.question_start
+        return self.slots if self.decided is not None and self.decided.compact else self.plan.question_start
 
     def question_job(self, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
         """The question as rows of a pass over the context in ``slots`` and itself in ``own`` [q]; int64."""

@@ -17,7 +17,7 @@ from sglang_ext.context.compose.composer import Composer, filling_of
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.job import LastQueries
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.context.selection.samkv import Ask
+from sglang_ext.request_options import QuestionQuery
 
 
 class QueryPass:
@@ -34,7 +34,7 @@ class QueryPass:
         self._allocator = allocator
         self._device = torch.device(model_runner.device)
 
-    def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[Ask, torch.Tensor]]:
+    def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[QuestionQuery, torch.Tensor]]:
         """Return each question's query of its last token and, where the request wants it, its mean query: f32
         [layers, heads, head_dim], rotated for their positions.
 
@@ -56,7 +56,9 @@ class QueryPass:
                 watch.last = graphs.last
             # a copy: the next pass overwrites a graph's queries
             last = torch.stack([queries for queries, _ in watch.last.queries], dim=1).float()
-        found: list[dict[Ask, torch.Tensor]] = [{"last": queries} for queries in last[: len(contexts)]]
+        found: list[dict[QuestionQuery, torch.Tensor]] = [
+            {"last": queries} for queries in last[: len(contexts)]
+        ]
         for number, mean in watch.means.items():
             found[number]["mean"] = torch.stack(mean)
         return found
@@ -67,7 +69,8 @@ class QueryPass:
         return {
             number: slice(*bound)
             for number, (context, bound) in enumerate(zip(contexts, pairwise(bounds), strict=True))
-            if context.partial.samkv is not None and context.partial.samkv.ask == "mean"
+            if context.partial.samkv is not None
+            and context.partial.samkv.experimental.question_query == "mean"
         }
 
     @contextmanager

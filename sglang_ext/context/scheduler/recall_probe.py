@@ -21,18 +21,13 @@ from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import sentences
+from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.samkv import (
-    ASKS,
-    POSITIONS,
-    SCOPES,
-    SCORINGS,
-    SENTENCE_SCORINGS,
-    stable_layers,
-)
-from sglang_ext.context.selection.strategies import ModelShape, PartialSelection, partial_selection
+from sglang_ext.context.selection.samkv import stable_layers
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, PlanError, Span
+from sglang_ext.request_options import SCORINGS
 
 _HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
 
@@ -62,22 +57,19 @@ class RecallQuestion:
 
 
 def candidates() -> list[dict[str, Any]]:
-    """Options of samkv to compare, the defaults of each selection first. With ``words`` 0 attention alone
-    chooses sentences.
+    """Options of samkv to compare, the defaults of each selection first. With a ``lexical_weight`` of 0
+    attention alone chooses sentences.
     """
+    attention_alone = {"lexical_weight": 0.0, "title_weight": 0.0}
     found: list[dict[str, Any]] = []
-    for scope in SCOPES:
-        if scope == "none":
-            found.append({"selection": scope})
-            continue
-        for scoring, ask, positions in product(
-            SENTENCE_SCORINGS if scope == "sentences" else SCORINGS, ASKS, POSITIONS
-        ):
-            options = {"selection": scope, "scoring": scoring, "ask": ask, "positions": positions}
-            found += (
-                [options, options | {"words": 0.0, "openings": 0.0}] if scope == "sentences" else [options]
-            )
-    return found
+    for selection, scorings in SCORINGS.items():
+        for scoring, query, positions in product(scorings, ("last", "mean"), ("original", "adjacent")):
+            experimental = {"scoring": scoring, "question_query": query}
+            options = {"selection": selection, "score_positions": positions}
+            found.append({**options, "experimental": experimental})
+            if selection == "sentences":
+                found.append({**options, "experimental": experimental | attention_alone})
+    return [*found, {"selection": "none"}]
 
 
 class RecallProbe:
@@ -174,7 +166,7 @@ class RecallProbe:
         queries = self._queries(partial) if partial.needs_query else [{} for _ in self._questions]
         found = []
         for ids, query in zip(self._whole, queries, strict=True):
-            wanted = query.get(partial.samkv.ask) if partial.samkv else None
+            wanted = query.get(partial.samkv.experimental.question_query) if partial.samkv else None
             chosen = self._engine.selector.select(partial, self._analyses, wanted, ids, stable)
             found.append(fixed if chosen is None else chosen)
         return found
@@ -243,12 +235,11 @@ class RecallProbe:
     def _by_head(self, number: int) -> torch.Tensor:
         """f32 [layers, kv_heads of all ranks]: recall by each head's keys alone."""
         first = self._spans[0].end
-        starts = torch.tensor([span.start - first for span in self._spans[1:]])
-        sentence = sentences.numbered(torch.cat([analysis.begins for analysis in self._analyses]), starts)
+        sentence, starts = sentences.number_sentences(self._analyses)
         parked = torch.zeros(len(sentence), dtype=torch.bool)
         for offset in range(sentences.SINKS):
             parked[(starts + offset).clamp(max=len(sentence) - 1)] = True
-        query = self._queries(self._partial({"selection": "sentences", "least": 0}))[number]["last"]
+        query = self._queries(self._partial({"selection": "sentences", "min_tokens": 0}))[number]["last"]
         budget = max(1, round(_HEADS_KEEP * len(sentence)))
         found = []
         for layer, (keys, _) in enumerate(self._kv):
@@ -257,7 +248,8 @@ class RecallProbe:
             logits = torch.einsum("hgd,nhd->hgn", by_group, own) / own.shape[-1] ** 0.5
             share = logits.masked_fill(parked.to(self._device), -1e9).softmax(-1).amax(1).cpu()
             kept = [
-                first + sentences.best(sentences.largest(head, sentence), sentence, budget) for head in share
+                first + sentences.take_best(sentences.max_per_sentence(head, sentence), sentence, budget)
+                for head in share
             ]
             found.append(torch.tensor([self._recall(part, number) for part in kept]))
         return self._engine.analyser.gather_heads(torch.stack(found).to(self._device)).cpu()

@@ -27,10 +27,10 @@ from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler.query_pass import QueryPass
-from sglang_ext.context.selection import samkv
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.model import forward_stream
 from sglang_ext.ranks import Ranks
+from sglang_ext.request_options import QuestionQuery
 
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
@@ -238,10 +238,14 @@ class SelectionStage:
             context.query_ms += (asked - started) * 1e3
             context.select_ms += (ended - asked) * 1e3
 
-    def _settle(self, context: ComposedContext, queries: Mapping[samkv.Ask, torch.Tensor] | None) -> None:
+    def _settle(self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None) -> None:
         """Make the selection final; ``queries`` is None where the selector does not use them."""
         partial, analyses = context.partial, context.in_order
-        query = None if queries is None or partial.samkv is None else queries[partial.samkv.ask]
+        query = (
+            None
+            if queries is None or partial.samkv is None
+            else queries[partial.samkv.experimental.question_query]
+        )
         ids = torch.from_numpy(np.array(context.ids))
         kept = self._selector.select(partial, analyses, query, ids, self._stable)
         context.decided = partial.settle(analyses, kept)

@@ -1,1 +1,1 @@
-"""What of the documents is kept, and what of it is recomputed."""
+"""Choice of the context tokens to keep and of those to compute again."""

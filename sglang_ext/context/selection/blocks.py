@@ -1,6 +1,5 @@
-"""A plan's documents cut into blocks: which tokens are initial and local and always kept, and which blocks a
-selector chooses among.
-"""
+"""A plan's documents cut into blocks: initial and local blocks are always kept, a selector chooses among the
+middle ones."""
 
 from __future__ import annotations
 
@@ -14,13 +13,12 @@ from sglang_ext.protocol import Span
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Tables over D documents of at most M blocks each, int64 on the CPU; positions are those in the full
-    prompt.
+    """Tables over D documents of at most M blocks each, int64 on the CPU; positions refer to the full prompt.
 
-    ``start`` and ``length`` [D, M] of each block, length 0 where a document has fewer; ``middle`` bool [D,
-    M]: neither initial nor local; ``size`` [D]: tokens of a whole block. ``token_block`` [N]: the block,
-    counted d * M + m, of each of the N document tokens, and ``token_offset`` [N] its place in it. ``first``
-    is the position of the first document token."""
+    ``first``: position of the first document token. ``size`` [D]: tokens of a whole block. ``start`` and
+    ``length`` [D, M]: of each block, length 0 where a document has fewer. ``middle`` bool [D, M]: neither
+    initial nor local. ``token_block`` [N]: block d * M + m of each of the N document tokens;
+    ``token_offset`` [N]: its place in the block."""
 
     first: int
     size: torch.Tensor
@@ -32,9 +30,8 @@ class Blocks:
 
     @classmethod
     def build(cls, documents: Sequence[Span], sizes: Sequence[int], *, initial: int, local: int) -> Blocks:
-        """``documents`` lie one after the other; ``sizes``: tokens of a block of each; ``initial`` and
-        ``local``: how many blocks.
-        """
+        """Cut adjacent ``documents`` into blocks of ``sizes`` tokens; ``initial`` and ``local`` count
+        blocks."""
         lengths = torch.tensor([span.end - span.start for span in documents], dtype=torch.int64)
         size = torch.tensor(sizes, dtype=torch.int64)
         begin = torch.tensor([span.start for span in documents], dtype=torch.int64)
@@ -66,7 +63,7 @@ class Blocks:
         return len(self.token_block)
 
     def fixed(self) -> torch.Tensor:
-        """Positions of the tokens of initial and local blocks, ascending."""
+        """Positions of the tokens in initial and local blocks, ascending."""
         return self.first + (~self.middle.flatten()[self.token_block]).nonzero()[:, 0]
 
     @property

@@ -1,6 +1,4 @@
-"""What `ragserve calibrate` found for a model: defaults of strategy `samkv` that take the place of the
-built-in ones.
-"""
+"""Defaults of strategy `samkv` for one model, as `ragserve calibrate` found them."""
 
 from __future__ import annotations
 
@@ -10,14 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_ext.context.selection.samkv import SCOPES
+from sglang_ext.request_options import merged, strategy_options
 
 
 @dataclass(frozen=True)
 class Profile:
-    """``stable``: layers over which P is averaged (the paper's N*); ``heads``: layer and KV head, of all
-    ranks, of the retrieval heads; ``selection``; ``options``: others by selection, because they have not the
-    same values in all of them. Empty: the built-in one."""
+    """A model's own defaults; empty: the built-in ones.
+
+    ``stable``: layers over which P is averaged (the paper's N*). ``heads``: layer and KV head, over all
+    ranks, of the retrieval heads. ``selection``: the default of option `selection`. ``options``: defaults of
+    the other options by selection, because their best values differ between selections."""
 
     stable: tuple[int, ...] = ()
     heads: tuple[tuple[int, int], ...] = ()
@@ -26,39 +26,39 @@ class Profile:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], layers: int, kv_heads: int) -> Profile:
-        """From JSON, for a model of so many layers and KV heads. Raises ValueError for what cannot be one of
-        it.
-        """
+        """A profile read from JSON. Raises ValueError where it does not fit a model of these dimensions."""
         try:
             stable = tuple(int(layer) for layer in raw.get("stable", ()))
             heads = tuple((int(layer), int(head)) for layer, head in raw.get("heads", ()))
+            selection = str(raw.get("selection", ""))
             options = {str(name): dict(values) for name, values in raw.get("options", {}).items()}
+            for name, values in {selection or "sentences": {}, **options}.items():
+                strategy_options("samkv", {"selection": name, **values})
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the model's samkv profile cannot be read: {error!r}: run ragserve calibrate again"
+                f"the model's samkv profile cannot be read: {error}: run ragserve calibrate again"
             ) from error
-        selection = str(raw.get("selection", ""))
         inside = all(0 <= layer < layers for layer in (*stable, *(layer for layer, _ in heads))) and all(
-            0 <= h < kv_heads for _, h in heads
+            0 <= head < kv_heads for _, head in heads
         )
-        if not inside or {selection, *options} - {"", *SCOPES}:
+        if not inside:
             raise ValueError(
-                f"the samkv profile is not of this model, which has {layers} layers of {kv_heads} KV heads: run ragserve calibrate again"
+                f"the samkv profile is not of this model, which has {layers} layers of {kv_heads} KV heads: "
+                "run ragserve calibrate again"
             )
         return cls(stable, heads, selection, options)
 
     @property
     def digest(self) -> str:
-        """8 hex digits of what it says; empty where that is nothing. What was measured with one profile holds
-        for no other.
-        """
+        """8 hex digits over the contents, "" for the empty profile. A measurement holds for one profile."""
         if self == Profile():
             return ""
         text = json.dumps([self.stable, self.heads, self.selection, self.options], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def completed(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A request's options, with the profile's where the request says nothing."""
-        named = {"selection": self.selection} if self.selection else {}
-        wanted = options.get("selection", self.selection or SCOPES[0])
-        return {**named, **(self.options.get(wanted, {}) if isinstance(wanted, str) else {}), **options}
+        """A request's options on top of the profile's."""
+        defaults = {"selection": self.selection} if self.selection else {}
+        selection = options.get("selection", self.selection or "sentences")
+        own = self.options.get(selection, {}) if isinstance(selection, str) else {}
+        return merged({**defaults, **own}, options)

@@ -1,13 +1,13 @@
-"""Which of the kept tokens are computed again: one function a rule, over the plan, what is kept and the
-documents' analyses.
+"""Rules for the kept tokens to compute again: one function per rule, and the table :data:`RULES`.
 
-A rule that needs the model at query time (`deviation`: CacheBlend's) is left to the recompute pass.
-"""
+A rule reads the plan, the kept tokens, the documents' analyses and, for `sentences`, the question's
+attention. Rule `deviation` (CacheBlend) needs the model and decides in the recompute pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,68 +15,85 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.selection.sentences import SINKS
+from sglang_ext.context.selection.sentences import SINKS, number_sentences
 from sglang_ext.protocol import ContextPlan
+from sglang_ext.request_options import ComposedOptions, PlanError, SamKvOptions
 
 Ints = npt.NDArray[np.int64]
-DEFAULT_SHARE = 0.15
-# of the question's attention in a sentence's score; README.md has the measurements behind this and OPENING
-POWER = 1.0
-OPENING = 0.25  # of the attention to a document's tokens that its first sentence counts with
+_SHARE = 0.15
+_SENTENCES_SHARE = 0.1  # more gained nothing on any set measured
+# Of chosen sentences most matter: 0.66 is a tenth of all document tokens where 15 % are kept.
+_CHOSEN_SENTENCES_SHARE = 0.66
+_FIRST, _SENTENCES_FIRST = 16, 4  # tokens of each document
+_OPENING = 0.25  # a document's first sentence counts with this share of the document's highest attention
+_outliers_of: WeakKeyDictionary[Analysis, tuple[Ints, Ints]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """``share`` is of the document tokens kept in a layer. ``positions``: the answer itself, for rule
-    `positions`.
-    """
+    """A rule with its parameters. ``share`` refers to the document tokens kept in a layer; ``positions`` is
+    the answer of rule `positions`."""
 
     name: str
-    share: float = DEFAULT_SHARE
-    first: int = 16
+    share: float = _SHARE
+    first: int = _FIRST
     seed: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
-    @property
-    def needs_analysis(self) -> bool:
-        return self.name in _ANALYSED
+    @classmethod
+    def of(cls, plan: ContextPlan, options: ComposedOptions) -> Rule:
+        """The rule that the options ask for. Raises PlanError for positions behind the context."""
+        wanted, share, first = options.recompute, options.share, options.first
+        if share is None:
+            chosen = isinstance(options, SamKvOptions) and options.by_sentence
+            sentences_share = _CHOSEN_SENTENCES_SHARE if chosen else _SENTENCES_SHARE
+            share = sentences_share if wanted == "sentences" else _SHARE
+        if first is None:
+            first = _SENTENCES_FIRST if wanted == "sentences" else _FIRST
+        if isinstance(wanted, str):
+            return cls(wanted, share, first, options.seed)
+        positions = torch.tensor(sorted(set(wanted)), dtype=torch.int64)
+        if len(positions) and int(positions[-1]) >= plan.question_start:
+            raise PlanError(f"recompute must hold positions below {plan.question_start}")
+        return cls("positions", share, first, options.seed, positions)
 
     @property
-    def asks(self) -> bool:
-        """Whether the rule wants to know what the question attends to, which is known once the context is
-        composed.
-        """
-        return self.name in _ASKING
+    def needs_analysis(self) -> bool:
+        return RULES[self.name].needs_analysis
+
+    @property
+    def needs_question_attention(self) -> bool:
+        """The rule reads the question's attention, which is known once the context is composed."""
+        return RULES[self.name].needs_question_attention
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a rule chooses from. ``kept`` int64 [S] or [layers, S]; ``analyses`` one a document, only where
-    the rule needs them.
-    """
+    """Input of a rule. ``kept`` int64 [S] or [layers, S]; ``analyses`` one per document, where the rule
+    needs them; ``attention`` f32 [document tokens]: the question's (`question_attention`), where the rule
+    needs it."""
 
     plan: ContextPlan
     kept: torch.Tensor
     analyses: Sequence[Analysis] = ()
     initial_blocks: int = 1
     attention: torch.Tensor | None = None
-    """f32 [document tokens]: what the question attends to (`ask.attention`); only where the rule asks."""
 
     @property
     def first(self) -> int:
+        """Position of the first document token."""
         return self.plan.spans[0].end
 
     def weight(self) -> torch.Tensor:
-        """f32 [document tokens]: the share of the layers that keep each."""
+        """f32 [document tokens]: share of the layers that keep each token."""
         rows = np.atleast_2d(self.kept.numpy())
         inside = rows[rows >= self.first] - self.first
         counts = np.bincount(inside, minlength=self.plan.question_start - self.first)
         return torch.from_numpy(counts.astype(np.float32) / np.float32(len(rows)))
 
     def best(self, score: torch.Tensor, share: float) -> torch.Tensor:
-        """Positions, ascending, of the share of the kept document tokens with the highest ``score`` [document
-        tokens] times weight.
-        """
+        """The ``share`` of the kept document tokens with the highest ``score`` [document tokens] times
+        weight: positions, ascending."""
         weight = self.weight()
         candidates = weight.nonzero()[:, 0]
         count = share_of(share, round(float(weight.sum())))
@@ -84,168 +101,150 @@ class Kept:
         return self.first + candidates[order[:count]].sort().values
 
     def without_choice(self, share: float) -> torch.Tensor | None:
-        """What every score would choose: nothing where no document token is kept, all where ``share`` covers
-        all; else None.
-        """
+        """The choice that does not depend on a score: no token if no document token is kept, all if ``share``
+        covers them, else None."""
         weight = self.weight().numpy()
         candidates = np.flatnonzero(weight)
         covered = share_of(share, round(float(weight.sum()))) >= len(candidates)
         return torch.from_numpy(self.first + candidates) if covered else None
 
     def among(self, positions: torch.Tensor) -> torch.Tensor:
-        """Those of the positions that some layer keeps."""
+        """The positions that at least one layer keeps."""
         return positions[torch.isin(positions, self.kept)]
 
 
-Chooser = Callable[[Kept, Rule], torch.Tensor]
-_rules: dict[str, Chooser] = {}
-_ANALYSED: set[str] = set()
-_ASKING: set[str] = set()
-_outliers_of: WeakKeyDictionary[Analysis, tuple[Ints, Ints]] = WeakKeyDictionary()
-
-
-def rule(name: str, *, analysed: bool = False, asks: bool = False) -> Callable[[Chooser], Chooser]:
-    """Register a rule: positions int64, ascending, of the tokens to compute again."""
-
-    def add(function: Chooser) -> Chooser:
-        _rules[name] = function
-        if analysed:
-            _ANALYSED.add(name)
-        if asks:
-            _ASKING.add(name)
-        return function
-
-    return add
-
-
-def names() -> tuple[str, ...]:
-    """Rules a request may ask for by name, sorted."""
-    return tuple(sorted({*_rules, "deviation"} - {"positions"}))
-
-
-def choose(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """The tokens that the rule chooses. `deviation` has none before the recompute pass."""
-    return (
-        torch.empty(0, dtype=torch.int64) if wanted.name == "deviation" else _rules[wanted.name](kept, wanted)
-    )
+def choose(kept: Kept, rule: Rule) -> torch.Tensor:
+    """The rule's choice: positions int64, ascending. Empty for `deviation`, which the recompute pass
+    decides."""
+    return RULES[rule.name].choose(kept, rule)
 
 
 def share_of(share: float, n: int) -> int:
-    """How many of n tokens a share is: at least one."""
+    """Number of tokens in a share of n: at least one, if there are any."""
     return min(n, max(1, round(share * n))) if n else 0
 
 
-@rule("none")
-def _none(kept: Kept, wanted: Rule) -> torch.Tensor:
+def _none(kept: Kept, rule: Rule) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int64)
 
 
-@rule("all")
-def _all(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """Everything kept, the system text too: exact where everything is kept."""
+def _all(kept: Kept, rule: Rule) -> torch.Tensor:
+    """All kept tokens, the system text included: exact where everything is kept."""
     return torch.unique(kept.kept)
 
 
-@rule("positions")
-def _positions(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """Those the request names, kept or not."""
-    return wanted.positions
+def _positions(kept: Kept, rule: Rule) -> torch.Tensor:
+    """The positions that the request names, kept or not."""
+    return rule.positions
 
 
-@rule("first")
-def _first(kept: Kept, wanted: Rule) -> torch.Tensor:
+def _first(kept: Kept, rule: Rule) -> torch.Tensor:
     """EPIC: the first ``first`` tokens of every document."""
-    parts = [torch.arange(s.start, min(s.end, s.start + wanted.first)) for s in kept.plan.spans[1:]]
+    parts = [torch.arange(s.start, min(s.end, s.start + rule.first)) for s in kept.plan.spans[1:]]
     return kept.among(torch.cat([torch.empty(0, dtype=torch.int64), *parts]))
 
 
-@rule("random")
-def _random(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """A share drawn with ``seed``: what any rule must beat."""
-    generator = torch.Generator().manual_seed(wanted.seed)
+def _random(kept: Kept, rule: Rule) -> torch.Tensor:
+    """A random share, drawn with ``seed``."""
+    generator = torch.Generator().manual_seed(rule.seed)
     return kept.best(
-        torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, wanted.share
+        torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, rule.share
     )
 
 
-@rule("sensitivity", analysed=True)
-def _sensitivity(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """The share whose values depend most on what stands before their document (METHODS, section 6)."""
-    return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), wanted.share)
+def _sensitivity(kept: Kept, rule: Rule) -> torch.Tensor:
+    """The share whose values depend most on the text before their document (docs/methods.md, section 6)."""
+    return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), rule.share)
 
 
-@rule("sentences", analysed=True, asks=True)
-def _sentences(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """Whole sentences that depend on what stands before their document, the more the question attends to
-    them.
+def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
+    """Whole sentences that depend on the text before their document and that the question attends to.
 
-    Score of sentence S: mean sensitivity of its kept tokens * (highest attention of the question to one of
-    them)^POWER. A document's first sentence, its title where it has one, counts with OPENING of the attention
-    to any token of the document where that is more: "Continued", "Part 2", "It" link what the document holds
-    to another one. Sentences are taken by score until the share is spent, equal ones in the order of the
-    text; the last one is cut. Where the question attends to nothing that is kept, sensitivity alone decides.
+    Score of a sentence: mean sensitivity of its kept tokens times the question's highest attention to one of
+    them. A document's first sentence, often its title, counts with at least `_OPENING` of the question's
+    highest attention to the document: "Continued", "Part 2" or "It" link the document to another one.
+    Sentences are taken by score until the share is spent, equal scores in text order; the last one is cut.
+    If the question attends to no kept token, sensitivity alone decides.
 
-    Before all sentences come the first ``first`` tokens of every document, as EPIC has it, or so many of each
-    as the share pays for: keys that a document alone parks attention on draw the question's, too, when there
-    are several of them."""
+    Before all sentences come the first ``first`` tokens of every document (EPIC), or as many of each as the
+    share pays for: keys on which a single document parks attention also draw the question's attention when
+    there are several documents."""
     weight = kept.weight().numpy()
     live = weight > 0
-    lengths = np.array([analysis.n_tokens for analysis in kept.analyses])
-    start = np.cumsum(lengths) - lengths  # of documents
-    begin = np.flatnonzero(torch.cat([analysis.begins for analysis in kept.analyses]).numpy())  # of sentences
+    numbers, starts = number_sentences(kept.analyses)
+    sentence, start = numbers.numpy(), starts.numpy()  # [N] sentence of each token; [D] first token
+    lengths = np.diff(start, append=len(live))
+    begin = np.flatnonzero(np.diff(sentence, prepend=-1))  # first token of each sentence
     attention = np.zeros_like(weight) if kept.attention is None else kept.attention.numpy() * live
     for sink in range(SINKS):
         attention[start[sink < lengths] + sink] = 0.0
-    looked_at = np.maximum.reduceat(attention, begin)
-    opening = np.searchsorted(begin, start)
-    looked_at[opening] = np.maximum(looked_at[opening], OPENING * np.maximum.reduceat(attention, start))
+    relevance = np.maximum.reduceat(attention, begin)
+    opening = sentence[start]
+    relevance[opening] = np.maximum(relevance[opening], _OPENING * np.maximum.reduceat(attention, start))
     sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]).numpy() * weight
-    held = np.add.reduceat(live, begin, dtype=np.int64)
-    score = np.add.reduceat(sensitivity, begin) / np.maximum(held, 1)
-    if (looked_at > 0).any():
-        score *= looked_at**POWER
-    sentence = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(live)))
-    budget = share_of(wanted.share, round(float(weight.sum())))
-    opened = np.zeros_like(live)
-    for offset in range(min(wanted.first, budget // len(lengths))):
-        opened[start[offset < lengths] + offset] = True
-    opened &= live
-    rest = live & ~opened
-    held = np.add.reduceat(rest, begin, dtype=np.int64)
+    tokens = np.add.reduceat(live, begin, dtype=np.int64)
+    score = np.add.reduceat(sensitivity, begin) / np.maximum(tokens, 1)
+    if (relevance > 0).any():
+        score *= relevance
+    budget = share_of(rule.share, round(float(weight.sum())))
+    first = np.zeros_like(live)
+    for offset in range(min(rule.first, budget // len(lengths))):
+        first[start[offset < lengths] + offset] = True
+    first &= live
+    rest = live & ~first
+    tokens = np.add.reduceat(rest, begin, dtype=np.int64)
     order = np.argsort(-score, kind="stable")
-    quota = np.zeros_like(held)
-    before = np.cumsum(held[order]) - held[order]
-    quota[order] = np.clip(budget - int(opened.sum()) - before, 0, held[order])
+    quota = np.zeros_like(tokens)
+    before = np.cumsum(tokens[order]) - tokens[order]
+    quota[order] = np.clip(budget - int(first.sum()) - before, 0, tokens[order])
     nth = np.cumsum(rest) - 1
-    nth -= (np.cumsum(held) - held)[sentence]  # of the sentence's tokens that are left
-    return torch.from_numpy(kept.first + np.flatnonzero(opened | (rest & (nth < quota[sentence]))))
+    nth -= (np.cumsum(tokens) - tokens)[sentence]  # among the remaining tokens of its sentence
+    return torch.from_numpy(kept.first + np.flatnonzero(first | (rest & (nth < quota[sentence]))))
 
 
-@rule("outliers", analysed=True)
-def _outliers(kept: Kept, wanted: Rule) -> torch.Tensor:
-    """SamKV, section 3.3: initial and local blocks, and the outlier tokens of a layer's static analysis that
-    the layer keeps.
-    """
+def _outliers(kept: Kept, rule: Rule) -> torch.Tensor:
+    """SamKV, section 3.3: initial and local blocks, and a layer's static outlier tokens that the layer
+    keeps."""
     n = kept.plan.question_start - kept.first
-    held = np.zeros((len(kept.kept) if kept.kept.dim() == 2 else 1, n), dtype=bool)
-    for row, positions in zip(held, np.atleast_2d(kept.kept.numpy()), strict=True):
+    rows = np.atleast_2d(kept.kept.numpy())
+    live = np.zeros((len(rows), n), dtype=bool)
+    for row, positions in zip(live, rows, strict=True):
         row[positions[positions >= kept.first] - kept.first] = True
     chosen = np.zeros(n, dtype=bool)
     for span, analysis in zip(kept.plan.spans[1:], kept.analyses, strict=True):
-        own, part = (
-            chosen[span.start - kept.first : span.end - kept.first],
-            held[:, span.start - kept.first : span.end - kept.first],
-        )
+        document = slice(span.start - kept.first, span.end - kept.first)
+        own, part = chosen[document], live[:, document]
         layer, token = _flagged(analysis)
-        own[token[part[layer if len(held) > 1 else 0, token]]] = True
+        own[token[part[layer if len(rows) > 1 else 0, token]]] = True
         own[: kept.initial_blocks * analysis.block] = True
         own[max(0, analysis.blocks - analysis.local_blocks) * analysis.block :] = True
-    return torch.from_numpy(kept.first + np.flatnonzero(chosen & held.any(0)))
+    return torch.from_numpy(kept.first + np.flatnonzero(chosen & live.any(0)))
 
 
 def _flagged(analysis: Analysis) -> tuple[Ints, Ints]:
-    """Layers and tokens of an analysis' outliers; found once, because they never change."""
+    """Layers and tokens of an analysis' outliers; computed once, because they never change."""
     if analysis not in _outliers_of:
         layer, token = analysis.outliers().numpy().nonzero()
         _outliers_of[analysis] = layer, token
     return _outliers_of[analysis]
+
+
+class RuleEntry(NamedTuple):
+    """A row of :data:`RULES`."""
+
+    choose: Callable[[Kept, Rule], torch.Tensor]
+    needs_analysis: bool = False
+    needs_question_attention: bool = False
+
+
+RULES = {
+    "all": RuleEntry(_all),
+    "deviation": RuleEntry(_none),
+    "first": RuleEntry(_first),
+    "none": RuleEntry(_none),
+    "outliers": RuleEntry(_outliers, needs_analysis=True),
+    "positions": RuleEntry(_positions),
+    "random": RuleEntry(_random),
+    "sensitivity": RuleEntry(_sensitivity, needs_analysis=True),
+    "sentences": RuleEntry(_sentences, needs_analysis=True, needs_question_attention=True),
+}

@@ -1,14 +1,15 @@
-"""SamKV's selection (METHODS, section 1; the paper's sections 3.1 and 3.2): from the question's queries and
-the documents' summaries to the tokens that each layer keeps. No K or V of any document is read. Batched over
-documents and layers.
+"""SamKV's selection (docs/methods.md, section 1; the paper's sections 3.1 and 3.2): from the question's
+queries and the documents' summaries to the tokens that each layer keeps. Reads no K or V of a document.
+Batched over documents and layers.
 
 Equations, per layer n and document i of D:
 
-    q_i  = q + 1/(D-1) * sum_{j != i} |cos(q, loc_j)| loc_j                      (1) personalised query s_b  =
-    <q_i, mean K of block b> / sqrt(head_dim), both at their places in the prompt, summed over heads P_i  =
-    mean over stable layers of (s_max - s_anc) / (s_max - s_min) where s_min < s_anc <= s_max, else 0     (2),
-    (3)
+    q_i = q + 1/(D-1) * sum_{j != i} |cos(q, loc_j)| loc_j                 (1), the personalised query
+    s_b = <q_i, mean K of block b> / sqrt(head_dim)                        summed over heads
+    P_i = mean over stable layers of (s_max - s_anc) / (s_max - s_min)     (2), (3)
 
+A layer counts with 0 in P_i unless s_min < s_anc <= s_max. q_i and mean K are rotated to their positions in
+the prompt.
 anc is the mean K of initial and local blocks, max the middle block with the smallest exponent, min the one
 with the least attention."""
 
@@ -16,98 +17,82 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from sglang_ext.analysis.document_analysis import Analysis
+from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import sentences
+from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.blocks import Blocks
+from sglang_ext.context.selection.recompute_rules import Rule
+from sglang_ext.protocol import ContextPlan
+from sglang_ext.request_options import SamKvOptions
 
-Scope = Literal["sentences", "shared", "layers", "none"]
-Scoring = Literal["keys", "attention", "zscore", "softmax", "raw"]
-Ask = Literal["mean", "last"]
-Positions = Literal["full", "near"]
-# The first of each is the default: README.md has the measurements.
-SCOPES: tuple[Scope, ...] = ("sentences", "shared", "layers", "none")
-SCORINGS: tuple[Scoring, ...] = ("attention", "zscore", "softmax", "raw")
-SENTENCE_SCORINGS: tuple[Scoring, ...] = ("keys", "attention")
-ASKS: tuple[Ask, ...] = ("last", "mean")
-POSITIONS: tuple[Positions, ...] = ("full", "near")
-KEEP, WORDS, OPENINGS, SHARPNESS, LENGTH = 0.15, 0.3, 0.6, 0.5, 0.5  # of `sentences`
-LEAST = 1024  # tokens: so few cost next to nothing, and a share of them answers less
+KEEP = 0.15  # default share of the document tokens, for sentences
 _CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
 
 
-@dataclass(frozen=True)
-class SamKv:
-    """Options of the method; README.md says what each does."""
+def select_by_samkv(plan: ContextPlan, options: SamKvOptions, shape: ModelShape) -> PartialSelection:
+    """Keep the system text, initial and local blocks, and leave the other document tokens to the selector.
 
-    initial_blocks: int = 1
-    scope: Scope = "sentences"
-    personalised: bool = False
-    scoring: Scoring = "keys"
-    positions: Positions = "full"
-    ask: Ask = "last"
-    keep: float | None = None
-    words: float = WORDS
-    openings: float = OPENINGS
-    sharpness: float = SHARPNESS
-    length: float = LENGTH
-    least: int = 0
+    With sentences there are no initial and local blocks; where the budget covers all tokens, all are kept."""
+    block = shape.cut.block if options.block_size is None else options.block_size
+    cut = Cut(block, options.local_blocks or shape.cut.local_blocks)
+    documents = plan.spans[1:]  # the system text is exact: nothing stands before it
+    kept, blocks, tokens = torch.arange(plan.question_start), None, 0
+    if documents:
+        sizes = [cut.size(span.end - span.start, shape.kv_itemsize) for span in documents]
+        initial, local = (0, 0) if options.by_sentence else (options.initial_blocks, cut.local_blocks)
+        blocks = Blocks.build(documents, sizes, initial=initial, local=local)
+        tokens = budget(options, blocks)
+        if options.by_sentence and tokens == blocks.tokens:
+            blocks, tokens = None, 0
+        else:
+            kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
+    return PartialSelection(
+        plan,
+        kept,
+        Rule.of(plan, options),
+        fuse=options.update == "fusion",
+        cut=cut,
+        compact=options.kept_positions == "compact",
+        samkv=options,
+        blocks=blocks,
+        budget=tokens,
+    )
 
-    @property
-    def by_sentence(self) -> bool:
-        """Whether sentences are chosen, from all tokens, instead of blocks between initial and local ones."""
-        return self.scope == "sentences"
 
-    @property
-    def asks(self) -> bool:
-        """Whether it looks at the question's queries."""
-        return not (self.scope == "none" or (self.by_sentence and self.words == 1))
-
-    def budget(self, blocks: Blocks) -> int:
-        """Most tokens that a layer keeps beside initial and local blocks: what ``keep`` leaves for them, or
-        the paper's total / D.
-        """
-        if self.scope == "none":
-            return 0
-        if self.by_sentence:
-            return min(
-                blocks.tokens,
-                max(1, self.least, round((KEEP if self.keep is None else self.keep) * blocks.tokens)),
-            )
-        if self.keep is None:
-            return min(blocks.middle_tokens, blocks.tokens // blocks.documents)
-        return max(
-            0,
-            min(
-                blocks.middle_tokens,
-                round(self.keep * blocks.tokens) - (blocks.tokens - blocks.middle_tokens),
-            ),
-        )
+def budget(options: SamKvOptions, blocks: Blocks) -> int:
+    """Most tokens per layer to keep besides initial and local blocks: the rest of ``keep``, or the paper's
+    total / D."""
+    if options.selection == "none":
+        return 0
+    if options.by_sentence:
+        share = KEEP if options.keep is None else options.keep
+        return min(blocks.tokens, max(1, options.min_tokens, round(share * blocks.tokens)))
+    if options.keep is None:
+        return min(blocks.middle_tokens, blocks.tokens // blocks.documents)
+    left = round(options.keep * blocks.tokens) - (blocks.tokens - blocks.middle_tokens)
+    return max(0, min(blocks.middle_tokens, left))
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """``kept`` int64 [S] or [layers, S] on the CPU: positions of the kept document tokens, ascending.
-    ``proportion`` f32 [D]: P.
-    """
+    ``proportion`` f32 [D]: P."""
 
     kept: torch.Tensor
     proportion: torch.Tensor
 
 
 def stable_layers(layers: int) -> range:
-    """N* where no calibration says otherwise: the last eighth (the paper's models: layers 29 to 32 of 32, 32
-    to 36 of 36).
-    """
+    """N* without calibration: the last eighth of the layers (the paper: 29 to 32 of 32, 32 to 36 of 36)."""
     return range(layers - -(-layers // 8), layers)
 
 
 def choose(
-    options: SamKv,
+    options: SamKvOptions,
     blocks: Blocks,
     analyses: Sequence[Analysis],
     query: torch.Tensor,
@@ -118,43 +103,48 @@ def choose(
     highest: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     stable: Sequence[int] | None = None,
 ) -> Chosen:
-    """What each layer keeps.
+    """Choose the blocks that each layer keeps.
 
-    ``query`` f32 [layers, heads, head_dim]: the question's mean query, of this rank's heads, rotated for its
-    place; the work runs on its device. ``analyses``: one a document, cut as ``blocks`` are. ``reduce`` sums
-    over ranks, ``highest`` takes their maximum."""
+    Args:
+        analyses: one per document, cut as ``blocks`` are. query: f32 [layers, heads, head_dim], the
+        question's, of this rank's heads, rotated to its position. The
+            work runs on its device.
+        reduce: sums over ranks.
+        highest: takes the maximum over ranks.
+        stable: layers over which P is averaged; default: :func:`stable_layers`.
+    """
     layers, device = query.shape[0], query.device
-    budget = options.budget(blocks)
-    if budget == 0:
+    left = budget(options, blocks)
+    if left == 0:
         return Chosen(blocks.fixed(), torch.zeros(blocks.documents))
-    # By head only where heads are looked at one by one: otherwise a KV head serves the sum of its query
-    # group.
+    by_attention = options.scoring == "attention"
+    # Attention is scored by query head; for the other scores, the sum of a query group is enough.
     queries = _queries(options, blocks, analyses, query, question_start, rotation, reduce)
-    products = _products(queries, analyses, blocks, fold=options.scoring != "attention")
+    products = _products(queries, analyses, blocks, fold=not by_attention)
     scores = reduce(products.sum(-1))  # [layers, D, M]
     middle, size = blocks.middle.to(device), blocks.size.to(device)
     proportion = _proportion(scores, blocks, analyses, stable_layers(layers) if stable is None else stable)
     count = middle.sum(1)
     if options.keep is None:
         count = (proportion * count).round().to(torch.int64)
-    budget = min(budget, int((count * size).sum()))
+    left = min(left, int((count * size).sum()))
     ranked = scores.masked_fill(~middle, -torch.inf)
     rank = ranked.argsort(-1, descending=True).argsort(-1)
     among = middle & (rank < count[None, :, None])
     pooled = (
-        highest(_attention(products, blocks))
-        if options.scoring == "attention"
+        highest(_block_attention(products, blocks))
+        if by_attention
         else _normalised(scores, middle, options.scoring)
     )
-    if options.scope == "shared":
-        late = slice(len(pooled) // 2, None) if options.scoring == "attention" else slice(None)
+    if options.selection == "shared":
+        late = slice(len(pooled) // 2, None) if by_attention else slice(None)
         among, pooled = among.any(0, keepdim=True), pooled[late].sum(0, keepdim=True)
-    kept = _take(pooled.masked_fill(~among, -torch.inf), among, blocks, budget)
-    return Chosen(kept.cpu() if options.scope == "layers" else kept[0].cpu(), proportion.cpu())
+    kept = _take(pooled.masked_fill(~among, -torch.inf), among, blocks, left)
+    return Chosen(kept.cpu() if options.selection == "layers" else kept[0].cpu(), proportion.cpu())
 
 
 def choose_sentences(
-    options: SamKv,
+    options: SamKvOptions,
     blocks: Blocks,
     analyses: Sequence[Analysis],
     query: torch.Tensor | None,
@@ -166,32 +156,30 @@ def choose_sentences(
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     highest: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
 ) -> torch.Tensor:
-    """What every layer keeps with scope `sentences`, as in `Chosen`; further arguments as in :func:`choose`.
+    """Choose the sentences that every layer keeps: positions as `Chosen.kept`. All ranks choose the same.
 
-    ``ids`` int64 [N]: the documents' tokens; ``question`` int64: those of the question whose occurrence says
-    something. ``query`` is None where only words count. All ranks choose the same."""
-    lengths = torch.tensor([analysis.n_tokens for analysis in analyses])
-    first = lengths.cumsum(0) - lengths
-    sentence = sentences.numbered(torch.cat([analysis.begins for analysis in analyses]), first)
-    held = sentences.words(ids, sentence, question) if options.words else None
+    ``ids`` int64 [N]: the documents' token ids; ``question`` int64: those of the question that carry meaning.
+    ``query`` is None where words alone count. Other arguments as in :func:`choose`."""
+    tuned = options.experimental
+    sentence, first = sentences.number_sentences(analyses)
+    lexical = sentences.lexical_scores(ids, sentence, question) if tuned.lexical_weight else None
     attention = None
     if query is not None:
         queries = _queries(options, blocks, analyses, query, question_start, rotation, reduce)
         if options.scoring == "keys":
-            found = reduce(sentences.looked_at(queries, analyses)).cpu()
+            token = reduce(sentences.head_attention(queries, analyses)).cpu()
         else:
-            share = highest(_attention(_products(queries, analyses, blocks, fold=False), blocks))
-            found = share[len(share) // 2 :].sum(0).flatten().cpu()[blocks.token_block]
-        attention = sentences.largest(found, sentence)
-    score = sentences.by_length(
-        sentences.scores(held, attention, options.words, options.sharpness), sentence, options.length
-    )
-    score = sentences.opened(score, sentence, first, options.openings)
-    return blocks.first + sentences.best(score, sentence, options.budget(blocks))
+            share = highest(_block_attention(_products(queries, analyses, blocks, fold=False), blocks))
+            token = share[len(share) // 2 :].sum(0).flatten().cpu()[blocks.token_block]
+        attention = sentences.max_per_sentence(token, sentence)
+    score = sentences.blend(lexical, attention, tuned.lexical_weight, tuned.attention_power)
+    score = sentences.penalize_length(score, sentence, tuned.length_penalty)
+    score = sentences.lift_titles(score, sentence, first, tuned.title_weight)
+    return blocks.first + sentences.take_best(score, sentence, budget(options, blocks))
 
 
 def _queries(
-    options: SamKv,
+    options: SamKvOptions,
     blocks: Blocks,
     analyses: Sequence[Analysis],
     query: torch.Tensor,
@@ -199,11 +187,10 @@ def _queries(
     rotation: Rotation,
     reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Each document's query, f32 [layers, D, heads, head_dim], moved so that it meets the keys where they are
-    stored.
-    """
+    """Each document's query, f32 [layers, D, heads, head_dim], rotated to where the document's keys are
+    stored."""
     shifts = blocks.start[:, 0]
-    if options.positions == "near":  # every document as if it stood right before the question
+    if options.score_positions == "adjacent":  # every document right before the question
         shifts = question_start - blocks.length.sum(1)
     shifts = shifts.to(query.device)
     queries = (
@@ -221,9 +208,7 @@ def personalised(
     rotation: Rotation,
     reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Equation 1: f32 [layers, D, heads, head_dim]. The cosine is that of whole layers, all heads of all
-    ranks as one vector.
-    """
+    """Equation 1: f32 [layers, D, heads, head_dim]. The cosine takes all heads of all ranks as one vector."""
     documents = len(analyses)
     if documents == 1:
         return query[:, None]
@@ -250,8 +235,8 @@ def _moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> t
 def _products(
     queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks, *, fold: bool
 ) -> torch.Tensor:
-    """<q_i, mean K> / sqrt(head_dim), f32 [layers, D, M, heads], or summed over query groups (``fold``)
-    [layers, D, M, kv_heads]; 0 where there is no block."""
+    """<q_i, mean K> / sqrt(head_dim): f32 [layers, D, M, heads], or [layers, D, M, kv_heads] summed over
+    query groups (``fold``). 0 where there is no block."""
     layers, documents, heads, dim = queries.shape
     kv_heads = analyses[0].mean_k.shape[2]
     grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
@@ -265,9 +250,8 @@ def _products(
     found = []
     for at in range(0, layers, step):
         rows = slice(at, min(at + step, layers))
-        products = (keys[rows].float()[:, :, :, None] * grouped[rows][:, document]).sum(
-            -1
-        )  # [rows, blocks, kv_heads, group]
+        # [rows, blocks, kv_heads, group]
+        products = (keys[rows].float()[:, :, :, None] * grouped[rows][:, document]).sum(-1)
         found.append((products * scale[rows].float()[..., None]).flatten(2))
     flat = torch.cat(found) / dim**0.5
     padded = torch.zeros(layers, documents, blocks.start.shape[1], flat.shape[-1], device=queries.device)
@@ -275,10 +259,9 @@ def _products(
     return padded
 
 
-def _attention(products: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """f32 [layers, D, M]: the largest share that a head would give a block, were all its keys their mean;
-    softmax over all blocks.
-    """
+def _block_attention(products: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """f32 [layers, D, M]: largest share of attention that a head gives a block, with every key of a block
+    taken as its mean; softmax over all blocks."""
     length = blocks.length.to(products.device)
     logits = products + length.float().log()[..., None]  # -inf where there is no block
     return logits.flatten(1, 2).softmax(1).amax(-1).view(products.shape[:-1])
@@ -301,14 +284,14 @@ def _proportion(
             torch.cat([getattr(a, name) for a in analyses], dim=1)[layers].float().to(device)
         )
         chosen.append(padded.masked_fill(~middle, torch.inf).argmin(-1, keepdim=True))
-    largest, least = (scores.gather(-1, block)[..., 0] for block in chosen)
-    inside = (anchor > least) & (anchor <= largest) & middle.any(1)
-    ratio = (largest - anchor) / (largest - least).where(inside, 1.0)
+    largest, smallest = (scores.gather(-1, block)[..., 0] for block in chosen)
+    inside = (anchor > smallest) & (anchor <= largest) & middle.any(1)
+    ratio = (largest - anchor) / (largest - smallest).where(inside, 1.0)
     return ratio.where(inside, 0.0).mean(0)
 
 
-def _normalised(scores: torch.Tensor, middle: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Scores made comparable between documents, over each document's middle blocks."""
+def _normalised(scores: torch.Tensor, middle: torch.Tensor, scoring: str) -> torch.Tensor:
+    """Scores made comparable between documents, over the middle blocks of each."""
     if scoring == "raw":
         return scores
     if scoring == "softmax":
@@ -321,17 +304,16 @@ def _normalised(scores: torch.Tensor, middle: torch.Tensor, scoring: Scoring) ->
     return off / deviation[..., None]
 
 
-def _take(scores: torch.Tensor, among: torch.Tensor, blocks: Blocks, budget: int) -> torch.Tensor:
-    """The best blocks of the pool until ``budget`` tokens, in every layer as many: the last block's first
-    tokens where it does not fit.
+def _take(scores: torch.Tensor, among: torch.Tensor, blocks: Blocks, left: int) -> torch.Tensor:
+    """Take the best blocks until ``left`` tokens, equally many in every layer; of a block that does not fit,
+    its first tokens.
 
-    scores and among [L, D, M]; returns positions int64 [L, S] with the fixed tokens.
-    """
+    ``scores`` and ``among`` [L, D, M]. Returns positions int64 [L, S], initial and local blocks included."""
     device = scores.device
     order = scores.flatten(1).argsort(dim=-1, descending=True, stable=True)
     tokens = (blocks.length.to(device) * among).flatten(1).gather(1, order)
     before = tokens.cumsum(1) - tokens
-    taken = torch.zeros_like(tokens).scatter(1, order, (budget - before).clamp(min=0).minimum(tokens))
+    taken = torch.zeros_like(tokens).scatter(1, order, (left - before).clamp(min=0).minimum(tokens))
     block, offset = blocks.token_block.to(device), blocks.token_offset.to(device)
     mask = (offset < taken[:, block]) | ~blocks.middle.to(device).flatten()[block]
     return blocks.first + mask.nonzero()[:, 1].view(len(mask), -1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 
 from ragserve.api.app import create_app
 from ragserve.config import Settings
@@ -121,6 +121,25 @@ def test_the_example_streams_fit_their_events(path: str) -> None:
         {"search_results", "message", "citation", "final_answer", "done"} if path == "/rag/query" else {None}
     )
     assert seen == wanted
+
+
+def test_options_are_described() -> None:
+    schemas = SCHEMA["components"]["schemas"]
+    for body in ("QueryRequest", "ChatRequest"):
+        models = schemas[body]["properties"]["strategy_options"]["anyOf"]
+        names = [model["$ref"].rpartition("/")[2] for model in models]
+        assert names == [f"{name}Options" for name in ("CacheBlend", "Concat", "Epic", "Random", "SamKv")]
+        for name in names:
+            assert schemas[name]["additionalProperties"] is False
+            assert all(option["description"] for option in schemas[name]["properties"].values())
+            assert "force" in schemas[name]["properties"]
+    decode = schemas["DecodeOptions"]["properties"]
+    assert all(option["description"] and "default" not in option for option in decode.values())
+    options = {"type": "object", "properties": schemas["QueryRequest"]["properties"]}
+    validate({"strategy_options": {"keep": 0.2, "experimental": {"lexical_weight": 1}}}, options)
+    for wrong in ({"strategy_options": {"keeps": 0.2}}, {"decode": {"mode": "fast"}}):
+        with pytest.raises(ValidationError):
+            validate(wrong, options)
 
 
 def test_references_lead_somewhere() -> None:

@@ -179,6 +179,45 @@ def test_a_composed_strategy_must_be_verified_or_forced(client: httpx.Client, li
     assert answer(first=8).status_code == 400
 
 
+@pytest.mark.parametrize("route", ["/rag/query", "/v1/chat/completions"])
+def test_bad_options_are_refused_before_anything_is_searched(
+    client: httpx.Client, live: Live, docs: str, route: str
+) -> None:
+    question: dict[str, Any] = {"query": QUESTION, "namespace": docs}
+    if route != "/rag/query":
+        question = {"model": f"ragserve/{docs}", "messages": [{"role": "user", "content": QUESTION}]}
+    for options, says in (
+        ({"depth": 1, "force": True}, "Strategy 'epic' has no option depth: it has recompute, share"),
+        (
+            {"share": 2, "force": True},
+            "Option share of strategy 'epic' is 2: must be less than or equal to 1.",
+        ),
+    ):
+        refused = client.post(route, json=question | {"strategy": "epic", "strategy_options": options})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (
+            400,
+            "invalid_request",
+            "strategy_options",
+        )
+        assert error["message"].startswith(says)
+    assert live.engine.requests == []
+    assert live.embedder.calls == []
+
+
+def test_bad_decode_options_are_fields_at_fault(client: httpx.Client, live: Live, docs: str) -> None:
+    for decode, param, says in (
+        ({"mode": "fast"}, "decode.mode", "decode.mode: Input should be 'dense', 'hierarchical' or"),
+        ({"budgets": 3}, "decode.budgets", "decode.budgets: is not a known field."),
+        ({"budget": 0}, "decode.budget", "decode.budget: Input should be greater than or equal to 1."),
+    ):
+        refused = client.post("/rag/query", json={"query": QUESTION, "namespace": docs, "decode": decode})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+        assert refused.json()["error"]["message"].startswith(says)
+    assert live.engine.requests == []
+
+
 def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs: str) -> None:
     def chosen(**options: Any) -> httpx.Response:
         return client.post(

@@ -268,7 +268,7 @@ def test_bad_options_are_the_reason_of_a_refusal() -> None:
     req = SimpleNamespace(
         rid="a", sampling_params=SimpleNamespace(custom_params={"ragserve_decode": '{"mode": "fast"}'})
     )
-    assert "decode mode 'fast'" in str(runtime.on_request(req))
+    assert "mode of sparse decoding is 'fast'" in str(runtime.on_request(req))
     assert req.ragserve_decode.options.mode == "dense", "the request lives on until it is ended"
 
 

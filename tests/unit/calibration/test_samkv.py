@@ -39,7 +39,7 @@ PROFILE = SamkvProfile(
     [8, 9],
     [[7, 0]],
     "sentences",
-    {"sentences": {"scoring": "keys"}},
+    {"sentences": {"experimental": {"scoring": "keys"}}},
     "tiny",
     "a CPU",
     "float32",
@@ -129,11 +129,17 @@ def test_a_default_stays_unless_something_is_better_by_more_than_chance() -> Non
     assert better(high, low)
     assert not better(noisy, low)
     assert not better(low, low)
-    names = {"ask": "last", "positions": "full"}
-    group = [candidate(low, scoring="raw", **names), candidate(noisy, scoring="zscore", **names)]
-    assert best_options(group) == ("shared", {"shared": {"scoring": "raw", **names}})
-    group.append(candidate(high, scoring="softmax", **names))
-    assert best_options(group) == ("shared", {"shared": {"scoring": "softmax", **names}})
+
+    def scored(scoring: str) -> dict[str, Any]:
+        return {
+            "score_positions": "original",
+            "experimental": {"scoring": scoring, "question_query": "last"},
+        }
+
+    group = [candidate(low, **scored("raw")), candidate(noisy, **scored("zscore"))]
+    assert best_options(group) == ("shared", {"shared": scored("raw")})
+    group.append(candidate(high, **scored("softmax")))
+    assert best_options(group) == ("shared", {"shared": scored("softmax")})
     none = Candidate({"selection": "none"}, [[1.0] * 3] * 8, [[0.2, 0.2, 0.2]])
     assert none.scores() == pytest.approx([1 / 3] * 8), "it keeps more than two of the budgets"
     assert best_options([none, *group])[0] == "shared"
@@ -145,12 +151,19 @@ def test_sentences_are_compared_by_attention_alone_too() -> None:
     """
     same = [1.0] * 8
     group = []
-    for ask, alone in (("last", 0.2), ("mean", 0.6)):
+    for query, alone in (("last", 0.2), ("mean", 0.6)):
         group += [
-            candidate(same, selection="sentences", ask=ask),
-            candidate([alone] * 8, selection="sentences", ask=ask, words=0.0),
+            candidate(same, selection="sentences", experimental={"question_query": query}),
+            candidate(
+                [alone] * 8,
+                selection="sentences",
+                experimental={"question_query": query, "lexical_weight": 0.0},
+            ),
         ]
-    assert best_options([*group, candidate([0.5] * 8)]) == ("sentences", {"sentences": {"ask": "mean"}})
+    assert best_options([*group, candidate([0.5] * 8)]) == (
+        "sentences",
+        {"sentences": {"experimental": {"question_query": "mean"}}},
+    )
 
 
 class Engine:
@@ -178,11 +191,15 @@ class Engine:
             }
         rows = [
             {
-                "options": {"selection": "shared", "scoring": "raw", "positions": where},
+                "options": {
+                    "selection": "shared",
+                    "score_positions": where,
+                    "experimental": {"scoring": "raw"},
+                },
                 "recall": [[r] * 3] * count,
                 "kept": [0.05, 0.15, 0.3],
             }
-            for where, r in (("full", 0.3), ("near", 0.8))
+            for where, r in (("original", 0.3), ("adjacent", 0.8))
         ]
         recalls = {"built_in": 0.5, "found": self._with_found}
         proportion = {name: {"recall": [value] * count, "kept": 0.2} for name, value in recalls.items()}
@@ -193,7 +210,7 @@ def test_an_engine_is_asked_about_every_set_and_the_best_is_chosen(probe: Probe)
     engine, lines = Engine(), []
     found = asyncio.run(find(engine, [probe, probe], lines.append))  # type: ignore[arg-type]
     assert (found.stable, found.heads, found.selection) == ([1], [[1, 1]], "shared")
-    assert found.options == {"shared": {"scoring": "raw", "positions": "near"}}
+    assert found.options == {"shared": {"score_positions": "adjacent", "experimental": {"scoring": "raw"}}}
     assert [("budgets" in body, body.get("heads")) for body in engine.asked] == [(False, None)] * 2 + [
         (True, [[1, 1]])
     ] * 2
@@ -205,7 +222,7 @@ def test_an_engine_is_asked_about_every_set_and_the_best_is_chosen(probe: Probe)
     assert [row["score"] for row in written["selections"]] == [0.3, 0.8]
     text = "\n".join(table(found))
     assert "chosen: selection=shared" in text
-    assert text.index("positions=near") < text.index("positions=full"), "best first"
+    assert text.index("positions=adjacent") < text.index("positions=original"), "best first"
 
 
 def test_stable_layers_that_find_less_are_not_taken(probe: Probe) -> None:

@@ -22,7 +22,8 @@ from sglang_ext.context.recompute.layers import run_layers
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.context.selection.base import ModelShape
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, Span
 from tests.unit.context.small_model import DIM, HIDDEN, KV_HEADS, LAYERS, VOCABULARY, runner_of
 
@@ -56,6 +57,18 @@ def composer_of(runner: Any, graphs: Any = None) -> Composer:
     return composer
 
 
+def filled_in(options: dict[str, Any], end: int, draw: random.Random) -> dict[str, Any]:
+    """Options with the results of their functions."""
+    return {
+        name: value(end, draw)
+        if callable(value)
+        else filled_in(value, end, draw)
+        if isinstance(value, dict)
+        else value
+        for name, value in options.items()
+    }
+
+
 class Case:
     """Contexts over documents at drawn slots, and the slots of their own, the question's behind."""
 
@@ -68,13 +81,7 @@ class Case:
             spans = tuple(Span(a, b) for a, b in zip([0, *ends], ends, strict=False))
             question = draw.choice((1, 5, 17))
             ids = [draw.randrange(VOCABULARY) for _ in range(ends[-1] + question)]
-            plan = ContextPlan(
-                "compose",
-                "n",
-                strategy,
-                spans,
-                {k: v(ends[-1], draw) if callable(v) else v for k, v in each.items()},
-            )
+            plan = ContextPlan("compose", "n", strategy, spans, filled_in(each, ends[-1], draw))
             context = ComposedContext(
                 plan, array("q", ids), tuple(map(str, spans)), partial_selection(plan, ModelShape(LAYERS))
             )
@@ -126,7 +133,7 @@ def assert_same_pools(one: Any, other: Any) -> None:
 MIXES: dict[str, list[dict[str, Any]]] = {
     "all": [{"recompute": "all"}],
     "some": [{"recompute": some}],
-    "closed": [{"kept": holes, "places": "closed", "recompute": "all"}],
+    "compact": [{"experimental": {"kept": holes}, "kept_positions": "compact", "recompute": "all"}],
     "several": [
         {"recompute": some},
         {},
@@ -134,7 +141,7 @@ MIXES: dict[str, list[dict[str, Any]]] = {
         {"recompute": some},
         {"recompute": "first", "first": 2},
     ],
-    "none": [{}, {"kept": holes}],
+    "none": [{}, {"experimental": {"kept": holes}}],
 }
 
 
@@ -188,11 +195,18 @@ def test_with_everything_recomputed_the_question_has_its_states_of_a_whole_promp
     [
         ("cacheblend", {"share": 0.5}),
         ("concat", {"recompute": some, "update": "fusion"}),
-        ("concat", {"kept": holes, "recompute": lambda end, _: list(range(end))}),  # rows that no layer keeps
+        (
+            "concat",
+            {"experimental": {"kept": holes}, "recompute": lambda end, _: list(range(end))},
+        ),  # rows that no layer keeps
         (
             "concat",
             {
-                "kept": lambda end, draw: [sorted(draw.sample(range(end), end // 2)) for _ in range(LAYERS)],
+                "experimental": {
+                    "kept": lambda end, draw: [
+                        sorted(draw.sample(range(end), end // 2)) for _ in range(LAYERS)
+                    ]
+                },
                 "recompute": "all",
             },
         ),

@@ -17,7 +17,8 @@ from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.recompute.recompute_pass import warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.query_pass import QueryPass
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.context.selection.base import ModelShape
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, Span
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 
@@ -50,7 +51,11 @@ def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
     contexts = []
     for length in (20, 33):
         plan = ContextPlan(
-            "compose", "n", "samkv", (Span(0, 5), Span(5, 5 + length)), {"block_size": 4, "ask": ask}
+            "compose",
+            "n",
+            "samkv",
+            (Span(0, 5), Span(5, 5 + length)),
+            {"block_size": 4, "experimental": {"question_query": ask}},
         )
         ids = torch.randint(0, 50, (5 + length + QUESTION,)).tolist()
         context = ComposedContext(

@@ -16,9 +16,9 @@ from sglang_ext.analysis.stability import outlying
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.recall_probe import ProbeEngine, answer, candidates
+from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.strategies import ModelShape
 from sglang_ext.protocol import PlanError
 from sglang_ext.ranks import Ranks
 from tests.unit.context.selection.test_samkv import analysis_of
@@ -79,7 +79,7 @@ def test_recall_is_the_share_of_needed_tokens_that_is_kept(
         assert recall[0][2] == 1.0
         if options["selection"] == "sentences":
             assert kept[0] == pytest.approx(10 / 360)
-            if "words" not in options:
+            if "lexical_weight" not in options["experimental"]:
                 assert recall[0][1] > 0.8, (
                     "the rare word finds the sentence, for all that random weights look at"
                 )
@@ -98,11 +98,13 @@ def test_the_heads_given_are_those_that_choose(engine: ProbeEngine) -> None:
     assert survey["built_in"]["stable"] == [LAYERS - 1]
     alone = {
         "selection": "sentences",
-        "scoring": "keys",
-        "ask": "last",
-        "positions": "full",
-        "words": 0.0,
-        "openings": 0.0,
+        "score_positions": "original",
+        "experimental": {
+            "scoring": "keys",
+            "question_query": "last",
+            "lexical_weight": 0.0,
+            "title_weight": 0.0,
+        },
     }
     for layer in range(LAYERS):
         for head in range(KV_HEADS):

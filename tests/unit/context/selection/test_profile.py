@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.samkv import SamKv
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.request_options import SamKvOptions
 
 LAYERS, KV_HEADS = 4, 2
 RAW: dict[str, Any] = {
@@ -19,32 +20,39 @@ RAW: dict[str, Any] = {
     "heads": [[2, 1], [0, 0]],
     "selection": "shared",
     "options": {
-        "shared": {"scoring": "raw", "ask": "mean", "positions": "near"},
-        "sentences": {"positions": "near"},
+        "shared": {
+            "score_positions": "adjacent",
+            "experimental": {"scoring": "raw", "question_query": "mean"},
+        },
+        "sentences": {"score_positions": "adjacent"},
     },
 }
 
 
-def samkv_of(profile: Profile, **options: Any) -> SamKv:
+def samkv_of(profile: Profile, **options: Any) -> SamKvOptions:
     plan = ContextPlan("compose", "n", "samkv", (Span(0, 4), Span(4, 200), Span(200, 400)), options)
     found = partial_selection(plan, ModelShape(LAYERS, profile=profile)).samkv
     assert found is not None
     return found
 
 
+def chosen(found: SamKvOptions) -> tuple[str, ...]:
+    return found.selection, found.scoring, found.experimental.question_query, found.score_positions
+
+
 def test_a_request_that_says_nothing_gets_what_the_profile_says() -> None:
     profile = Profile.of(RAW, LAYERS, KV_HEADS)
     assert (profile.stable, profile.heads) == ((1, 3), ((2, 1), (0, 0)))
     found = samkv_of(profile)
-    assert (found.scope, found.scoring, found.ask, found.positions) == ("shared", "raw", "mean", "near")
+    assert chosen(found) == ("shared", "raw", "mean", "adjacent")
 
 
 def test_an_option_of_the_request_wins_and_brings_the_defaults_of_its_selection() -> None:
     profile = Profile.of(RAW, LAYERS, KV_HEADS)
-    found = samkv_of(profile, ask="last")
-    assert (found.scope, found.scoring, found.ask, found.positions) == ("shared", "raw", "last", "near")
+    found = samkv_of(profile, experimental={"question_query": "last"})
+    assert chosen(found) == ("shared", "raw", "last", "adjacent")
     found = samkv_of(profile, selection="sentences")
-    assert (found.scope, found.scoring, found.ask, found.positions) == ("sentences", "keys", "last", "near")
+    assert chosen(found) == ("sentences", "keys", "last", "adjacent")
     assert samkv_of(profile, selection="layers") == samkv_of(Profile(), selection="layers"), (
         "nothing is known of it"
     )
@@ -73,6 +81,7 @@ def test_an_empty_profile_changes_nothing() -> None:
         {"selection": "best"},
         {"options": {"best": {}}},
         {"options": [1]},
+        {"options": {"shared": {"ask": "mean"}}},
     ],
     ids=str,
 )

@@ -19,8 +19,9 @@ from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
-from sglang_ext.context.selection.samkv import SamKv, choose, personalised
+from sglang_ext.context.selection.samkv import choose, personalised
 from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.request_options import SamKvExperiment, SamKvOptions
 from tests.analyses import local_queries, mean_keys
 
 LAYERS, HEADS, KV_HEADS, DIM, SYSTEM = 3, 4, 2, 8, 5
@@ -67,7 +68,7 @@ def turned(vector: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def reference(
-    plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, options: SamKv, stable: list[int]
+    plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, options: SamKvOptions, stable: list[int]
 ) -> list[list[int]]:
     """Kept document tokens per layer, the paper's way: one layer, one document, one block at a time."""
     spans = plan.spans[1:]
@@ -164,7 +165,13 @@ def test_selection_equals_the_equations(
     blocks = [4 if n < 40 else 8 for n in sizes]
     analyses = [analysis_of(n, block, generator) for n, block in zip(sizes, blocks, strict=True)]
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
-    options = SamKv(initial_blocks=initial, personalised=bias, keep=keep, scoring=scoring, scope="layers")
+    options = SamKvOptions(
+        initial_blocks=initial,
+        personalised=bias,
+        keep=keep,
+        selection="layers",
+        experimental=SamKvExperiment(scoring=scoring),
+    )
     tables = Blocks.build(plan.spans[1:], blocks, initial=initial, local=2)
     chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION, stable=[1, 2])
     wanted = reference(plan, analyses, query, options, [1, 2])
@@ -288,19 +295,19 @@ def test_fusion_blends_by_likeness() -> None:
     ("options", "says"),
     [
         ({"block_size": 12}, "power of two"),
-        ({"selection": "some"}, "selection must be one of sentences, shared, layers, none"),
-        ({"update": "mix"}, "update must be"),
-        ({"personalised": 1}, "true or false"),
-        ({"recompute": "best"}, "recompute must be"),
-        ({"local_blocks": 0}, "at least 1"),
-        ({"keep": 0}, "keep must be"),
-        ({"words": 1.5}, "words must be a number from 0 to 1"),
-        ({"openings": -1}, "openings must be a number"),
-        ({"sharpness": 2}, "sharpness must be a number"),
-        ({"length": "long"}, "length must be a number"),
-        ({"least": -1}, "least must be a whole number"),
-        ({"places": "closed", "selection": "layers"}, "same tokens in every layer"),
-        ({"scoring": "raw"}, "scoring must be one of keys, attention"),
+        ({"selection": "some"}, "selection .* must be 'sentences', 'shared', 'layers' or 'none'"),
+        ({"update": "mix"}, "option update .* must be"),
+        ({"personalised": 1}, "valid boolean"),
+        ({"recompute": "best"}, "option recompute .* must be"),
+        ({"local_blocks": 0}, "greater than or equal to 1"),
+        ({"keep": 0}, "option keep .* must be"),
+        ({"experimental": {"lexical_weight": 1.5}}, "experimental.lexical_weight .* less than or equal to 1"),
+        ({"experimental": {"title_weight": -1}}, "experimental.title_weight .* greater than or equal to 0"),
+        ({"experimental": {"attention_power": 2}}, "experimental.attention_power .* less than or equal to 1"),
+        ({"experimental": {"length_penalty": "long"}}, "experimental.length_penalty .* valid number"),
+        ({"min_tokens": -1}, "min_tokens .* greater than or equal to 0"),
+        ({"kept_positions": "compact", "selection": "layers"}, "same tokens in every layer"),
+        ({"experimental": {"scoring": "raw"}}, "scoring .* must be one of keys, attention"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
@@ -323,7 +330,7 @@ def test_attention_scoring_is_the_largest_head_of_a_softmax_over_mean_keys(
     analyses = [analysis_of(n, 8, generator) for n in sizes]
     query = torch.randn(LAYERS, HEADS, DIM, generator=generator)
     tables = Blocks.build(plan.spans[1:], [8] * len(sizes), initial=1, local=2)
-    options = SamKv(personalised=False, scoring="attention", scope="layers", keep=0.6)
+    options = SamKvOptions(personalised=False, selection="layers", keep=0.6)
     chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION)
     rows = chosen.kept.tolist() if chosen.kept.dim() == 2 else [chosen.kept.tolist()] * LAYERS
     fixed = tables.fixed().tolist()

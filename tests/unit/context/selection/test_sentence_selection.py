@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.selection import sentences
+from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.blocks import Blocks
-from sglang_ext.context.selection.samkv import LEAST, SamKv, choose_sentences
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.context.selection.samkv import choose_sentences
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan
+from sglang_ext.request_options import MIN_TOKENS, SamKvExperiment, SamKvOptions
 from tests.analyses import local_queries, mean_keys
 from tests.unit.context.selection.test_samkv import (
     DIM,
@@ -53,7 +55,7 @@ texts_of_few_tokens = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=
 @given(texts_of_few_tokens, st.lists(st.integers(0, 12), max_size=8))
 def test_words_count_by_how_rare_they_are(texts: list[list[int]], question: list[int]) -> None:
     sentence = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(text) for text in texts]))
-    found = sentences.words(
+    found = sentences.lexical_scores(
         torch.tensor([t for text in texts for t in text]), sentence, torch.tensor(question, dtype=torch.int64)
     )
     assert found.tolist() == pytest.approx(words_of(texts, question), abs=1e-4)
@@ -87,14 +89,16 @@ def test_the_best_sentences_are_kept(
         torch.randint(0, 40, (total,), generator=generator),
         torch.randint(0, 40, (6,), generator=generator),
     )
-    options = SamKv(
+    options = SamKvOptions(
         personalised=bias,
-        words=weight,
         keep=keep,
-        openings=0.0,
-        scoring=scoring,
-        sharpness=powers[0],
-        length=powers[1],
+        experimental=SamKvExperiment(
+            scoring=scoring,
+            lexical_weight=weight,
+            title_weight=0.0,
+            attention_power=powers[0],
+            length_penalty=powers[1],
+        ),
     )
     tables = Blocks.build(plan.spans[1:], blocks, initial=0, local=0)
     found = choose_sentences(options, tables, analyses, query, plan.question_start, ROTATION, ids, question)
@@ -177,9 +181,9 @@ def personal(
 
 def test_the_last_sentence_is_cut_and_equal_ones_stand_in_order() -> None:
     sentence = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
-    assert sentences.best(torch.tensor([1.0, 2.0, 0.5, 0.5]), sentence, 4).tolist() == [0, 2, 3, 4]
-    assert sentences.best(torch.tensor([0.0, 2.0, 0.5, 0.5]), sentence, 6).tolist() == [2, 3, 4, 5, 6, 7]
-    assert sentences.best(torch.zeros(4), sentence, 99).tolist() == list(range(8))
+    assert sentences.take_best(torch.tensor([1.0, 2.0, 0.5, 0.5]), sentence, 4).tolist() == [0, 2, 3, 4]
+    assert sentences.take_best(torch.tensor([0.0, 2.0, 0.5, 0.5]), sentence, 6).tolist() == [2, 3, 4, 5, 6, 7]
+    assert sentences.take_best(torch.zeros(4), sentence, 99).tolist() == list(range(8))
 
 
 def test_a_document_s_opening_counts_with_the_best_sentence_of_it_and_of_the_next() -> None:
@@ -188,38 +192,41 @@ def test_a_document_s_opening_counts_with_the_best_sentence_of_it_and_of_the_nex
         torch.tensor([0, 3, 4]),
     )  # documents of sentences 0 and 1, 2, 3 and 4
     score = torch.tensor([0.1, 0.8, 0.3, 0.9, 0.2])
-    assert sentences.opened(score, sentence, first, 0.5).tolist() == pytest.approx([0.4, 0.8, 0.45, 0.9, 0.2])
-    assert torch.equal(sentences.opened(score, sentence, first, 0.0), score)
+    assert sentences.lift_titles(score, sentence, first, 0.5).tolist() == pytest.approx(
+        [0.4, 0.8, 0.45, 0.9, 0.2]
+    )
+    assert torch.equal(sentences.lift_titles(score, sentence, first, 0.0), score)
 
 
 def test_a_sentence_pays_for_its_length_and_one_of_few_tokens_counts_as_one_of_eight() -> None:
     sentence = torch.repeat_interleave(torch.arange(3), torch.tensor([2, 8, 32]))
-    assert sentences.by_length(torch.tensor([1.0, 1.0, 2.0]), sentence, 0.5).tolist() == pytest.approx(
+    assert sentences.penalize_length(torch.tensor([1.0, 1.0, 2.0]), sentence, 0.5).tolist() == pytest.approx(
         [8**-0.5, 8**-0.5, 8**-0.5]
     )
-    assert sentences.by_length(torch.tensor([1.0, 2.0, 3.0]), sentence, 0.0).tolist() == [1.0, 2.0, 3.0]
+    assert sentences.penalize_length(torch.tensor([1.0, 2.0, 3.0]), sentence, 0.0).tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
-    ("options", "closed"), [({}, True), ({"places": "full"}, False), ({"selection": "shared"}, False)]
+    ("options", "compact"),
+    [({}, True), ({"kept_positions": "original"}, False), ({"selection": "shared"}, False)],
 )
-def test_chosen_sentences_move_together_unless_told_otherwise(options: dict[str, str], closed: bool) -> None:
+def test_chosen_sentences_move_together_unless_told_otherwise(options: dict[str, str], compact: bool) -> None:
     plan = plan_of([30, 40])
     made = partial_selection(
         ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options), ModelShape(LAYERS)
     )
-    assert made.closed == closed
+    assert made.compact == compact
 
 
 @pytest.mark.parametrize(
     ("tokens", "options", "kept"),
     [
-        (2000, {}, LEAST),
+        (2000, {}, MIN_TOKENS),
         (8000, {}, 1200),
         (2000, {"keep": 0.15}, 300),
-        (2000, {"keep": 0.15, "least": 400}, 400),
-        (2000, {"least": 0}, 300),
-        (LEAST + 1, {}, LEAST),
+        (2000, {"keep": 0.15, "min_tokens": 400}, 400),
+        (2000, {"min_tokens": 0}, 300),
+        (MIN_TOKENS + 1, {}, MIN_TOKENS),
     ],
 )
 def test_of_short_contexts_so_many_tokens_are_kept_at_least(
@@ -234,7 +241,7 @@ def test_of_short_contexts_so_many_tokens_are_kept_at_least(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options"), [(LEAST, {}), (300, {"least": 300, "keep": 0.1}), (200, {"keep": 1.0})]
+    ("tokens", "options"), [(MIN_TOKENS, {}), (300, {"min_tokens": 300, "keep": 0.1}), (200, {"keep": 1.0})]
 )
 def test_where_all_is_kept_nothing_is_asked(tokens: int, options: dict[str, Any]) -> None:
     plan = plan_of([tokens - 99, 99])
@@ -249,7 +256,7 @@ def test_where_all_is_kept_nothing_is_asked(tokens: int, options: dict[str, Any]
 
 def test_words_alone_need_no_query() -> None:
     plan = plan_of([30, 40])
-    options = {"words": 1, "keep": 0.2}
+    options = {"experimental": {"lexical_weight": 1}, "keep": 0.2}
     plan = ContextPlan(plan.operation, plan.namespace, "samkv", plan.spans, options)
     made = partial_selection(plan, ModelShape(LAYERS))
     assert not made.needs_query

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection import recompute_rules as rules
+from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan
 from tests.sentences import chosen, sentences_of
 from tests.unit.context.selection.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of
@@ -158,8 +159,8 @@ def test_a_document_of_which_nothing_is_kept_takes_part_in_nothing() -> None:
     ("options", "positions"),
     [
         ({"share": 1.0}, list(range(SYSTEM, SYSTEM + 12))),
-        ({"share": 1.0, "kept": [0, 1, 7, 9]}, [7, 9]),
-        ({"kept": [0, 2]}, []),
+        ({"share": 1.0, "experimental": {"kept": [0, 1, 7, 9]}}, [7, 9]),
+        ({"experimental": {"kept": [0, 2]}}, []),
     ],
 )
 def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(
@@ -171,7 +172,7 @@ def test_the_question_is_not_asked_where_nothing_is_to_be_chosen(
         ModelShape(LAYERS),
     )
     settled = made.settle(analyses_of([[0] * 5, [0] * 7], 5))
-    assert not settled.asks
+    assert not settled.needs_question_attention
     assert settled.recomputed.tolist() == positions
 
 
@@ -188,4 +189,4 @@ def test_without_a_share_a_tenth_is_chosen_or_two_thirds_of_chosen_sentences(
         ModelShape(LAYERS),
     )
     assert (made.rule.name, made.rule.share, made.rule.first) == ("sentences", share, 4)
-    assert made.settle(chosen=SYSTEM + torch.arange(90)).asks
+    assert made.settle(chosen=SYSTEM + torch.arange(90)).needs_question_attention

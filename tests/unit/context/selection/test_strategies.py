@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.selection.strategies import BLOCK, names, select
+from sglang_ext.context.selection.base import ContextSelection, ModelShape
+from sglang_ext.context.selection.recompute_rules import RULES
+from sglang_ext.context.selection.reuse import BLOCK
+from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, ContextReport, PlanError, Span, document_key
+from sglang_ext.request_options import STRATEGY_OPTIONS, RuleName
 
 lengths = st.lists(st.integers(1, 70), min_size=2, max_size=5)
 
@@ -21,6 +25,11 @@ def plan(sizes: list[int], strategy: str = "concat", **options: Any) -> ContextP
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     spans = tuple(Span(end - size, end) for end, size in zip(ends, sizes, strict=True))
     return ContextPlan("compose", "n", strategy, spans, options)
+
+
+def select(plan: ContextPlan, layers: int) -> ContextSelection:
+    """The selection of a plan that needs neither analyses nor queries."""
+    return partial_selection(plan, ModelShape(layers)).settle()
 
 
 @given(lengths, st.sampled_from(["concat", "epic", "random", "cacheblend"]))
@@ -77,29 +86,43 @@ def test_random_draws_its_share_repeatably_and_never_from_the_system_text(
 
 
 def test_layers_may_keep_different_tokens_but_as_many() -> None:
-    chosen = select(plan([4, 4], kept=[[0, 1, 5], [2, 3, 7]]), layers=2)
+    chosen = select(plan([4, 4], experimental={"kept": [[0, 1, 5], [2, 3, 7]]}), layers=2)
     assert chosen.kept.shape == (2, 3)
     with pytest.raises(PlanError, match="2 rows, the model 3 layers"):
-        select(plan([4, 4], kept=[[0, 1, 5], [2, 3, 7]]), layers=3)
+        select(plan([4, 4], experimental={"kept": [[0, 1, 5], [2, 3, 7]]}), layers=3)
 
 
 @pytest.mark.parametrize(
     ("strategy", "options", "says"),
     [
-        ("concat", {"keep": 0}, "keep must be"),
-        ("concat", {"keep": True}, "keep must be"),
-        ("concat", {"kept": [[0, 1], [2]]}, "equally long"),
-        ("concat", {"kept": [3, 2]}, "ascending"),
-        ("concat", {"kept": [0, 99]}, "below 8"),
-        ("concat", {"recompute": "some"}, "recompute must be a list"),
+        ("concat", {"keep": 0}, "option keep of strategy 'concat' is 0: must be greater than 0"),
+        ("concat", {"keep": True}, "option keep of strategy 'concat' is True: must be a valid number"),
+        ("concat", {"experimental": {"kept": [[0, 1], [2]]}}, "equally long"),
+        ("concat", {"experimental": {"kept": [3, 2]}}, "ascending"),
+        ("concat", {"experimental": {"kept": [0, 99]}}, "below 8"),
+        (
+            "concat",
+            {"recompute": "some"},
+            "recompute of strategy 'concat' is 'some': must be 'all', .* or must be a valid list",
+        ),
         ("concat", {"recompute": [99]}, "below 8"),
-        ("concat", {"rotate": "no"}, "true or false"),
-        ("concat", {"depth": 1}, "no option depth"),
-        ("concat", {"kept": [[0, 1], [2, 3]], "places": "closed"}, "same tokens in every layer"),
-        ("samkv", {"selection": "layers", "places": "closed"}, "same tokens in every layer"),
-        ("samkv", {"places": "shut"}, "one of full, closed"),
-        ("epic", {"first": 1.5}, "whole number"),
-        ("random", {"seed": -1}, "at least 0"),
+        (
+            "concat",
+            {"experimental": {"rotate": "no"}},
+            "option experimental.rotate .* is 'no': must be a valid boolean",
+        ),
+        ("concat", {"depth": 1}, "no option depth: it has .*keep, kept_positions, experimental.rotate"),
+        (
+            "concat",
+            {"experimental": {"kept": [[0, 1], [2, 3]]}, "kept_positions": "compact"},
+            "same tokens in every layer",
+        ),
+        ("samkv", {"selection": "layers", "kept_positions": "compact"}, "same tokens in every layer"),
+        ("samkv", {"kept_positions": "shut"}, "must be 'original' or 'compact'"),
+        ("cacheblend", {"keep": 0.5}, "no option keep"),
+        ("epic", {"experimental": {"rotate": False}}, "no option experimental"),
+        ("epic", {"first": 1.5}, "valid integer"),
+        ("random", {"seed": -1}, "greater than or equal to 0"),
         ("nothing", {}, "one of cacheblend, concat, epic, random, samkv"),
     ],
 )
@@ -108,11 +131,16 @@ def test_bad_options_say_what_is_wrong(strategy: str, options: dict[str, Any], s
         select(plan([4, 4], strategy, **options), layers=2)
 
 
-def test_every_registered_strategy_has_a_description() -> None:
-    from sglang_ext.context.selection import strategies
-
-    assert names() == ("cacheblend", "concat", "epic", "random", "samkv")
-    assert all(strategies._registry[name].__doc__ for name in names())
+def test_every_option_has_a_description_and_every_rule_its_function() -> None:
+    assert list(STRATEGY_OPTIONS) == ["cacheblend", "concat", "epic", "random", "samkv"]
+    for model in STRATEGY_OPTIONS.values():
+        assert model.__doc__
+        experimental = model.model_fields.get("experimental")
+        groups = [model.model_fields, experimental.annotation.model_fields if experimental else {}]  # type: ignore[union-attr]
+        for fields in groups:
+            missing = [name for name, field in fields.items() if not field.description]
+            assert set(missing) <= {"experimental"}
+    assert set(get_args(RuleName)) == set(RULES) - {"positions"}
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=20), st.text(max_size=8), st.text(max_size=8))

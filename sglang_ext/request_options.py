@@ -1,0 +1,377 @@
+"""Options of composed strategies and of sparse decoding: plain data, without torch or SGLang.
+
+ragserve checks them where a request or a command arrives. The scheduler checks them again, because a plan may
+also come from a client of SGLang's ``/generate``."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Weight = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+RuleName = Literal["all", "deviation", "first", "none", "outliers", "random", "sensitivity", "sentences"]
+Recompute = Annotated[
+    RuleName | list[Count],
+    Field(
+        description="Tokens to compute again: a rule, or a list of positions in the prompt. `sentences`: "
+        "whole sentences that the question attends to and that depend on other documents; `sensitivity`: "
+        "the tokens that depend most on other documents; `deviation`: those whose values differ most from "
+        "the cached ones at layer 1 (CacheBlend); `first`: the beginning of each document (EPIC); "
+        "`outliers`: SamKV's; `random`, `all`, `none`."
+    ),
+]
+KeptPositions = Literal["original", "compact"]
+QuestionQuery = Literal["last", "mean"]
+DecodeMode = Literal["dense", "hierarchical", "progressive"]
+# Option `experimental.scoring` by selection; the first is the default.
+SCORINGS = {
+    "sentences": ("keys", "attention"),
+    "shared": ("attention", "zscore", "softmax", "raw"),
+    "layers": ("attention", "zscore", "softmax", "raw"),
+}
+MIN_TOKENS = 1024  # so few cost next to nothing, and a share of them answers less
+OptionsT = TypeVar("OptionsT", bound="Options")
+
+
+class PlanError(ValueError):
+    """A plan that cannot be carried out; the message says what is wrong with it."""
+
+
+class Options(BaseModel):
+    """Base of all options. Values are not converted: ``1`` is not true, and ``"1"`` is no number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ConcatExperiment(Options):
+    """Switches for ablations of `concat`; not for serving."""
+
+    rotate: bool = Field(
+        default=True,
+        description="false leaves keys at their documents' own positions, which is wrong on purpose.",
+    )
+    kept: list[Count] | list[list[Count]] | None = Field(
+        default=None,
+        description="Positions to keep, ascending: one list, or a list of the same length for every layer.",
+    )
+
+
+class SamKvExperiment(Options):
+    """Tuned constants and ablation switches of `samkv`; their defaults were measured together."""
+
+    scoring: Literal["keys", "attention", "zscore", "softmax", "raw"] | None = Field(
+        default=None,
+        description="Score of what may be kept. Sentences: `keys` (default; the retrieval heads' token "
+        "keys) or `attention`; blocks: `attention` (default), `zscore` (the paper's), `softmax` or `raw`.",
+    )
+    question_query: QuestionQuery = Field(
+        default="last",
+        description="Query that stands for the question: its last token's, or the mean (the paper's).",
+    )
+    lexical_weight: Weight = Field(
+        default=0.3,
+        description="sentences: weight of the question's words beside attention; 1 needs no query pass.",
+    )
+    title_weight: Weight = Field(
+        default=0.6,
+        description="sentences: a document's first sentence scores at least this share of the best sentence "
+        "of its own and of the next document.",
+    )
+    attention_power: Weight = Field(default=0.5, description="sentences: exponent of the attention score.")
+    length_penalty: Weight = Field(
+        default=0.5, description="sentences: a score is divided by the sentence's tokens to this power."
+    )
+
+
+class ComposedOptions(Options):
+    """Options that all composed strategies share."""
+
+    recompute: Recompute = "none"
+    share: Share | None = Field(
+        default=None,
+        description="Share of the kept document tokens that the rule computes again. Default: 0.15; for "
+        "rule `sentences` 0.1, and 0.66 where samkv keeps sentences.",
+    )
+    first: Count | None = Field(
+        default=None,
+        description="Tokens of each document's beginning: all that rule `first` takes (default 16), and "
+        "what `sentences` takes before any sentence (default 4).",
+    )
+    seed: Count = Field(default=0, description="Seed of rule `random`.")
+    update: Literal["overwrite", "fusion"] = Field(
+        default="overwrite",
+        description="Recomputed KV replaces the cached, or is blended with it by cosine similarity (SamKV).",
+    )
+
+
+class KeepOptions(ComposedOptions):
+    """Options of strategies that keep evenly spaced blocks."""
+
+    keep: Share = Field(
+        default=1.0, description="Share of each document's blocks of 16 tokens to keep, evenly spaced."
+    )
+
+
+class ConcatOptions(KeepOptions):
+    """`concat`: the documents' KV as it is, moved to its place; nothing is recomputed by default."""
+
+    kept_positions: KeptPositions = Field(
+        default="original",
+        description="Positions of kept tokens: those in the full prompt, or those of a prompt of the kept "
+        "tokens alone.",
+    )
+    experimental: ConcatExperiment = Field(
+        default_factory=ConcatExperiment, description="Switches for ablations."
+    )
+
+    @model_validator(mode="after")
+    def _compact_needs_one_list(self) -> ConcatOptions:
+        kept = self.experimental.kept
+        if self.kept_positions == "compact" and kept and isinstance(kept[0], list):
+            raise ValueError("kept_positions=compact needs the same tokens in every layer")
+        return self
+
+
+class EpicOptions(KeepOptions):
+    """`epic`: the first tokens of every document are recomputed (EPIC)."""
+
+    recompute: Recompute = "first"
+
+
+class RandomOptions(KeepOptions):
+    """`random`: a random share of the document tokens is recomputed; the baseline of every rule."""
+
+    recompute: Recompute = "random"
+
+
+class CacheBlendOptions(ComposedOptions):
+    """`cacheblend`: the tokens whose values at layer 1 differ most are recomputed (CacheBlend)."""
+
+    recompute: Recompute = "deviation"
+
+
+class SamKvOptions(ComposedOptions):
+    """`samkv`: sentences or blocks that the question and the other documents point to are kept (SamKV).
+
+    The paper's method is ``selection=layers,update=fusion,experimental.question_query=mean``, with
+    ``experimental.scoring=zscore``."""
+
+    selection: Literal["sentences", "shared", "layers", "none"] = Field(
+        default="sentences",
+        description="What is kept: whole `sentences`; blocks, the same in all layers (`shared`) or by layer "
+        "(`layers`, the paper's); or initial and local blocks alone (`none`).",
+    )
+    recompute: Recompute = "sentences"
+    keep: Share | None = Field(
+        default=None,
+        description="Share of the document tokens to keep. Default: 0.15 of sentences; blocks: as many as "
+        "the documents' statistics ask for, at most one document's share.",
+    )
+    min_tokens: Count = Field(
+        default=MIN_TOKENS,
+        description="sentences: least document tokens to keep. 0 by default where `keep` is given.",
+    )
+    personalised: bool = Field(
+        default=False,
+        description="Bias each document's query towards the other documents (the paper's equation 1). "
+        "Default for blocks: true.",
+    )
+    score_positions: Literal["original", "adjacent"] = Field(
+        default="original",
+        description="Position of a document while it is scored: its own, or right before the question.",
+    )
+    kept_positions: KeptPositions = Field(
+        default="compact",
+        description="Positions of kept tokens: those in the full prompt, or those of a prompt of the kept "
+        "tokens alone. Default for blocks: `original`.",
+    )
+    block_size: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="Tokens of a block: a power of two; 0: about 1/32 of the document. Default: the "
+        "server's.",
+    )
+    initial_blocks: Count = Field(default=1, description="First blocks of a document that are always kept.")
+    local_blocks: int | None = Field(
+        default=None,
+        ge=1,
+        lt=2**63,
+        description="Last blocks of a document that are always kept. Default: the server's.",
+    )
+    experimental: SamKvExperiment = Field(
+        default_factory=SamKvExperiment, description="Tuned constants and ablation switches."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_by_selection(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        blocks: dict[str, Any] = {"recompute": "outliers", "personalised": True, "kept_positions": "original"}
+        if given.get("selection", "sentences") == "sentences":
+            blocks = {}
+        few = {} if given.get("keep") is None else {"min_tokens": 0}
+        return {**blocks, **few, **given}
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, size: int | None) -> int | None:
+        if size and size & (size - 1):
+            raise ValueError("must be 0 or a power of two up to 64")
+        return size
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> SamKvOptions:
+        scorings = SCORINGS.get(self.selection, (self.scoring,))
+        if self.scoring not in scorings:
+            raise ValueError(
+                f"experimental.scoring is {self.scoring!r}: with selection={self.selection} it must be one "
+                f"of {', '.join(scorings)}"
+            )
+        if self.kept_positions == "compact" and self.selection == "layers":
+            raise ValueError("kept_positions=compact needs the same tokens in every layer")
+        return self
+
+    @property
+    def by_sentence(self) -> bool:
+        """Sentences are chosen among all document tokens, instead of blocks between initial and local
+        ones."""
+        return self.selection == "sentences"
+
+    @property
+    def scoring(self) -> str:
+        return self.experimental.scoring or SCORINGS.get(self.selection, ("attention",))[0]
+
+    @property
+    def needs_query(self) -> bool:
+        """The selection reads the question's queries."""
+        lexical = self.by_sentence and self.experimental.lexical_weight == 1
+        return not lexical and self.selection != "none"
+
+
+STRATEGY_OPTIONS: dict[str, type[ComposedOptions]] = {
+    "cacheblend": CacheBlendOptions,
+    "concat": ConcatOptions,
+    "epic": EpicOptions,
+    "random": RandomOptions,
+    "samkv": SamKvOptions,
+}
+"""The composed strategies, sorted by name."""
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    for field in schema["properties"].values():
+        field.pop("default", None)
+
+
+class DecodeOptions(Options):
+    """How one request's decode steps attend to its KV. An option left out has the server's value."""
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
+
+    mode: DecodeMode = Field(
+        default="dense",
+        description="`dense`: attend to all pages; `hierarchical`: to the best within `budget`; "
+        "`progressive`: to the best until `threshold` is reached.",
+    )
+    budget: int = Field(
+        default=2048, ge=1, description="hierarchical: tokens that a KV head attends to in a step."
+    )
+    reuse: int = Field(
+        default=16, ge=1, description="hierarchical: decode steps that share one choice of pages."
+    )
+    threshold: float = Field(
+        default=0.95, gt=0, le=1, description="progressive: estimated share of the attention weight to reach."
+    )
+    dense_below: int = Field(
+        default=8192,
+        ge=0,
+        description="Context length, in tokens, up to which decoding is dense in any mode.",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Heads of the server's pattern file attend to the first and the latest tokens only.",
+    )
+
+    def updated(self, changes: Mapping[str, Any]) -> DecodeOptions:
+        """These options with some replaced. Raises PlanError for unknown names and bad values."""
+        return checked(DecodeOptions, {**self.model_dump(), **changes}, "sparse decoding")
+
+    def from_request(self, text: str) -> DecodeOptions:
+        """These options, the server's, with those of a request's JSON text. Raises PlanError."""
+        try:
+            changes = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"decode options are not JSON: {error}") from None
+        if not isinstance(changes, dict):
+            raise PlanError("decode options must be a JSON object")
+        return self.updated(changes)
+
+
+def strategy_options(strategy: str, given: Mapping[str, Any]) -> ComposedOptions:
+    """The options of a composed strategy. Raises PlanError for an unknown strategy, unknown names and bad
+    values."""
+    if strategy not in STRATEGY_OPTIONS:
+        raise PlanError(f"no strategy {strategy!r}: one of {', '.join(STRATEGY_OPTIONS)}")
+    return checked(STRATEGY_OPTIONS[strategy], given, f"strategy {strategy!r}")
+
+
+def checked(model: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
+    """``given`` as options of ``owner``. Raises PlanError with a sentence for each bad option."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise PlanError("; ".join(_sentences(error, model, given, owner))) from None
+
+
+def merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """``defaults`` with ``options`` on top; fields of `experimental` one by one."""
+    both = {**defaults, **options}
+    groups = [each["experimental"] for each in (defaults, options) if "experimental" in each]
+    if len(groups) == 2 and all(isinstance(group, Mapping) for group in groups):
+        both["experimental"] = groups[0] | groups[1]
+    return both
+
+
+def option_names(model: type[Options]) -> list[str]:
+    """Names as the command line spells them, ``experimental.rotate`` for a nested one."""
+    names: list[str] = []
+    for name, field in model.model_fields.items():
+        inner: Any = field.annotation
+        nested = isinstance(inner, type) and issubclass(inner, Options)
+        names += [f"{name}.{each}" for each in option_names(inner)] if nested else [name]
+    return names
+
+
+def _sentences(
+    error: ValidationError, model: type[Options], given: Mapping[str, Any], owner: str
+) -> list[str]:
+    """One sentence for each option at fault; the alternatives of a union are joined."""
+    unknown: list[str] = []
+    wrong: dict[str, list[str]] = {}
+    sentences: list[str] = []
+    for each in error.errors(include_url=False):
+        path = [str(part) for part in each["loc"]]
+        name = ".".join(path[: 2 if path[:1] == ["experimental"] else 1])
+        what = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if each["type"] == "extra_forbidden":
+            unknown.append(name)
+        elif name:
+            wrong.setdefault(name, []).append(what)
+        else:
+            sentences.append(what)
+    for name, reasons in wrong.items():
+        value: Any = given
+        for part in name.split("."):
+            value = value[part]
+        allowed = " or ".join(dict.fromkeys(reasons))
+        sentences.append(f"option {name} of {owner} is {reprlib.repr(value)}: {allowed}")
+    if unknown:
+        known = ", ".join(option_names(model))
+        sentences.append(f"{owner} has no option {', '.join(unknown)}: it has {known}")
+    return sentences
