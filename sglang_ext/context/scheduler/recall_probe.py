@@ -1,5 +1,5 @@
-"""What each way of selecting keeps of the tokens that a question needs: measured on probes whose needed
-tokens are known.
+"""Recall of the tokens that a question needs, by retrieval head and by choice of stable layers: measured on probes
+whose needed tokens are known.
 
 Documents are prefilled alone, questions behind what the selector's query pass reads, all through the model's
 own layers in memory (`sglang_ext.analysis.forward`), and the selections are the engine's own code. Nothing is
@@ -9,26 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
 
-from sglang_ext.analysis.document_analysis import Analysis, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.context.selection.samkv import (
-    ASKS,
-    POSITIONS,
-    SCOPES,
-    SCORINGS,
-    SENTENCE_SCORINGS,
-    stable_layers,
-)
+from sglang_ext.context.selection.samkv import stable_layers
 from sglang_ext.context.selection.strategies import ModelShape, PartialSelection, partial_selection
 from sglang_ext.protocol import ContextPlan, PlanError, Span
 
@@ -43,25 +34,6 @@ class RecallQuestion:
     needed: tuple[Span, ...]
 
 
-def candidates() -> list[dict[str, Any]]:
-    """Options of samkv to compare, the defaults of each selection first. With ``words`` 0 attention chooses
-    sentences alone.
-    """
-    found: list[dict[str, Any]] = []
-    for scope in SCOPES:
-        if scope == "none":
-            found.append({"selection": scope})
-            continue
-        for scoring, ask, positions in product(
-            SENTENCE_SCORINGS if scope == "sentences" else SCORINGS, ASKS, POSITIONS
-        ):
-            options = {"selection": scope, "scoring": scoring, "ask": ask, "positions": positions}
-            found += (
-                [options, options | {"words": 0.0, "openings": 0.0}] if scope == "sentences" else [options]
-            )
-    return found
-
-
 class Trial:
     """One prompt of documents with several questions."""
 
@@ -74,11 +46,8 @@ class Trial:
         ids: Sequence[int],
         spans: Sequence[Span],
         questions: Sequence[RecallQuestion],
-        heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``ids``: system text and documents, cut into ``spans`` as in a plan. ``heads``: retrieval heads in
-        place of the engine's.
-        """
+        """``ids``: system text and documents, cut into ``spans`` as in a plan."""
         if len(spans) < 2 or spans[-1].end != len(ids) or not questions:
             raise PlanError("a probe needs a system text, documents and questions")
         self._runner = model_runner
@@ -92,13 +61,8 @@ class Trial:
         self._device = torch.device(model_runner.device)
         self._kv: list[Kv] = []  # by layer, of the whole prompt, keys at their places
         self._asked: dict[bool, list[dict[str, torch.Tensor]]] = {}
-        own = stager.analyser.own(heads)
-        keys = self._prefill(own)
+        self._prefill()
         self._analyses = [stager.analyse(f"probe:{hash(tuple(part))}", part) for part in self._documents()]
-        if heads:
-            self._analyses = [
-                _with_heads(analysis, own, part) for analysis, part in zip(self._analyses, keys, strict=True)
-            ]
 
     def survey(self) -> dict[str, Any]:
         """``heads`` [questions][layers][kv_heads of all ranks]: recall of needed tokens among the best 5 % by
@@ -114,23 +78,11 @@ class Trial:
             },
         }
 
-    def rows(self, budgets: Sequence[float], stable: Sequence[int]) -> dict[str, Any]:
-        """``rows``: for each candidate its ``options``, the ``recall`` [questions][budgets] of needed tokens
-        and the share ``kept`` [budgets] of the document tokens. ``proportion``: for both sets of stable
-        layers, the built-in one and ``stable``, the recall [questions] and the mean share kept where P
-        decides how much."""
-        found = []
-        for options in candidates():
-            kept = [self._kept(options | {"keep": budget}, stable) for budget in budgets]
-            recall = [[self._recall(parts[n], n) for parts in kept] for n in range(len(self._questions))]
-            found.append(
-                {"options": options, "recall": recall, "kept": [self._share(parts) for parts in kept]}
-            )
+    def proportion(self, stable: Sequence[int]) -> dict[str, Any]:
+        """For both sets of stable layers, ``built_in`` and ``found`` (``stable``): the ``recall`` [questions] of
+        needed tokens and the mean share ``kept`` of the document tokens, where P decides how much."""
         sets = {"built_in": list(stable_layers(self._shape.layers)), "found": list(stable)}
-        return {
-            "rows": found,
-            "proportion": {name: self._by_proportion(layers) for name, layers in sets.items()},
-        }
+        return {"proportion": {name: self._by_proportion(layers) for name, layers in sets.items()}}
 
     def _by_proportion(self, stable: Sequence[int]) -> dict[str, Any]:
         kept = self._kept({"selection": "shared"}, stable)
@@ -166,20 +118,15 @@ class Trial:
     def _draft(self, options: dict[str, Any]) -> PartialSelection:
         return partial_selection(ContextPlan("compose", "probes", "samkv", self._spans, options), self._shape)
 
-    def _prefill(self, heads: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Fills ``_kv``; the keys of ``heads`` of each document, [tokens, heads, head_dim], as they are
-        stored.
-        """
+    def _prefill(self) -> None:
+        """Fill ``_kv``."""
         shifts = torch.cat(
             [torch.full((span.end - span.start,), span.start, device=self._device) for span in self._spans]
         )
-        keys: list[list[torch.Tensor]] = [[] for _ in self._spans[1:]]
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
             k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
             self._kv.append((self._rotation.rotate(k, shifts), v))
-            for found, state in zip(keys, states[1:], strict=True):
-                found += [state.k[:, head].clone() for at, head in heads if at == layer]
 
         texts = [self._ids[: self._spans[0].end], *self._documents()]
         run(
@@ -187,12 +134,6 @@ class Trial:
             [Text(self._tensor(part), torch.arange(len(part), device=self._device)) for part in texts],
             observe,
         )
-        sizes = [len(part) for part in self._documents()]
-        dim = self._kv[0][0].shape[-1]
-        return [
-            torch.stack(found, dim=1) if found else torch.empty(n, 0, dim)
-            for found, n in zip(keys, sizes, strict=True)
-        ]
 
     def _documents(self) -> list[list[int]]:
         return [self._ids[span.start : span.end] for span in self._spans[1:]]
@@ -256,8 +197,7 @@ class Trial:
 def answer(
     model_runner: Any, rotation: Rotation, stager: SelectionStage, shape: ModelShape, body: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a control operation asks for: ``rows`` where it brings ``budgets``, with its ``heads`` and
-    ``stable`` layers; else ``survey``.
+    """Answer a control operation: ``proportion`` if the body has ``stable`` layers, else ``survey``.
 
     ``ids`` and ``spans`` as of :class:`Trial`, ``questions``: ``ids`` and ``needed`` of each.
     """
@@ -266,23 +206,9 @@ def answer(
         RecallQuestion(tuple(map(int, raw["ids"])), tuple(Span(int(a), int(b)) for a, b in raw["needed"]))
         for raw in body["questions"]
     ]
-    heads = [(int(layer), int(head)) for layer, head in body.get("heads", ())]
     trial = Trial(
-        model_runner, rotation, stager, shape, [int(token) for token in body["ids"]], spans, questions, heads
+        model_runner, rotation, stager, shape, [int(token) for token in body["ids"]], spans, questions
     )
-    if "budgets" not in body:
+    if "stable" not in body:
         return trial.survey()
-    return trial.rows(
-        [float(budget) for budget in body["budgets"]], [int(layer) for layer in body.get("stable", ())]
-    )
-
-
-def _with_heads(analysis: Analysis, heads: Sequence[tuple[int, int]], keys: torch.Tensor) -> Analysis:
-    """With other retrieval heads, whose ``keys`` are [tokens, heads, head_dim]."""
-    values, scale = quantize(keys)
-    return replace(
-        analysis,
-        heads=torch.tensor(heads, dtype=torch.uint8).view(-1, 2),
-        token_k=values,
-        token_k_scale=scale,
-    )
+    return trial.proportion([int(layer) for layer in body["stable"]])
