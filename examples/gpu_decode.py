@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fan_out import fan_out
+
 from ragserve.bench.decode import BACKENDS, run
-from ragserve.bench.fan_out import fan_out
 
 # 16 x 100,000 tokens would be 210 GB of KV.
 POINTS = (

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fan_out import fan_out
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
-from ragserve.bench.fan_out import fan_out
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
