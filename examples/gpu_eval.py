@@ -37,10 +37,7 @@ SETS = (
     "2wikimqa",
     "musique",
 )
-STRATEGIES = (
-    "full,prefix,concat,concat:rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
-    "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,random:share=0.15,random:share=0.3,random:share=0.5"
-)
+STRATEGIES = "full,prefix,concat,concat:rotate=false,concat:recompute=all,epic:first=16,epic:first=32,cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,random:share=0.15,random:share=0.3,random:share=0.5"
 POOL_TOKENS = 400_000  # of each engine: 12 questions in flight with 8k tokens of documents, composed twice
 
 
@@ -94,7 +91,8 @@ def main() -> int:
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])
     print(
-        f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s"
+        f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; "
+        f"{time.monotonic() - started:.0f} s"
     )
     return 1 if failed or broken else 0
 

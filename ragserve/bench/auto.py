@@ -29,8 +29,8 @@ class _Forced(Gate):
 
 @contextlib.contextmanager
 def chooser(engine: Any, samples: Sequence[CostSample]) -> Iterator[Chooser]:
-    """Yield a chooser calibrated by ``samples``, with all their strategies verified. Raises InvalidRequest if too few
-    samples are of exact prefill."""
+    """Yield a chooser calibrated by ``samples``, with all their strategies verified. Raises InvalidRequest if
+    too few samples are of exact prefill."""
     with tempfile.TemporaryDirectory(prefix="ragserve-auto-") as folder:
         place = Path(folder) / FILE_NAME
         costs = fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d"))

@@ -1,4 +1,5 @@
-"""Retrieval collections in BEIR's layout: ``corpus.jsonl[.gz]``, ``queries.jsonl[.gz]``, ``qrels/test.tsv``."""
+"""Retrieval collections in BEIR's layout: ``corpus.jsonl[.gz]``, ``queries.jsonl[.gz]``,
+``qrels/test.tsv``."""
 
 from __future__ import annotations
 
@@ -15,9 +16,8 @@ from ragserve.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """``documents``: id -> (title, text); ``queries``: id -> text, those judged; ``judged``: query ->
-    document -> gain.
-    """
+    """``documents``: id -> (title, text); ``queries``: id -> text, judged ones only; ``judged``: query ->
+    document -> gain."""
 
     name: str
     documents: dict[str, tuple[str, str]]
@@ -25,15 +25,14 @@ class Collection:
     judged: dict[str, dict[str, int]]
 
     def passage(self, doc_id: str) -> str:
-        """Title and text as one string; a text that already starts with its title does not get it twice."""
+        """Title and text as one string; the title is left out if the text starts with it."""
         title, text = self.documents[doc_id]
         return text if not title or text.startswith(title) else f"{title}\n{text}"
 
 
 def load(folder: Path, *, max_queries: int | None = None) -> Collection:
-    """Read and check a collection. Raises ``InvalidRequest`` if a file is missing or malformed, or if
-    judgements name unknown ids.
-    """
+    """Read and check a collection. Raises InvalidRequest if a file is missing or malformed, or a judgement
+    names an unknown id."""
     documents = {
         _text(row, "_id", folder): (str(row.get("title") or ""), _text(row, "text", folder))
         for row in _rows(folder, "corpus")
@@ -56,7 +55,8 @@ def load(folder: Path, *, max_queries: int | None = None) -> Collection:
                 ) from error
             if query not in queries or document not in documents:
                 raise InvalidRequest(
-                    f"{path}, line {number}: query {query!r} or document {document!r} is not in the collection."
+                    f"{path}, line {number}: query {query!r} or document {document!r} is not in the "
+                    "collection."
                 )
             if gain > 0:
                 judged.setdefault(query, {})[document] = gain

@@ -1,9 +1,9 @@
-"""Time to the first token of composed contexts beside full and prefix prefill, and its stages: by length, document
-size, tier and strategy.
+"""Time to the first token of composed contexts beside full and prefix prefill, and its stages: by length,
+document size, tier and strategy.
 
-Runs the engine in this process group, without retrieval. Documents are random tokens, so that lengths are exact. All
-strategies run in the same engine, in turns; the order moves on by one each round, so that none is always first. With
-random weights the answers mean nothing: `ragserve eval` measures quality."""
+Runs the engine in this process group, without retrieval. Documents are random tokens, so that lengths are
+exact. All strategies run in the same engine, in turns; the order moves on by one each round, so that none is
+always first. With random weights the answers mean nothing: `ragserve eval` measures quality."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ FLUSH_S = 120.0
 NOTHING_WRITTEN_S = 0.1  # a flush that takes less had nothing to write
 STAGES = ("load", "query", "select", "compose", "ask", "recompute", "extend")
 NOTE = (
-    "Milliseconds, medians. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's query pass) and "
-    "select; compose, ask (finding what the question attends to), recompute and extend: work on the device (in one pass, "
-    "recompute includes the question and extend is its logits only); other: messages between processes, admission, "
-    "launching, sampling and the way back. Rows of one run were measured together, in turns. Random weights if the model is "
-    "only a shape: the answers mean nothing."
+    "Milliseconds, medians. queue: in SGLang's queue, without load (waiting for the disk), query (SamKV's "
+    "query pass) and select; compose, ask (finding what the question attends to), recompute and extend: "
+    "work on the device (in one pass, recompute includes the question and extend is its logits only); "
+    "other: messages between processes, admission, launching, sampling and the way back. Rows of one run "
+    "were measured together, in turns. Random weights if the model is only a shape: the answers mean "
+    "nothing."
 )
 _BOTH = ("device", "host")
 _KEY = ("context tokens", "document tokens", "strategy", "tier")
@@ -160,7 +161,8 @@ def _report(out: Path | None, merge: Path | None = None) -> GrowingReport:
 
 
 def cost_samples(rows: Sequence[Mapping[str, Any]], cases: Sequence[ContextCase]) -> list[CostSample]:
-    """The samples that `ragserve calibrate` would have measured: those of `full`, `prefix` and AUTO_STRATEGY."""
+    """The samples that `ragserve calibrate` would have measured: those of `full`, `prefix` and
+    AUTO_STRATEGY."""
     by_name = {case.name: case for case in cases}
     found = []
     for row in rows:
@@ -178,7 +180,8 @@ def cost_samples(rows: Sequence[Mapping[str, Any]], cases: Sequence[ContextCase]
 
 
 def _request(length: int, size: int) -> tuple[GenerateRequest, random.Random]:
-    """A request over random documents, the same at each call, and the generator that questions are drawn from."""
+    """A request over random documents, the same at each call, and the generator that questions are drawn
+    from."""
     draw = random.Random(length * 1000 + size)
     end = SYSTEM_TOKENS + length
     spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, end)) for a in range(SYSTEM_TOKENS, end, size)))
@@ -195,8 +198,8 @@ def _request(length: int, size: int) -> tuple[GenerateRequest, random.Random]:
 async def _rows(
     engine: Any, length: int, size: int, cases: Sequence[ContextCase], full_ms: dict[int, float], repeats: int
 ) -> AsyncIterator[dict[str, Any]]:
-    """Measure exact strategies and documents on the device first, then tier by tier downwards, because measuring a tier
-    evicts those above it."""
+    """Measure exact strategies and documents on the device first, then tier by tier downwards, because
+    measuring a tier evicts those above it."""
     request, draw = _request(length, size)
     for tiers in (("", "device"), ("host",), ("disk",)):
         group = [(tier, case) for case in cases for tier in tiers if tier in case.tiers]
@@ -234,7 +237,8 @@ async def _in_turn(
     draw: random.Random,
     repeats: int,
 ) -> list[tuple[list[TimedAnswer], str]]:
-    """Run the cases in turns until each has its repeats: the runs of each after its warm-ups, or its error."""
+    """Run the cases in turns until each has its repeats: the runs of each after its warm-ups, or its
+    error."""
     runs: list[list[TimedAnswer]] = [[] for _ in group]
     errors = [""] * len(group)
 
@@ -265,8 +269,8 @@ def _rotated(count: int, by: int) -> Iterator[int]:
 async def _auto_rows(
     engine: Any, length: int, size: int, samples: Sequence[CostSample], repeats: int
 ) -> AsyncIterator[dict[str, Any]]:
-    """Measure `auto`, calibrated by ``samples``, beside `full`: at short contexts it must lose no more than the choice
-    costs.
+    """Measure `auto`, calibrated by ``samples``, beside `full`: at short contexts it must lose no more than
+    the choice costs.
 
     In a namespace of its own with an empty prefix cache, where `prefix` costs what `full` does."""
     request, draw = _request(length, size)
@@ -304,7 +308,8 @@ async def _auto_rows(
 
 
 async def _cache(engine: Any, request: GenerateRequest, draw: random.Random) -> None:
-    """Bring the documents into all tiers, wait until they are written, and bring the machine to its usual speed."""
+    """Bring the documents into all tiers, wait until they are written, and bring the machine to its usual
+    speed."""
     await engine.warm(request)
     started = time.monotonic()
     await engine.control("flush", timeout_s=FLUSH_S)  # writing to disk would disturb the measurement

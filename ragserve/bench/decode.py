@@ -1,8 +1,8 @@
-"""Milliseconds per decode step inside the engine: dense and sparse modes by context length and batch size, one attention
-backend per run.
+"""Milliseconds per decode step inside the engine: dense and sparse modes by context length and batch size,
+one attention backend per run.
 
-Every request has a context of random tokens of its own, prefilled once and found in the prefix cache afterwards, so only
-decoding is timed. The weights are random too: this measures no quality."""
+Every request has a context of random tokens of its own, prefilled once and found in the prefix cache
+afterwards, so only decoding is timed. The weights are random too: this measures no quality."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ PLAIN = (DecodeMode("dense"),)
 
 @dataclass(frozen=True)
 class Backend:
-    """SGLang's ``attention`` with or without sparse decoding, in pages of ``page`` tokens and KV of ``bits`` bits."""
+    """SGLang's ``attention`` with or without sparse decoding, in pages of ``page`` tokens and KV of ``bits``
+    bits."""
 
     attention: str = "flashinfer"
     sparse: bool = True
@@ -203,8 +204,9 @@ async def _measure(
 
 
 async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
-    """Compare the text of dense decoding with that of our kernels over all pages (threshold 1): equal up to rounding, which
-    random weights make visible. Raises EngineError if they differ from the first character."""
+    """Compare the text of dense decoding with that of our kernels over all pages (threshold 1): equal up to
+    rounding, which random weights make visible. Raises EngineError if they differ from the first
+    character."""
     texts = []
     sampling = Sampling(max_new_tokens=16, ignore_eos=True)
     for options in ({"mode": "dense"}, {"mode": "progressive", "threshold": 1.0, "dense_below": 0}):
@@ -222,8 +224,8 @@ async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
 def _bound_seconds(
     shape: str, length: int, batch: int, mode: DecodeMode, share: float | None, bits: int
 ) -> float:
-    """Lower bound of a step's time: each byte of the weights, of the KV read and of the page statistics (once per ``reuse``
-    steps) moved once at copy bandwidth."""
+    """Lower bound of a step's time: each byte of the weights, of the KV read and of the page statistics (once
+    per ``reuse`` steps) moved once at copy bandwidth."""
     c = model_shapes.SHAPES[shape]
     kv_width = c["num_key_value_heads"] * c["head_dim"]
     layer = (

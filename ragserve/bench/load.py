@@ -1,10 +1,11 @@
-"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, at the highest rate with p99 TTFT
-within a limit.
+"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, at the highest rate with
+p99 TTFT within a limit.
 
-Documents are computed and analysed beforehand and then held in host memory only, so composed contexts are filled from
-there. For each strategy a short closed loop estimates what the engine can do; then rates are tried, each with the same
-arrivals (only faster or slower) and the same queries in the same order. Strategies other than ``full`` are tried at
-``full``'s highest rate first: the KV slots of all strategies are compared there."""
+Documents are computed and analysed beforehand and then held in host memory only, so composed contexts are
+filled from there. For each strategy a short closed loop estimates what the engine can do; then rates are
+tried, each with the same arrivals (only faster or slower) and the same queries in the same order. Strategies
+other than ``full`` are tried at ``full``'s highest rate first: the KV slots of all strategies are compared
+there."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ _CACHED = "load"  # the namespace whose documents are cached
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. ``arrivals_s``: seconds of arrivals at one rate; ``rates``: tried for each strategy;
-    ``probe_s``: seconds of the closed loop, after half as long of warm-up; ``limit_s``: for p99 of TTFT.
+    """How long to measure. ``arrivals_s``: seconds of arrivals at one rate; ``rates``: tried for each
+    strategy; ``probe_s``: seconds of the closed loop, after half as long of warm-up; ``limit_s``: for p99 of
+    TTFT.
 
     ``seconds`` bounds the whole measurement: a rate that would not end in time is not started."""
 
@@ -128,13 +130,14 @@ def _host_bytes(parts: Sequence[Trace], shape: str) -> int:
 
 
 _NOTE = (
-    "The highest rate whose p99 of TTFT, from the arrival on, was within the limit; the lowest rate that was not; and "
-    "figures at the former. Arrivals are drawn once and sped up; requests are sent whether or not the engine keeps up. "
-    "Documents are in host memory only at the beginning; for prefix the prefix cache is empty at the beginning of each rate. "
-    "KV slots a request: of its context and its answer, mean. most KV slots: held at once by all running requests, at full's "
-    "highest rate, where strategies compare, and at the strategy's own. A query has as many passages as stated: those of its "
-    "own line of the trace, then those of the lines drawn after it; a question is made up if the trace has none. If there "
-    "are more requests than queries, queries repeat: prefix % shows the effect."
+    "The highest rate whose p99 of TTFT, from the arrival on, was within the limit; the lowest rate that "
+    "was not; and figures at the former. Arrivals are drawn once and sped up; requests are sent whether or "
+    "not the engine keeps up. Documents are in host memory only at the beginning; for prefix the prefix "
+    "cache is empty at the beginning of each rate. KV slots a request: of its context and its answer, mean. "
+    "most KV slots: held at once by all running requests, at full's highest rate, where strategies compare, "
+    "and at the strategy's own. A query has as many passages as stated: those of its own line of the trace, "
+    "then those of the lines drawn after it; a question is made up if the trace has none. If there are more "
+    "requests than queries, queries repeat: prefix % shows the effect."
 )
 _SHOWN = (
     "passages",
@@ -297,7 +300,8 @@ class _Load:
         return lambda number: replace(requests[number % len(requests)], rid=f"load-{run}-{number}")
 
     async def _check(self, spec: StrategySpec) -> None:
-        """Send one request alone. Raises RagserveError if another strategy answers it, or another tier than host."""
+        """Send one request alone. Raises RagserveError if another strategy answers it, or another tier than
+        host."""
         last = (await first_token(self._engine, self._maker(spec)(0))).last
         await self._idle()
         if last.finish_reason != "length" or last.usage.completion != NEW_TOKENS:
@@ -319,7 +323,8 @@ class _Load:
 
 
 def _next_rate(low: float, high: float, guess: float) -> float:
-    """Choose a rate halfway between the highest served and the lowest not served, or a third beyond the one known."""
+    """Choose a rate halfway between the highest served and the lowest not served, or a third beyond the one
+    known."""
     if low and math.isfinite(high):
         return (low + high) / 2
     if low:

@@ -30,7 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    # almost nothing to compute: what is left is scheduling, messages between processes and composition's bookkeeping
+    # almost nothing to compute: what is left is scheduling, messages between processes and composition's
+    # bookkeeping
     "hollow": _LLAMA
     | {
         "hidden_size": 64,

@@ -1,4 +1,5 @@
-"""Open-loop load: Poisson arrivals sent to an engine whether or not it keeps up, and how they were answered."""
+"""Open-loop load: Poisson arrivals sent to an engine whether or not it keeps up, and how they were
+answered."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ _WATCH_S = 0.1
 
 @dataclass
 class LoadOutcome:
-    """The answers at one rate. ``ttft_s`` counts seconds from a request's arrival, not from its sending, to its first
-    token.
+    """The answers at one rate. ``ttft_s`` counts seconds from a request's arrival, not from its sending, to
+    its first token.
 
-    ``broken``: aborted as soon as p99 could no longer be within the limit; the figures cover what came until then."""
+    ``broken``: aborted as soon as p99 could no longer be within the limit; the figures cover what came until
+    then."""
 
     rate: float
     arrivals: int
@@ -49,8 +51,8 @@ class LoadOutcome:
 
 
 def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[float]:
-    """Draw arrivals in seconds from the start, at least one. A seed gives the same pattern at every rate, only faster or
-    slower."""
+    """Draw arrivals in seconds from the start, at least one. A seed gives the same pattern at every rate,
+    only faster or slower."""
     draw = random.Random(seed)
     times = [draw.expovariate(1.0) / rate]
     while (at := times[-1] + draw.expovariate(1.0) / rate) < seconds:
@@ -61,7 +63,8 @@ def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[floa
 async def offer(
     engine: Any, make: Callable[[int], GenerateRequest], rate: float, seconds: float, limit_s: float
 ) -> LoadOutcome:
-    """Send ``make(i)`` at the i-th arrival, until all are answered, or aborted because the rate is too high."""
+    """Send ``make(i)`` at the i-th arrival, until all are answered, or aborted because the rate is too
+    high."""
     times = arrival_times(rate, seconds)
     outcome = LoadOutcome(rate, len(times))
     waiting: dict[int, float] = {}  # arrival times of requests without a first token, by number
@@ -106,7 +109,8 @@ async def offer(
 async def capacity(
     engine: Any, make: Callable[[int], GenerateRequest], at_once: int, seconds: float
 ) -> float:
-    """Count first tokens a second with ``at_once`` requests always in flight: about the highest rate possible."""
+    """Count first tokens a second with ``at_once`` requests always in flight: about the highest rate
+    possible."""
     numbers = itertools.count()
     clock = asyncio.get_running_loop().time
     started, first = clock(), 0

@@ -1,8 +1,9 @@
 """The tables of README files and documents, generated from the settings and the benchmarks' JSON.
 
-A section stands between ``<!-- table: NAME COLUMNS -->`` and ``<!-- /table -->``. NAME ``settings`` is generated from
-`ragserve.config.Settings`, for the settings named as columns. Any other NAME is a file ``NAME.json`` of examples/results,
-as `ragserve.measuring.report.write` leaves it. Without COLUMNS, separated by commas, a table has all."""
+A section stands between ``<!-- table: NAME COLUMNS -->`` and ``<!-- /table -->``. NAME ``settings`` is
+generated from `ragserve.config.Settings`, for the settings named as columns. Any other NAME is a file
+``NAME.json`` of examples/results, as `ragserve.measuring.report.write` leaves it. Without COLUMNS, separated
+by commas, a table has all."""
 
 from __future__ import annotations
 
@@ -24,15 +25,13 @@ _REPO = Path(__file__).resolve().parent.parent.parent
 
 
 def rewritten(text: str, results: Path) -> str:
-    """Regenerate every marked section of ``text``. Raises InvalidRequest for a file that is no report, or an unknown column
-    or setting."""
+    """Regenerate every marked section of ``text``. Raises InvalidRequest for a file that is no report, or an
+    unknown column or setting."""
 
     def section(found: re.Match[str]) -> str:
         columns = [column.strip() for column in (found["columns"] or "").split(",") if column.strip()]
-        if found["name"] == "settings":
-            body = settings_table(columns)
-        else:
-            body = result_table(results / f"{found['name']}.json", columns)
+        source = results / f"{found['name']}.json"
+        body = settings_table(columns) if found["name"] == "settings" else result_table(source, columns)
         return f"{found[1]}{body}{found[4]}"
 
     return _SECTION.sub(section, text)
@@ -52,7 +51,8 @@ def settings_table(names: Sequence[str] = ()) -> str:
 
 
 def result_table(path: Path, columns: Sequence[str] = ()) -> str:
-    """The rows of a benchmark, with its workload, machine and note below; a line that says so if it was not run yet."""
+    """The rows of a benchmark, with its workload, machine and note below; a line that says so if it was not
+    run yet."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         rows, environment = report["rows"], report["environment"]
@@ -101,8 +101,8 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``FILE ... [--check]``: rewrite the files' tables and the evaluation's picture; with ``--check`` only return 1 if one
-    is out of date."""
+    """``FILE ... [--check]``: rewrite the files' tables and the evaluation's picture; with ``--check`` only
+    return 1 if one is out of date."""
     results = _REPO / "examples" / "results"
     paths = [Path(argument) for argument in arguments if argument != "--check"]
     wanted = {path: rewritten(path.read_text(encoding="utf-8"), results) for path in paths}

@@ -1,10 +1,10 @@
-"""Replay a retrieval trace: what each tier of the document cache serves, and the time to the first token, beside the
-prefix cache.
+"""Replay a retrieval trace: what each tier of the document cache serves, and the time to the first token,
+beside the prefix cache.
 
-Queries come one after another, as recorded, to a real engine whose KV pool holds a share of all documents' tokens. Each
-share has an engine and a process of its own; all share one folder, so the documents warmed by the first are found by the
-others. Strategies answer the same prompts; ``prefix`` is SGLang's exact prefix cache. After every query each tier must be
-within its budget."""
+Queries come one after another, as recorded, to a real engine whose KV pool holds a share of all documents'
+tokens. Each share has an engine and a process of its own; all share one folder, so the documents warmed by
+the first are found by the others. Strategies answer the same prompts; ``prefix`` is SGLang's exact prefix
+cache. After every query each tier must be within its budget."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ AT_ONCE = 4  # requests in flight in the last case: load on every tier at the sa
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A strategy to replay the trace with. ``warmed``: the documents are on disk when the replay begins, with device and
-    host empty; else every tier is empty."""
+    """A strategy to replay the trace with. ``warmed``: the documents are on disk when the replay begins, with
+    device and host empty; else every tier is empty."""
 
     name: str
     strategy: str
@@ -113,10 +113,11 @@ def run(
 
 
 _NOTE = (
-    "Per cent of the documents asked for, by the fastest tier that had the whole document on arrival; for prefix, of the "
-    "prompts' tokens. KV slots: as a share of the documents' tokens. Every tier is empty at first; warmed: all documents are "
-    "on disk, from where they come to host and stay there; on the device are those that were computed on it. metadata: as a "
-    "share of the KV bytes. Every tier was within its budget after every query."
+    "Per cent of the documents asked for, by the fastest tier that had the whole document on arrival; for "
+    "prefix, of the prompts' tokens. KV slots: as a share of the documents' tokens. Every tier is empty at "
+    "first; warmed: all documents are on disk, from where they come to host and stay there; on the device "
+    "are those that were computed on it. metadata: as a share of the KV bytes. Every tier was within its "
+    "budget after every query."
 )
 
 
@@ -156,7 +157,8 @@ def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     )
     if done.returncode or not result.exists():
         raise RagserveError(
-            f"The engine for {share:.0%} ended with {done.returncode}:\n{done.stderr[-3000:].decode(errors='replace')}"
+            f"The engine for {share:.0%} ended with "
+            f"{done.returncode}:\n{done.stderr[-3000:].decode(errors='replace')}"
         )
     return list(json.loads(result.read_text()))
 
@@ -257,8 +259,8 @@ class _Replay:
     async def _ask(
         self, case: ReplayCase, namespace: str, query: TraceQuery, number: int
     ) -> tuple[float, float]:
-        """Returns the TTFT in milliseconds and the share of the prompt found in the prefix cache. Raises RagserveError if
-        another strategy answered."""
+        """Returns the TTFT in milliseconds and the share of the prompt found in the prefix cache. Raises
+        RagserveError if another strategy answered."""
         request = GenerateRequest(
             f"replay-{number}",
             query.ids,

@@ -1,8 +1,9 @@
-"""Retrieval traces: what a retriever returned for real questions, as prompts of a model, and their documents cached.
+"""Retrieval traces: what a retriever returned for real questions, as prompts of a model, and their documents
+cached.
 
-A trace is two files: ``NAME.trace.jsonl``, one query per line, ``{"doc_ids": [...]}`` in rank order (with ``"question"``
-if it is known), and ``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text": ..., "title": ...}`` (the title
-is optional)."""
+A trace is two files: ``NAME.trace.jsonl``, one query per line, ``{"doc_ids": [...]}`` in rank order (with
+``"question"`` if it is known), and ``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text": ...,
+"title": ...}`` (the title is optional)."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ class Trace:
 def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, seed: int = SEED) -> Trace:
     """Draw ``n_queries`` with this seed, keep the order of the trace, and build the model's prompts.
 
-    With ``passages``, a query gets that many different documents: its own, then those of the queries drawn after it, the
-    first following the last (fewer if all of them have fewer). Raises InvalidRequest for a bad file."""
+    With ``passages``, a query gets that many different documents: its own, then those of the queries drawn
+    after it, the first following the last (fewer if all of them have fewer). Raises InvalidRequest for a bad
+    file."""
     from ragserve.answering.prompt import PromptBuilder, PromptDocument
 
     name = path.name.removesuffix(".trace.jsonl")

@@ -1,8 +1,9 @@
-"""Measure on this machine what contexts cost until their first token, for the model of `ragserve.profiles.costs`.
+"""Measure on this machine what contexts cost until their first token, for the model of
+`ragserve.profiles.costs`.
 
-Prompts are random tokens of exact lengths with documents of equal size, one request at a time: costs depend on counts
-and tiers, not on words. Runs in an engine without the product around it (`ragserve.engine.offline`).
-"""
+Prompts are random tokens of exact lengths with documents of equal size, one request at a time: costs depend
+on counts and tiers, not on words. Runs in an engine without the product around it
+(`ragserve.engine.offline`)."""
 
 from __future__ import annotations
 
@@ -60,10 +61,10 @@ async def measure(
     schedule: CostSchedule,
     report: Callable[[str], None],
 ) -> list[CostSample]:
-    """Measure exact prefill, and each strategy with its documents in each tier; ``report`` gets a line for each.
+    """Measure exact prefill, and each strategy with its documents in each tier; ``report`` gets a line for
+    each.
 
-    A tier too small for a prompt's documents is skipped, and reported as such.
-    """
+    A tier too small for a prompt's documents is skipped, and reported as such."""
     probe = _Probe(engine, schedule)
     samples: list[CostSample] = []
     for length in schedule.lengths(engine):

@@ -17,7 +17,8 @@ _NAMESPACE = "calibration"
 
 
 def lengths(shortest: int, longest: int) -> list[int]:
-    """Context lengths to measure: doubling, then the longest. Raises InvalidRequest if there are fewer than two."""
+    """Context lengths to measure: doubling, then the longest. Raises InvalidRequest if there are fewer than
+    two."""
     found = []
     length = max(_SHORTEST, shortest)
     while length < longest:
@@ -27,7 +28,8 @@ def lengths(shortest: int, longest: int) -> list[int]:
     if len(found) < 2 or longest <= shortest:
         raise InvalidRequest(
             f"Contexts of {longest} tokens are too short to compare dense and sparse decoding.",
-            hint="Give the engine more --max-total-tokens, ask for a smaller --batch, or lower --decode-budget.",
+            hint="Give the engine more --max-total-tokens, ask for a smaller --batch, or lower "
+            "--decode-budget.",
         )
     return found
 
@@ -66,7 +68,8 @@ async def measure(
             took.append(round(1e3 * min(seconds for seconds, _ in runs[1:]), 3))  # the first run warms up
         points.append(Point(length, *took))
         report(
-            f"{length} tokens x {batch}: dense {points[-1].dense_ms:.2f} ms a step, sparse {points[-1].sparse_ms:.2f} ms"
+            f"{length} tokens x {batch}: dense {points[-1].dense_ms:.2f} ms a step, sparse "
+            f"{points[-1].sparse_ms:.2f} ms"
         )
         await engine.forget(_NAMESPACE, None)
     return points

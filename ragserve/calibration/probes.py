@@ -22,14 +22,16 @@ def _words(text: str) -> list[str]:
 
 
 _FIRST = _words(
-    "Ada Berta Clara Dora Edith Flora Greta Hanna Ida Judith Klara Laura Mara Nora Olga Paula Rosa Sara Tilda Ulla Vera Wanda Yvonne Zoe"
+    "Ada Berta Clara Dora Edith Flora Greta Hanna Ida Judith Klara Laura Mara Nora Olga Paula Rosa Sara "
+    "Tilda Ulla Vera Wanda Yvonne Zoe"
 )
 _LAST = _words(
-    "Ahlberg Brandt Corvin Dahl Ehlers Falk Garner Hollis Imhof Jansen Keller Lindt Moreau Norden Oakes Prager Quill Rowan Sander Thorne "
-    "Ulrich Vance Weller Yates Zeller Ashby Birk Crane Drost Elgin"
+    "Ahlberg Brandt Corvin Dahl Ehlers Falk Garner Hollis Imhof Jansen Keller Lindt Moreau Norden Oakes "
+    "Prager Quill Rowan Sander Thorne Ulrich Vance Weller Yates Zeller Ashby Birk Crane Drost Elgin"
 )
 _PLACES = _words(
-    "Aberdeen Basel Cadiz Dresden Exeter Florence Ghent Haifa Izmir Jena Krakow Lisbon Malmo Nantes Odessa Porto Quebec Riga Seville Turin"
+    "Aberdeen Basel Cadiz Dresden Exeter Florence Ghent Haifa Izmir Jena Krakow Lisbon Malmo Nantes Odessa "
+    "Porto Quebec Riga Seville Turin"
 )
 _FACTS: dict[str, tuple[str, str, str, Sequence[str]]] = {
     "birth": (

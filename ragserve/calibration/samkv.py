@@ -1,8 +1,8 @@
 """Find a model's profile of strategy `samkv`: its stable layers and retrieval heads.
 
-No data is needed: probes (`ragserve.calibration.probes`) are texts in which the place of every answer is known. What
-counts is recall: the share of the tokens an answer needs that a selection keeps. A built-in default stays unless
-something beats it by more than chance."""
+No data is needed: probes (`ragserve.calibration.probes`) are texts in which the place of every answer is
+known. What counts is recall: the share of the tokens an answer needs that a selection keeps. A built-in
+default stays unless something beats it by more than chance."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class ProbeSchedule:
 
 @dataclass(frozen=True, slots=True)
 class FoundProfile:
-    """``stable`` layers and retrieval ``heads``, see `ragserve.profiles.samkv`; ``figures``: what was measured."""
+    """``stable`` layers and retrieval ``heads``, see `ragserve.profiles.samkv`; ``figures``: what was
+    measured."""
 
     stable: list[int]
     heads: list[list[int]]
@@ -86,7 +87,8 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
 
 
 def stable_of(stability: Sequence[float]) -> list[int]:
-    """N* (SamKV, appendix A.2): the layers of the later half that are at least half as stable as the most stable one.
+    """N* (SamKV, appendix A.2): the layers of the later half that are at least half as stable as the most
+    stable one.
 
     Empty if no layer is stable."""
     later = range(len(stability) // 2, len(stability))
@@ -97,7 +99,8 @@ def stable_of(stability: Sequence[float]) -> list[int]:
 def heads_of(
     recall: Sequence[Sequence[Sequence[float]]], default: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Choose retrieval heads: those of the highest ``recall`` [questions][layers][heads], as many as ``default`` has.
+    """Choose retrieval heads: those of the highest ``recall`` [questions][layers][heads], as many as
+    ``default`` has.
 
     The default ones stay unless the chosen ones are better."""
     mean = _mean_by_head(recall)
@@ -110,8 +113,8 @@ def heads_of(
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Tell whether ``one`` is higher by more than `_MARGIN` standard errors of the mean difference, question by
-    question."""
+    """Tell whether ``one`` is higher by more than `_MARGIN` standard errors of the mean difference, question
+    by question."""
     differences = [a - b for a, b in zip(one, other, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
     return statistics.fmean(differences) > max(_MARGIN * error, 1e-9)
@@ -125,7 +128,8 @@ def table(found: FoundProfile) -> list[str]:
         f"stable layers {_list(found.stable)} (built in: {_list(default['stable'])}); sigmas by layer:",
         "  " + "  ".join(f"{layer}:{value:.2f}" for layer, value in enumerate(figures["stability"])),
         *(
-            f"  with P over {name.replace('_', ' ')} layers: {row['kept']:.1%} kept, recall {row['recall']:.1%}"
+            f"  with P over {name.replace('_', ' ')} layers: {row['kept']:.1%} kept, recall "
+            f"{row['recall']:.1%}"
             for name, row in figures["proportion"].items()
         ),
         f"retrieval heads {_heads(found.heads)} (built in: {_heads(default['heads'])})",

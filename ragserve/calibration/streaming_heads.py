@@ -1,5 +1,5 @@
-"""Learn which KV heads of a model may stream: `sglang_ext.attention.calibration`, imported on use because it loads
-torch."""
+"""Learn which KV heads of a model may stream: `sglang_ext.attention.calibration`, imported on use because it
+loads torch."""
 
 from __future__ import annotations
 

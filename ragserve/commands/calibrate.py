@@ -1,4 +1,5 @@
-"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model that strategy ``auto`` chooses by."""
+"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model that strategy ``auto`` chooses
+by."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def calibrate(
     part: Annotated[
         Part,
         typer.Option(
-            help="samkv: find the model's profile anew. costs: fit the cost model. all: find the profile if there is "
-            "none, then fit the costs."
+            help="samkv: find the model's profile anew. costs: fit the cost model. all: find the profile if "
+            "there is none, then fit the costs."
         ),
     ] = Part.all,
     strategies: Annotated[
@@ -63,9 +64,9 @@ def calibrate(
 ) -> None:
     """Find how a model is served best on this machine, and write it where `serve` reads it.
 
-    The samkv profile (stable layers and retrieval heads) belongs to the model and is written beside it. The costs (time to
-    the first token of every strategy) belong to this machine and are written to the data folder. Stop a server on the
-    same machine first: it would disturb the measurement."""
+    The samkv profile (stable layers and retrieval heads) belongs to the model and is written beside it. The
+    costs (time to the first token of every strategy) belong to this machine and are written to the data
+    folder. Stop a server on the same machine first: it would disturb the measurement."""
     from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.offline import run_once
     from ragserve.engine.ports import free_port
@@ -139,8 +140,8 @@ async def _costs(
     *,
     new_profile: bool,
 ) -> None:
-    """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was verified
-    with, samkv is left out by default."""
+    """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
+    verified with, samkv is left out by default."""
     from ragserve.calibration.costs import measure
     from ragserve.measuring.report import environment
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit

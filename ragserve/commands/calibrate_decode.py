@@ -1,4 +1,5 @@
-"""`ragserve calibrate-decode`: find the context length from which sparse decoding is faster on this machine."""
+"""`ragserve calibrate-decode`: find the context length from which sparse decoding is faster on this
+machine."""
 
 from __future__ import annotations
 

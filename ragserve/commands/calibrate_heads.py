@@ -26,8 +26,8 @@ def calibrate_heads(
         int,
         typer.Option(
             min=768,
-            help="Tokens of the longest text; the others have at least half of it. Keep it well above the 320 tokens "
-            "that streaming heads attend to.",
+            help="Tokens of the longest text; the others have at least half of it. Keep it well above the "
+            "320 tokens that streaming heads attend to.",
         ),
     ] = 1536,
     penalty: Annotated[
@@ -38,7 +38,8 @@ def calibrate_heads(
 ) -> None:
     """Learn a gate per KV head on synthetic passkeys (DuoAttention) and write the pattern of streaming heads.
 
-    Prints the quality at 25, 50 and 75 % streaming heads, chosen by the gates and, for comparison, at random."""
+    Prints the quality at 25, 50 and 75 % streaming heads, chosen by the gates and, for comparison, at
+    random."""
     if out.exists() and out.is_dir():
         raise InvalidRequest(f"{out} is a folder.", hint="Name the file to write.")
     from ragserve.calibration.streaming_heads import calibrate_heads as calibrate

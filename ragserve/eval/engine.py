@@ -1,8 +1,9 @@
-"""Ask an engine, without the product around it, every question of some sets under every strategy, on the same prompts.
+"""Ask an engine, without the product around it, every question of some sets under every strategy, on the same
+prompts.
 
-Each question is asked with `full` first: the next-token distributions of the others are compared with that of `full`. Then
-all its documents are cached, and each strategy is asked. So a strategy's time to the first token is measured with its
-documents on the device, and no row depends on another."""
+Each question is asked with `full` first: the next-token distributions of the others are compared with that of
+`full`. Then all its documents are cached, and each strategy is asked. So a strategy's time to the first token
+is measured with its documents on the device, and no row depends on another."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ async def evaluate(
     finished: Container[Key],
     write: Callable[[Row], None],
 ) -> None:
-    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is known. Failures
-    become rows too."""
+    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
+    known. Failures become rows too."""
     waiting = iter(questions)
 
     async def worker() -> None:

@@ -1,7 +1,8 @@
-"""Timed requests to a running engine: time to the first token (TTFT), decode steps, and the cache tier of documents.
+"""Timed requests to a running engine: time to the first token (TTFT), decode steps, and the cache tier of
+documents.
 
-Benchmarks, calibration and evaluation all time an engine through this module, so their figures mean the same.
-"""
+Benchmarks, calibration and evaluation all time an engine through this module, so their figures mean the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The report that every benchmark prints and writes: workload, environment, and a row per measurement and rival."""
+"""The report that every benchmark prints and writes: workload, environment, and a row per measurement and
+rival."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def write(
 
 
 class GrowingReport:
-    """A report that is printed row by row and rewritten after each row, so that an aborted run keeps what it measured.
+    """A report that is printed row by row and rewritten after each row, so that an aborted run keeps what it
+    measured.
 
     Rows of an earlier report stay unless a row with the same ``key`` columns is measured again."""
 

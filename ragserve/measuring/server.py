@@ -54,11 +54,11 @@ class RunningServer:
 def running_server(
     *, data_dir: Path | None = None, env: dict[str, str] | None = None, outlive: bool = False, **flags: Any
 ) -> Iterator[RunningServer]:
-    """Start `ragserve serve` with the settings ``flags`` (``port=0``: a free one), wait until /ready, and stop it at
-    the end of the block.
+    """Start `ragserve serve` with the settings ``flags`` (``port=0``: a free one), wait until /ready, and
+    stop it at the end of the block.
 
-    The server also stops when the thread that started it dies, for instance by a kill, unless ``outlive``. Raises
-    Unavailable with the end of the log if the server does not come up."""
+    The server also stops when the thread that started it dies, for instance by a kill, unless ``outlive``.
+    Raises Unavailable with the end of the log if the server does not come up."""
     with contextlib.ExitStack() as stack:
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
@@ -113,7 +113,8 @@ def _tail(log: Path, size: int = 4000) -> str:
 
 
 def _stop(server: RunningServer) -> None:
-    """Send SIGTERM, so that the server saves its state, then SIGKILL to its session, so that no engine process is left."""
+    """Send SIGTERM, so that the server saves its state, then SIGKILL to its session, so that no engine
+    process is left."""
     if server.detached:
         return
     process = server.process

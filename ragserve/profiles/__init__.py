@@ -1,1 +1,2 @@
-"""Measured profiles of a model on this machine, as plain data that `ragserve serve` reads. Imports no engine."""
+"""Measured profiles of a model on this machine, as plain data that `ragserve serve` reads. Imports no
+engine."""

@@ -1,12 +1,13 @@
-"""Cost model of the time to the first token on this machine, fitted by `ragserve calibrate` and used by strategy ``auto``.
+"""Cost model of the time to the first token on this machine, fitted by `ragserve calibrate` and used by
+strategy ``auto``.
 
 Milliseconds; all coefficients are at least 0, fitted by least squares of the relative error:
 
-    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)     n prompt tokens, the first c of them in the exact prefix cache
-    composed:  b0 + b1 d + b2 d^2                   d document tokens, per strategy (with options) and tier
+    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)  n prompt tokens, the first c in the exact prefix cache
+    composed:  b0 + b1 d + b2 d^2                d document tokens, per strategy (with options) and tier
 
-Documents of different tiers count by their share of the tokens. A document that is cached nowhere is prefilled first,
-alone."""
+Documents of different tiers count by their share of the tokens. A document that is cached nowhere is
+prefilled first, alone."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """One measurement. Without a ``strategy``: exact prefill of ``tokens`` prompt tokens, ``cached`` of them in the prefix
-    cache. With one: a composed context of ``tokens`` document tokens, all in ``tier``."""
+    """One measurement. Without a ``strategy``: exact prefill of ``tokens`` prompt tokens, ``cached`` of them
+    in the prefix cache. With one: a composed context of ``tokens`` document tokens, all in ``tier``."""
 
     tokens: int
     ms: float
@@ -53,7 +54,8 @@ class Costs:
         return _dot(self.exact, _exact_terms(tokens, cached))
 
     def composed_ms(self, strategy: str, documents: Sequence[tuple[int, str]]) -> float:
-        """Cost of a composed context of (tokens, tier) documents; infinite for an unmeasured strategy or tier."""
+        """Cost of a composed context of (tokens, tier) documents; infinite for an unmeasured strategy or
+        tier."""
         tiers = self.composed.get(strategy)
         total = sum(tokens for tokens, _ in documents)
         if tiers is None or not total:

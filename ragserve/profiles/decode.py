@@ -27,8 +27,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProfile:
-    """Requests with contexts up to ``dense_below`` tokens should decode densely; measured with ``options`` and ``batch``
-    requests at once."""
+    """Requests with contexts up to ``dense_below`` tokens should decode densely; measured with ``options``
+    and ``batch`` requests at once."""
 
     dense_below: int
     options: dict[str, Any]
@@ -40,7 +40,8 @@ class DecodeProfile:
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
-    """The request options that determine the cost of a sparse step. Raises InvalidRequest for dense decoding."""
+    """The request options that determine the cost of a sparse step. Raises InvalidRequest for dense
+    decoding."""
     if settings.decode_mode == "dense":
         raise InvalidRequest(
             "Dense decoding has no length to calibrate.",
@@ -52,11 +53,11 @@ def options_of(settings: Settings) -> dict[str, Any]:
 
 
 def crossover(points: Sequence[Point]) -> int:
-    """The context length in tokens above which sparse steps take at most ``1 - MIN_GAIN`` of dense ones' time, at all
-    measured lengths.
+    """The context length in tokens above which sparse steps take at most ``1 - MIN_GAIN`` of dense ones'
+    time, at all measured lengths.
 
-    Interpolates linearly between two lengths. If sparse always gains: the shortest length; if it does not at the longest
-    length: the longest."""
+    Interpolates linearly between two lengths. If sparse always gains: the shortest length; if it does not at
+    the longest length: the longest."""
     ordered = sorted(points, key=lambda point: point.tokens)
     losses = [point.sparse_ms - (1 - MIN_GAIN) * point.dense_ms for point in ordered]
     losing = [i for i, loss in enumerate(losses) if loss > 0]

@@ -19,8 +19,9 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile(Generic[T]):
-    """A kind of profile file. ``what`` it is and the ``command`` that writes it appear in error messages. ``read`` makes a
-    profile from an entry's fields; it may raise KeyError, TypeError, ValueError or AttributeError."""
+    """A kind of profile file. ``what`` it is and the ``command`` that writes it appear in error messages.
+    ``read`` makes a profile from an entry's fields; it may raise KeyError, TypeError, ValueError or
+    AttributeError."""
 
     version: int
     what: str
@@ -28,13 +29,15 @@ class ProfileFile(Generic[T]):
     read: Callable[[dict[str, Any]], T]
 
     def load(self, place: Path, fingerprint: str) -> T | None:
-        """Load a model's profile, None if there is none. Raises InvalidRequest for a file that is no such profile file."""
+        """Load a model's profile, None if there is none. Raises InvalidRequest for a file that is no such
+        profile file."""
         entry = self._models(place).get(fingerprint)
         with self._checked(place):
             return None if entry is None else self.read(dict(entry))
 
     def save(self, place: Path, fingerprint: str, profile: T) -> None:
-        """Write a model's profile, atomically, beside those of other models. Raises InvalidRequest for a foreign file."""
+        """Write a model's profile, atomically, beside those of other models. Raises InvalidRequest for a
+        foreign file."""
         models = self._models(place) | {fingerprint: asdict(profile)}
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_suffix(".tmp")

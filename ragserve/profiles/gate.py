@@ -1,10 +1,10 @@
 """The gate: which composed strategies may answer, by the record of `ragserve eval --write-gate`.
 
-Composed KV is approximate; how approximate depends on the model, the strategy's options and the data. So a strategy that
-was not measured, or fell short of full prefill, is refused unless forced. The record is a JSON file in the data folder; a
-model's folder may bring one, measured on another machine. It belongs to the model's weights (`EngineInfo.fingerprint`) and
-applies to engines of the same or a finer precision: composed and full prefill were compared in one engine, and only
-coarser rounding can add to the difference."""
+Composed KV is approximate; how approximate depends on the model, the strategy's options and the data. So a
+strategy that was not measured, or fell short of full prefill, is refused unless forced. The record is a JSON
+file in the data folder; a model's folder may bring one, measured on another machine. It belongs to the
+model's weights (`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed
+and full prefill were compared in one engine, and only coarser rounding can add to the difference."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one question set: F1 in percent, its difference from full in points, KL in nats, tokens kept and
-    recomputed in percent of the document tokens."""
+    """Figures of one question set: F1 in percent, its difference from full in points, KL in nats, tokens kept
+    and recomputed in percent of the document tokens."""
 
     n: int
     f1: float
@@ -71,7 +71,8 @@ class Figures:
         if self.close:
             return None
         if self.full_f1 < MIN_FULL_F1:
-            return f"full has F1 {self.full_f1:.1f}, which proves nothing, and KL is {_shown(self.kl)}, above {MAX_KL}"
+            kl = f"KL is {_shown(self.kl)}, above {MAX_KL}"
+            return f"full has F1 {self.full_f1:.1f}, which proves nothing, and {kl}"
         if self.f1_vs_full < -MAX_F1_LOSS:
             return f"F1 {self.f1:.1f}, {-self.f1_vs_full:.1f} points below full, and KL {_shown(self.kl)}"
         return None
@@ -79,8 +80,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The record of one strategy with its options: figures by set, and where, when and in which precision they were
-    measured."""
+    """The record of one strategy with its options: figures by set, and where, when and in which precision
+    they were measured."""
 
     sets: Mapping[str, Figures]
     model: str
@@ -91,7 +92,8 @@ class Entry:
     samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
 
     def shortfalls(self) -> list[str]:
-        """A line for each set on which the strategy falls short. Inconclusive sets count only if there are no others."""
+        """A line for each set on which the strategy falls short. Inconclusive sets count only if there are no
+        others."""
         counted = {name: figures for name, figures in self.sets.items() if figures.conclusive} or self.sets
         return [f"{name}: {why}" for name, figures in counted.items() if (why := figures.shortfall())]
 
@@ -101,13 +103,14 @@ class Entry:
         return bool(self.sets) and not self.shortfalls()
 
     def applies_to(self, dtype: str) -> bool:
-        """Whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one measured, or more."""
+        """Whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one measured, or
+        more."""
         return self.dtype == dtype or _MANTISSA_BITS.get(self.dtype, 99) <= _MANTISSA_BITS.get(dtype, 0)
 
 
 class Gate:
-    """Reads the record files, and again when they change; earlier ``places`` win. The other arguments describe the
-    engine."""
+    """Reads the record files, and again when they change; earlier ``places`` win. The other arguments
+    describe the engine."""
 
     def __init__(
         self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str, samkv: str = ""
@@ -122,7 +125,8 @@ class Gate:
 
     @classmethod
     def of(cls, settings: Settings, *, model: str, fingerprint: str, dtype: str, samkv: str = "") -> Gate:
-        """Make a gate of the data folder's record and the one in the folder ``model``. The arguments are `EngineInfo`'s."""
+        """Make a gate of the data folder's record and the one in the folder ``model``. The arguments are
+        `EngineInfo`'s."""
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
         return cls(places, fingerprint, model=Path(model).name, dtype=dtype, samkv=samkv)
 
@@ -150,7 +154,8 @@ class Gate:
         return label.partition(":")[0] != "samkv" or entry.samkv == self._samkv
 
     def check(self, label: str) -> None:
-        """Raise InvalidRequest (code ``strategy_not_verified``), with what to do, unless the strategy is verified."""
+        """Raise InvalidRequest (code ``strategy_not_verified``), with what to do, unless the strategy is
+        verified."""
         entry, known = self.entries().get(label), self.verified()
         if label in known:
             return
@@ -184,7 +189,8 @@ class Gate:
 
 
 def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
-    """Make records from an evaluation's report (`ragserve.eval.summary`), of strategies measured beside `full`."""
+    """Make records from an evaluation's report (`ragserve.eval.summary`), of strategies measured beside
+    `full`."""
     workload, environment = report["workload"], report["environment"]
     groups: dict[str, dict[str, Figures]] = {}
     names = Figures.__dataclass_fields__
@@ -205,8 +211,8 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
-    """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises InvalidRequest for a
-    foreign file."""
+    """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises
+    InvalidRequest for a foreign file."""
     try:
         models = _models(place) if place.exists() else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

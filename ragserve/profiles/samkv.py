@@ -1,8 +1,9 @@
-"""SamKV profile of a model: defaults of strategy `samkv`, found by `ragserve calibrate`, and how they were found.
+"""SamKV profile of a model: defaults of strategy `samkv`, found by `ragserve calibrate`, and how they were
+found.
 
-The file lies beside the model's weights (`place_of`), so that it goes where they go; or in the data folder, for a model
-whose folder is not writable or does not exist (a hub id). If both have one, the data folder's wins, as for the gate's
-record."""
+The file lies beside the model's weights (`place_of`), so that it goes where they go; or in the data folder,
+for a model whose folder is not writable or does not exist (a hub id). If both have one, the data folder's
+wins, as for the gate's record."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SamkvProfile:
-    """``stable``, ``heads``, ``selection`` and ``options`` as in `sglang_ext.context.selection.profile.Profile`;
-    ``figures`` and ``probes``: what was measured, and on what."""
+    """``stable``, ``heads``, ``selection`` and ``options`` as in
+    `sglang_ext.context.selection.profile.Profile`; ``figures`` and ``probes``: what was measured, and on
+    what."""
 
     stable: list[int]
     heads: list[list[int]]
@@ -60,8 +62,8 @@ SAMKV = ProfileFile(VERSION, "samkv profile", "ragserve calibrate --part samkv",
 
 
 def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
-    """Load the profile of the settings' model; None if there is none, with a warning if the model's folder has only those
-    of other weights.
+    """Load the profile of the settings' model; None if there is none, with a warning if the model's folder
+    has only those of other weights.
 
     Raises InvalidRequest for a file that is no such profile."""
     beside = Path(settings.model) / FILE_NAME
@@ -80,8 +82,8 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
 
 
 def place_of(settings: Settings, fingerprint: str) -> Path:
-    """Where to write a new profile: beside the model if that folder is writable, else in the data folder; there too if it
-    already has one, which would hide the model's."""
+    """Where to write a new profile: beside the model if that folder is writable, else in the data folder;
+    there too if it already has one, which would hide the model's."""
     own = settings.data_dir / FILE_NAME
     if SAMKV.load(own, fingerprint) is not None:
         return own

@@ -1,5 +1,5 @@
-"""Recall of the tokens that a question needs, by retrieval head and by choice of stable layers: measured on probes
-whose needed tokens are known.
+"""Recall of the tokens that a question needs, by retrieval head and by choice of stable layers: measured on
+probes whose needed tokens are known.
 
 Documents are prefilled alone, questions behind what the selector's query pass reads, all through the model's
 own layers in memory (`sglang_ext.analysis.forward`), and the selections are the engine's own code. Nothing is
@@ -28,7 +28,8 @@ _HEADS_KEEP = 0.05  # of the tokens, by one head alone
 
 @dataclass(frozen=True)
 class RecallQuestion:
-    """``ids`` of the question behind all documents; ``needed``: where what answers it stands in the prompt."""
+    """``ids`` of the question behind all documents; ``needed``: where what answers it stands in the
+    prompt."""
 
     ids: tuple[int, ...]
     needed: tuple[Span, ...]
@@ -79,8 +80,8 @@ class Trial:
         }
 
     def proportion(self, stable: Sequence[int]) -> dict[str, Any]:
-        """For both sets of stable layers, ``built_in`` and ``found`` (``stable``): the ``recall`` [questions] of
-        needed tokens and the mean share ``kept`` of the document tokens, where P decides how much."""
+        """For both sets of stable layers, ``built_in`` and ``found`` (``stable``): the ``recall`` [questions]
+        of needed tokens and the mean share ``kept`` of the document tokens, where P decides how much."""
         sets = {"built_in": list(stable_layers(self._shape.layers)), "found": list(stable)}
         return {"proportion": {name: self._by_proportion(layers) for name, layers in sets.items()}}
 
