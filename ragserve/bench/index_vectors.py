@@ -9,14 +9,13 @@ and gives each sentence neighbours at a cosine of about 0.8. Queries are real se
 
 from __future__ import annotations
 
-import json
-import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.json_lines import json_lines
 
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 SPREAD = 0.6
@@ -27,7 +26,7 @@ def sentences(texts: Path | None, limit: int) -> list[str]:
     """Collect distinct sentences and lines of 25 to 400 characters, from the example corpus or a .jsonl[.xz]
     of {text}, in a fixed order."""
     found: dict[str, None] = {}
-    for text in _articles(texts) if texts else _corpus():
+    for text in (row["text"] for _, row in json_lines(texts)) if texts else _corpus():
         for piece in re.split(r"(?<=[.!?;])\s+|\n+", text):
             line = re.sub(r"\s+", " ", piece).strip()
             if 25 <= len(line) <= 400:
@@ -47,16 +46,6 @@ def _corpus() -> Iterator[str]:
             yield re.sub(
                 r"<(script|style).*?</\1>|<[^>]+>", "\n", path.read_text(encoding="utf-8"), flags=re.DOTALL
             )
-
-
-def _articles(path: Path) -> Iterator[str]:
-    with (
-        lzma.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".xz"
-        else open(path, encoding="utf-8") as file
-    ):
-        for line in file:
-            yield json.loads(line)["text"]
 
 
 def multiply(real: Any, n: int, *, seed: int = 0) -> tuple[Any, Any]:

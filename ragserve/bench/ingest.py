@@ -6,19 +6,17 @@ embedding alone, in chunks a second."""
 
 from __future__ import annotations
 
-import json
-import lzma
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
+from ragserve.measuring.json_lines import json_lines
 
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 
@@ -133,18 +131,8 @@ def _copy_corpus(target: Path, copies: int, quick: bool) -> int:
 
 def _write_articles(texts: Path, target: Path, limit: int) -> int:
     n = 0
-    for n, article in enumerate(_articles(texts), 1):
+    for n, (_, article) in enumerate(json_lines(texts), 1):
         (target / f"{n:06d}.md").write_text(f"# {article['title']}\n\n{article['text']}\n", encoding="utf-8")
         if n == limit:
             break
     return n
-
-
-def _articles(path: Path) -> Iterator[dict[str, str]]:
-    with (
-        lzma.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".xz"
-        else open(path, encoding="utf-8") as file
-    ):
-        for line in file:
-            yield json.loads(line)

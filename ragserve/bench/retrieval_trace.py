@@ -7,24 +7,24 @@ A trace is two files: ``NAME.trace.jsonl``, one query per line, ``{"doc_ids": [.
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ragserve.engine.base import GenerateRequest
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring.engine_run import in_tier
+from ragserve.measuring.json_lines import json_lines
 from sglang_ext.protocol import Span
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
 
 SEED = 0
+_FORMAT = "See `ragserve bench --help` for the format."
 _GROUP = 16  # documents computed at a time
 
 
@@ -61,7 +61,7 @@ def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, see
 
     name = path.name.removesuffix(".trace.jsonl")
     texts = _documents(path, name)
-    rows = _lines(path)
+    rows = [row for _, row in json_lines(path, _FORMAT)]
     try:
         chosen = [
             rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))
@@ -98,28 +98,14 @@ def _documents(path: Path, name: str) -> dict[str, tuple[str, str]]:
         if candidate.exists():
             try:
                 return {
-                    str(row["id"]): (str(row.get("title", "")), str(row["text"])) for row in _lines(candidate)
+                    str(row["id"]): (str(row.get("title", "")), str(row["text"]))
+                    for _, row in json_lines(candidate, _FORMAT)
                 }
             except KeyError as error:
                 raise InvalidRequest(f"{candidate}: a document without {error}.") from None
     raise InvalidRequest(
         f"There are no documents beside {path}.", hint=f"Expected {name}.docs.jsonl or {name}.docs.jsonl.gz."
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else open(path, encoding="utf-8") as file
-        ):
-            return [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"{path} cannot be read as JSON lines: {error}",
-            hint="See `ragserve bench --help` for the format.",
-        ) from None
 
 
 async def cache_in(engine: LocalEngine, namespace: str, trace: Trace, tier: str) -> None:

@@ -5,17 +5,15 @@ A row is ``{id, docs: [[title, text], ...], question, answers, kind}`` or ``{id,
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
 from ragserve.eval.metrics import contains_answer
+from ragserve.measuring.json_lines import json_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ def load(path: Path, limit: int | None = None) -> list[Question]:
     time.
 
     Raises InvalidRequest with file, line and reason."""
-    rows = [_question(row, path, number) for number, row in _lines(path)]
+    rows = [
+        _question(row, path, number) for number, row in json_lines(path, "Give a .jsonl or .jsonl.gz file.")
+    ]
     if not rows:
         raise InvalidRequest(
             f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py."
@@ -104,25 +104,6 @@ def interleaved(sets: Mapping[str, Sequence[Question]]) -> list[tuple[str, Quest
 def distinct_passages(questions: Sequence[Question]) -> list[GivenPassage]:
     """All documents of a set, without duplicates, in order of first appearance."""
     return list(dict.fromkeys(passage for question in questions for passage in question.documents))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8") as file
-        ):
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        yield number, json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise InvalidRequest(f"{path}, line {number}: not JSON ({error.msg}).") from error
-    except FileNotFoundError as error:
-        raise InvalidRequest(f"{path} does not exist.", hint="Give a .jsonl or .jsonl.gz file.") from error
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} cannot be read: {error}") from error
 
 
 def _question(row: Any, path: Path, number: int) -> Question:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ragserve.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +28,18 @@ class ProfileFile(Generic[T]):
     def load(self, place: Path, fingerprint: str) -> T | None:
         """Load a model's profile, None if there is none. Raises InvalidRequest for a file that is no such
         profile file."""
-        entry = self._models(place).get(fingerprint)
+        entry = self.models(place).get(fingerprint)
         with self._checked(place):
             return None if entry is None else self.read(dict(entry))
 
     def save(self, place: Path, fingerprint: str, profile: T) -> None:
-        """Write a model's profile, atomically, beside those of other models. Raises InvalidRequest for a
-        foreign file."""
-        models = self._models(place) | {fingerprint: asdict(profile)}
+        """Write a model's profile, a dataclass; see :meth:`write`."""
+        self.write(place, fingerprint, asdict(profile))  # type: ignore[call-overload]
+
+    def write(self, place: Path, fingerprint: str, entry: Mapping[str, Any]) -> None:
+        """Write a model's entry, atomically, beside those of other models. Raises InvalidRequest for a foreign
+        file."""
+        models = self.models(place) | {fingerprint: dict(entry)}
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_suffix(".tmp")
         temporary.write_text(
@@ -46,7 +47,8 @@ class ProfileFile(Generic[T]):
         )
         temporary.replace(place)
 
-    def _models(self, place: Path) -> dict[str, Any]:
+    def models(self, place: Path) -> dict[str, Any]:
+        """Entries by fingerprint; empty if there is no file. Raises InvalidRequest for a foreign file."""
         if not place.exists():
             return {}
         with self._checked(place):

@@ -8,7 +8,6 @@ and full prefill were compared in one engine, and only coarser rounding can add 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
+from ragserve.profiles.file import ProfileFile
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -181,10 +181,9 @@ class Gate:
 
     def _read(self, place: Path) -> dict[str, Entry]:
         try:
-            models = _models(place)
-            return {label: _entry(raw) for label, raw in models.get(self._fingerprint, {}).items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s is not a gate's file and verifies nothing: %r", place, error)
+            return _FILE.load(place, self._fingerprint) or {}
+        except (OSError, InvalidRequest) as error:
+            log.warning("%s verifies nothing: %s", place, error)
             return {}
 
 
@@ -213,30 +212,18 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
     """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises
     InvalidRequest for a foreign file."""
-    try:
-        models = _models(place) if place.exists() else {}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{place} is not a gate's file: {error!r}.", hint="Move it away.") from error
-    models.setdefault(fingerprint, {}).update({label: asdict(entry) for label, entry in entries.items()})
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_suffix(".tmp")
-    temporary.write_text(
-        json.dumps({"version": VERSION, "models": models}, indent=1) + "\n", encoding="utf-8"
-    )
-    temporary.replace(place)
+    known = _FILE.models(place).get(fingerprint, {})
+    _FILE.write(place, fingerprint, known | {label: asdict(entry) for label, entry in entries.items()})
 
 
-def _models(place: Path) -> dict[str, dict[str, Any]]:
-    raw = json.loads(place.read_text(encoding="utf-8"))
-    if raw["version"] != VERSION:
-        raise ValueError(f"version {raw['version']}, not {VERSION}")
-    return dict(raw["models"])
+def _parsed(raw: dict[str, Any]) -> dict[str, Entry]:
+    return {
+        label: Entry(**fields | {"sets": {name: Figures(**each) for name, each in fields["sets"].items()}})
+        for label, fields in raw.items()
+    }
 
 
-def _entry(raw: Mapping[str, Any]) -> Entry:
-    fields = dict(raw)
-    sets = {str(name): Figures(**figures) for name, figures in fields.pop("sets").items()}
-    return Entry(sets=sets, **fields)
+_FILE = ProfileFile(VERSION, "gate's file", "ragserve eval --write-gate", _parsed)
 
 
 def _stamp(place: Path) -> int:
