@@ -1,4 +1,4 @@
-"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, and the KV slots they hold, by strategy.
+"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, and their KV slots, by strategy.
 
     python examples/gpu_load.py OUT_FOLDER TRACE_FOLDER [--passages 48,5] [--seconds 360] [--strategies LIST]
 
