@@ -25,7 +25,6 @@ from ragserve.errors import InvalidRequest
 from ragserve.measuring.report import GrowingReport, percentile
 
 _K = 10
-_DIM = 384
 _CHUNKS_PER_DOCUMENT = 50
 _DOCUMENTS_PER_BATCH = 40
 _NAMESPACE = "bench"

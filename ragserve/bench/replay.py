@@ -20,21 +20,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragserve.bench import model_shapes
 from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache_in, read_trace
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.engine.ports import free_port
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring.engine_run import TIERS, first_token
 from ragserve.measuring.report import GrowingReport, percentile
 from sglang_ext.protocol import Span
-
-if TYPE_CHECKING:
-    from ragserve.engine.local import LocalEngine
 
 SHARES = (0.05, 0.2, 1.0)
 HOST_SHARE, DISK_SHARE = 0.3, 1.2  # budgets, as shares of the documents' KV

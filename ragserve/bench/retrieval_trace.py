@@ -12,16 +12,13 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ragserve.engine.base import GenerateRequest
+from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring.engine_run import in_tier
 from ragserve.measuring.json_lines import json_lines
 from sglang_ext.protocol import Span
-
-if TYPE_CHECKING:
-    from ragserve.engine.local import LocalEngine
 
 SEED = 0
 _FORMAT = "See `ragserve bench --help` for the format."

@@ -37,7 +37,7 @@ class ProfileFile(Generic[T]):
         self.write(place, fingerprint, asdict(profile))  # type: ignore[call-overload]
 
     def write(self, place: Path, fingerprint: str, entry: Mapping[str, Any]) -> None:
-        """Write a model's entry, atomically, beside those of others. Raises InvalidRequest for a foreign file."""
+        """Write a model's entry, atomically, beside others. Raises InvalidRequest for a foreign file."""
         models = self.models(place) | {fingerprint: dict(entry)}
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_suffix(".tmp")
