@@ -1,11 +1,13 @@
 """Composed contexts on a CUDA machine: are they right, and how soon is the first token there?
 
-    python examples/gpu_context.py OUT_FOLDER --parts kernels,answers python examples/gpu_context.py
-    OUT_FOLDER --parts speed [--lengths 2048,8192] [--document-tokens 4096] [--merge EARLIER.json]
+    python examples/gpu_context.py OUT_FOLDER --parts kernels,answers
+    python examples/gpu_context.py OUT_FOLDER --parts speed [--lengths 2048,8192] [--document-tokens 4096]
+        [--merge EARLIER.json]
 
-Three parts, each in a process of its own with a time limit, each leaving its JSON in OUT_FOLDER whatever
-becomes of the others: `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation
-and traffic against each other), `speed` (`ragserve.bench.context` with the shape of Llama-3.1-8B and random
+Three parts, each in its own process with a time limit, each writing its JSON to OUT_FOLDER whatever happens
+to the
+others: `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic
+compared with each other), `speed` (`ragserve.bench.context` with the shape of Llama-3.1-8B and random
 weights, up to nine minutes). Needs SGLang 0.5.16 and this project, installed without dependencies so that
 SGLang finds its plugin, and no web server. Exits with 1 if a part failed."""
 
@@ -50,7 +52,7 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def kernels(out: Path) -> bool:
-    """The GPU's tests, if pytest is there."""
+    """Run the tests that need a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SEEN_BY_GPU]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     print(done.stdout[-1500:], done.stderr[-500:], flush=True)
@@ -105,17 +107,15 @@ class Answers:
         ]
         meta = outputs[-1]["meta_info"]
         pairs = meta["output_token_logprobs"]
-        text = (meta.get(PLAN_FIELD) or [None])[
-            0
-        ]  # beside composed requests exact ones have it, too, and empty
+        # beside composed requests, exact ones have the field too, empty
+        text = (meta.get(PLAN_FIELD) or [None])[0]
         report = json.loads(text) if text else {"by_tier": {}}
         return [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs], set(report["by_tier"])
 
 
 def apart(a: tuple[list[int], list[float], Any], b: tuple[list[int], list[float], Any]) -> tuple[bool, float]:
-    """Whether the tokens are the same, and the largest difference of log-probabilities up to the first one
-    that is not.
-    """
+    """Compare two answers: whether the tokens are the same, and the largest difference of log-probabilities
+    up to the first token that differs."""
     same = 0
     while same < len(a[0]) and a[0][same] == b[0][same]:
         same += 1
@@ -124,13 +124,12 @@ def apart(a: tuple[list[int], list[float], Any], b: tuple[list[int], list[float]
     )
 
 
-def _middle(pairs: list[tuple[bool, float]]) -> float:
-    """The median difference."""
+def _median_difference(pairs: list[tuple[bool, float]]) -> float:
     return statistics.median(difference for _, difference in pairs)
 
 
 async def check_graphs(engine: Any, ask: Answers, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Contexts so short that all of them is recomputed by a CUDA graph: it must answer as `full` does."""
+    """Recompute whole contexts, short enough for a CUDA graph: the answers must be those of `full`."""
     from sglang_ext.context.recompute.graphs import SIZES
 
     short = [row | {"docs": [(title, text[:300]) for title, text in row["docs"][:3]]} for row in rows]
@@ -145,10 +144,12 @@ async def check_graphs(engine: Any, ask: Answers, rows: list[dict[str, Any]], fo
         "graphs": captured,
         "longest context": tokens,
         "same tokens": sum(same for same, _ in pairs),
-        "median": _middle(pairs),
-        "median without": _middle(control),
+        "median": _median_difference(pairs),
+        "median without": _median_difference(control),
     }
-    found["right: recompute by graph"] = captured > 0 and tokens <= SIZES[-1] and _middle(pairs) < BFLOAT16
+    found["right: recompute by graph"] = (
+        captured > 0 and tokens <= SIZES[-1] and _median_difference(pairs) < BFLOAT16
+    )
 
 
 async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> None:
@@ -170,10 +171,10 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
         "same tokens": sum(same for same, _ in control),
         "worst": max(d for _, d in control),
     }
-    # bfloat16: other kernels round otherwise, and a tie may fall the other way
-    found["right: recompute all"] = _middle(pairs) < BFLOAT16 and 2 * sum(same for same, _ in pairs) > len(
-        rows
-    )
+    # bfloat16: other kernels round differently, and a tie may fall the other way
+    found["right: recompute all"] = _median_difference(pairs) < BFLOAT16 and 2 * sum(
+        same for same, _ in pairs
+    ) > len(rows)
     await check_graphs(engine, ask, rows, found)
     print(json.dumps(found), f"{time.monotonic() - started:.0f} s", flush=True)
     for strategy, options in STRATEGIES:
@@ -213,7 +214,7 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
         "of": len(together),
         "worst": max(d for _, d in together),
     }
-    found["right: crowd"] = _middle(together) < BFLOAT16
+    found["right: crowd"] = _median_difference(together) < BFLOAT16
     await engine.control("check")
     found["right: accounts"] = True
 
@@ -250,7 +251,6 @@ def speed(options: argparse.Namespace) -> bool:
         lengths=[int(n) for n in options.lengths.split(",")],
         document_tokens=[int(n) for n in options.document_tokens.split(",")],
         cases=[case for case in kept if case.tiers],
-        profile=options.profile,
         merge=options.merge,
         **({"mem_fraction_static": 0.75} if options.attention != "torch_native" else {}),
         engine_args=engine_args(options.attention) | options.engine,
@@ -275,11 +275,6 @@ def main() -> int:
     )
     parser.add_argument("--tiers", default="device,host,disk", help="of `speed`")
     parser.add_argument("--shape", default="llama-3.1-8b", help="of `speed`")
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="`speed` counts launches, copies and waits of some requests, too",
-    )
     parser.add_argument(
         "--merge",
         type=Path,

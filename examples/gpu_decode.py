@@ -4,14 +4,14 @@ Llama-3.1-8B shape, CUDA graphs on.
     python examples/gpu_decode.py OUT [BACKEND ...] [--gpus N] [--minutes M] [--threshold] [--short |
     --embedded]
 
-BACKEND: ragserve, flashinfer, triton (the default), ragserve-8-bit (a KV pool of 8 bits), ragserve-page-16
-(pages of 16 tokens, not 64). Each is an engine of its own in a process of its own, N of them at a time, each
-on its GPU. All three take eleven minutes on one GPU; where a command may not run that long, name two, and the
-third in a second run with the same OUT. OUT gets decode-BACKEND.json after every row and decode.json at the
-end, also where an engine failed, with the speed-up over plain FlashInfer. The points that matter most come
-first; those that would begin when ``--minutes`` have passed are left out, which the file says.
-``--threshold``: progressive decoding as well. ``--short``: three points. ``--embedded``: the small model and
-short contexts, to try the script."""
+BACKEND: ragserve, flashinfer, triton (these three by default), ragserve-8-bit (a KV pool of 8 bits),
+ragserve-page-16 (pages of 16 tokens instead of 64). Each is an engine of its own, N of them at a time, each
+on its own GPU. All three take eleven minutes on one GPU; with a shorter time limit, run two, and the third in
+a second run with the same OUT. OUT gets decode-BACKEND.json after every row, and at the end, even if an
+engine failed, decode.json with the speed-up over plain FlashInfer. The points that matter most come first;
+those that would begin after ``--minutes`` are left out, which the file says. ``--threshold``: progressive
+decoding as well. ``--short``: three points. ``--embedded``: the small model and short contexts, to try the
+script."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+
+from fan_out import fan_out
 
 from ragserve.bench.decode import BACKENDS, run
-from ragserve.bench.fan_out import fan_out
+from ragserve.measuring.report import save
 
 # 16 x 100,000 tokens would be 210 GB of KV.
 POINTS = (
@@ -42,13 +43,16 @@ SMALL = ((2600, 1), (2600, 2))
 
 def child(backend: str, out: Path, given: argparse.Namespace) -> None:
     path = out / f"decode-{backend}.json"
-
-    def write(report: dict[str, Any]) -> None:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
     points = SMALL if given.embedded else SHORT if given.short else POINTS
     shape = "embedded" if given.embedded else "llama-3.1-8b"
-    run(backend, points, write=write, shape=shape, threshold=given.threshold, until=given.until)
+    run(
+        backend,
+        points,
+        write=lambda report: save(report, path),
+        shape=shape,
+        threshold=given.threshold,
+        until=given.until,
+    )
 
 
 def parent(out: Path, given: argparse.Namespace) -> int:
@@ -65,9 +69,7 @@ def parent(out: Path, given: argparse.Namespace) -> int:
 
 
 def merge(out: Path) -> None:
-    """One table of all backends measured so far; our rows get their speed-up over plain SGLang with
-    FlashInfer.
-    """
+    """Make one table of all backends measured so far, with the speed-up over plain SGLang with FlashInfer."""
     reports = [
         json.loads(path.read_text(encoding="utf-8"))
         for name in BACKENDS
@@ -94,9 +96,7 @@ def merge(out: Path) -> None:
         report["backend"]: {key: value for key, value in report.items() if key not in ("backend", "rows")}
         for report in reports
     }
-    (out / "decode.json").write_text(
-        json.dumps({"engines": engines, "rows": rows}, indent=1) + "\n", encoding="utf-8"
-    )
+    save({"engines": engines, "rows": rows}, out / "decode.json")
     for row in sorted(rows, key=lambda r: (r["context"], r["batch"], r["backend"], r["mode"])):
         print(row)
 

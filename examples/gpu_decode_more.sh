@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# More of sparse decoding on an H200, in two parts:
-#   examples/gpu_decode_more.sh OUT answers SET.jsonl.gz ... [--rows N]   tests that need a GPU, streaming heads, KV of 8 and 4 bits
-#                                                              (two and a half minutes with four sets of 60 rows)
-#   examples/gpu_decode_more.sh OUT speed BACKEND ...          decode steps at three points: ragserve (with the check), ragserve-8-bit (three
-#                                                              minutes), ragserve-page-16
-# OUT gets JSON and a log for each run; a part goes on when one of its runs fails. RAGSERVE_ATTENTION as for gpu_decode_quality.py.
+# Further measurements of sparse decoding on an H200, in two parts:
+#   examples/gpu_decode_more.sh OUT answers SET.jsonl.gz ... [--rows N]
+#       tests that need a GPU, streaming heads, KV of 8 and 4 bits (2.5 minutes with four sets of 60 rows)
+#   examples/gpu_decode_more.sh OUT speed BACKEND ...
+#       decode steps at three points: ragserve (with the check), ragserve-8-bit (three minutes), ragserve-page-16
+# OUT gets JSON and a log for each run; a part continues if one of its runs fails. RAGSERVE_ATTENTION as for
+# gpu_decode_quality.py.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd) part=$2
 shift 2
@@ -14,7 +15,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD:$PWD/index:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FLASHINFER_DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 failed=0
 
-# run NAME COMMAND...: its output goes to OUT/NAME.txt
+# run NAME COMMAND...: run a command with its output in OUT/NAME.txt
 run() {
   local name=$1
   shift

@@ -1,34 +1,36 @@
-"""Answers of the small model with sparse decoding: exact match over budget and threshold, hierarchical pages
-beside flat ones.
+"""Answers of the small model with sparse decoding: exact match over budget and threshold, by kind of page.
 
     python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N] [--reuse]
 
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000
-tokens are left out. With streaming heads (of results/heads-embedded.json) budgets are tried with and without
-them. Each kind of page is an engine of its own, N at a time, each on its GPU. OUT gets quality.json, and
-before it a file per kind of page. Every prompt is prefilled once: modes differ in decode steps only.
-``--reuse``: dense, and budgets by reuse interval, only. On one H200 about 2 minutes a kind of page; also runs
-on a CPU. RAGSERVE_ATTENTION names SGLang's backend where its default is not installed."""
+tokens are left out. Each kind of page is an engine of its own, N at a time, each on its own GPU. OUT gets
+quality.json, and a file per kind of page before. Every prompt is prefilled once: modes differ in decode steps
+only. With streaming heads (of results/heads-embedded.json) budgets are tried with and without them.
+``--reuse``: only dense, and budgets by reuse interval. Takes about 2 minutes per kind of page on an H200;
+also runs on a CPU. RAGSERVE_ATTENTION names SGLang's attention backend if its default is not installed."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from fan_out import fan_out
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
-from ragserve.bench.fan_out import fan_out
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
 from ragserve.eval.metrics import contains_answer, exact_match
+from ragserve.measuring.engine_run import first_token
+from ragserve.measuring.json_lines import json_lines
+from ragserve.measuring.report import save
 from sglang_ext.attention.streaming_heads import save_pattern
 
 LONGEST = 8000
@@ -56,43 +58,33 @@ PAGES: dict[str, dict[str, Any]] = {
 }
 GATES = Path(__file__).parent / "results" / "heads-embedded.json"
 DENSE: dict[str, Any] = {"mode": "dense"}
-BUDGETS = [
-    {"mode": "hierarchical", "budget": budget, "reuse": 4, "dense_below": 0}
-    for budget in (128, 256, 512, 1024, 2048)
+
+
+def budgets(sizes: Sequence[int], reuse: Sequence[int], **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"mode": "hierarchical", "budget": budget, "reuse": interval, "dense_below": 0, **more}
+        for interval in reuse
+        for budget in sizes
+    ]
+
+
+def threshold(value: float, **more: Any) -> dict[str, Any]:
+    return {"mode": "progressive", "threshold": value, "dense_below": 0, **more}
+
+
+BUDGETS = budgets((128, 256, 512, 1024, 2048), (4,))
+REUSE = budgets((512, 1024), (1, 4, 16, 64))
+FRESH = budgets((256, 512, 1024), (1, 16))
+STREAMING = [
+    threshold(1.0, streaming=True),  # the other heads attend to everything
+    *(mode for streams in (False, True) for mode in budgets((512, 1024), (16,), streaming=streams)),
 ]
-REUSE = [
-    {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0}
-    for budget in (512, 1024)
-    for reuse in (1, 4, 16, 64)
-]
-FRESH = [
-    {"mode": "hierarchical", "budget": budget, "reuse": reuse, "dense_below": 0}
-    for reuse in (1, 16)
-    for budget in (256, 512, 1024)
-]
-STREAMING: list[dict[str, Any]] = [
-    {
-        "mode": "progressive",
-        "threshold": 1.0,
-        "streaming": True,
-        "dense_below": 0,
-    },  # the other heads attend to everything
-    *(
-        {"mode": "hierarchical", "budget": budget, "reuse": 16, "streaming": streams, "dense_below": 0}
-        for budget in (512, 1024)
-        for streams in (False, True)
-    ),
-]
-THRESHOLDS = [
-    {"mode": "progressive", "threshold": threshold, "dense_below": 0}
-    for threshold in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)
-]
+THRESHOLDS = [threshold(value) for value in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
 
 def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[int], list[str], bool]]:
-    """(prompt, answers, whether the answer must be exact) of a set's first rows, spread over it."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        raw = [json.loads(line) for line in lines]
+    """(prompt, answers, whether the answer must be exact) of ``rows`` rows, spread over a set."""
+    raw = [row for _, row in json_lines(path)]
     raw = [raw[i * len(raw) // rows] for i in range(rows)] if rows < len(raw) else raw
     found = []
     for row in raw:
@@ -117,8 +109,21 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[in
     return found
 
 
-def save(report: Any, path: Path) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+async def ask(
+    engine: Any,
+    namespace: str,
+    mode: dict[str, Any],
+    places: asyncio.Semaphore,
+    ids: list[int],
+    answers: list[str],
+    exact: bool,
+) -> tuple[bool, Any]:
+    """Whether the answer is right, and what its decode steps read."""
+    async with places:
+        request = GenerateRequest("q", ids, namespace, "prefix", Sampling(40), decode=mode)
+        answer = await first_token(engine, request)
+    right = exact_match(answer.text, answers) > 0 if exact else contains_answer(answer.text, answers)
+    return right, answer.last.decode
 
 
 async def measure(
@@ -139,18 +144,7 @@ async def measure(
             continue
         for mode in modes:
             places = asyncio.Semaphore(IN_FLIGHT)
-
-            async def one(
-                ids: list[int], answers: list[str], exact: bool, mode: dict[str, Any] = mode
-            ) -> tuple[bool, Any]:
-                text, read = "", None
-                async with places:  # noqa: B023 - awaited within this turn of the loop
-                    request = GenerateRequest("q", ids, path.name, "prefix", Sampling(40), decode=mode)  # noqa: B023 - as above
-                    async for chunk in engine.generate(request):
-                        text, read = text + chunk.text, chunk.decode or read
-                return (exact_match(text, answers) > 0 if exact else contains_answer(text, answers)), read
-
-            done = await asyncio.gather(*(one(*each) for each in asked))
+            done = await asyncio.gather(*(ask(engine, path.name, mode, places, *each) for each in asked))
             read = [use for _, use in done if use is not None]
             row: dict[str, Any] = {"pages": name, "set": path.name.split(".")[0], **mode, "n": len(done)}
             row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)

@@ -1,14 +1,14 @@
-"""Answer quality of every strategy on a GPU machine, over all question sets, with several engines side by
-side on one GPU.
+"""Answer quality of every strategy on a GPU machine, over all question sets, with several engines on one GPU.
 
     python examples/gpu_eval.py OUT_DIR SETS_DIR [--engines 5] [--limit N] [--only SET,SET] [--strategies
-    LIST] [--seconds 480]
+        LIST] [--seconds 480]
 
-What `ragserve eval` does, for machines that have SGLang and this checkout on the path but not the rest of the
-product. Rows are in OUT_DIR/rows-*.jsonl as soon as they are known; after ``--seconds``, or on any failure,
-the report covers the rows that there are, and the same command goes on where it stopped.
-OUT_DIR/ragserve-gate.json says which strategies it verified: copy it into a data folder, or beside the model.
-The attention backend is SGLang's default unless RAGSERVE_ATTENTION names another."""
+Does what `ragserve eval` does, on machines that have SGLang and this checkout on the path but not the rest of
+the product. Rows are written to OUT_DIR/rows-*.jsonl at once; after ``--seconds``, or on any failure, the
+report covers the rows there are, and the same command continues where it stopped. OUT_DIR/ragserve-gate.json
+says which strategies are
+verified: copy it into a data folder, or beside the model. The attention backend is SGLang's default unless
+RAGSERVE_ATTENTION names another."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ SETS = (
     "2wikimqa",
     "musique",
 )
-STRATEGIES = (
-    "full,prefix,concat,concat:experimental.rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
-    "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,random:share=0.15,random:share=0.3,random:share=0.5"
+STRATEGIES = ",".join(
+    (
+        "full,prefix,concat,concat:experimental.rotate=false,concat:recompute=all,epic:first=16,epic:first=32",
+        "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3",
+        "random:share=0.15,random:share=0.3,random:share=0.5",
+    )
 )
-POOL_TOKENS = 400_000  # of each engine: 12 questions in flight with 8k tokens of documents, composed twice
+POOL_TOKENS = 400_000  # per engine: 12 questions in flight with 8k document tokens, composed twice
 
 
 def main() -> int:
@@ -58,7 +61,7 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=480)
     given = options.parse_args()
     attention = os.environ.get("RAGSERVE_ATTENTION")
-    # Small graphs: start-up matters more here than the last millisecond of decoding.
+    # Small CUDA graphs: start-up matters more here than the last millisecond of decoding.
     engine_args = {"cuda_graph_max_bs_decode": 16, "disable_prefill_cuda_graph": True} | (
         {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
     )
@@ -94,7 +97,8 @@ def main() -> int:
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])
     print(
-        f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {time.monotonic() - started:.0f} s"
+        f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; "
+        f"{time.monotonic() - started:.0f} s"
     )
     return 1 if failed or broken else 0
 

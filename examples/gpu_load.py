@@ -1,12 +1,11 @@
-"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, by strategy, and the KV slots they
-hold.
+"""Requests a second that a CUDA machine serves with p99 TTFT within 2 s, and their KV slots, by strategy.
 
     python examples/gpu_load.py OUT_FOLDER TRACE_FOLDER [--passages 48,5] [--seconds 360] [--strategies LIST]
 
-TRACE_FOLDER holds one NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it
-(`ragserve.bench.retrieval_trace`). `ragserve.bench.load` with the shape of Llama-3.1-8B and random weights,
-one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds`` bounds what comes
-after the start of the engine; FlashInfer takes about two minutes of that start on a new machine. Needs SGLang
+TRACE_FOLDER holds a NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it (see
+`ragserve.bench.retrieval_trace`). Runs `ragserve.bench.load` with the shape of Llama-3.1-8B and random
+weights on one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds`` bounds
+the time after the engine's start, of which FlashInfer takes about two minutes on a new machine. Needs SGLang
 0.5.16 and this project, installed without dependencies so that SGLang finds its plugin. Exits with 1 if a
 strategy failed."""
 

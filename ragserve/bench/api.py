@@ -1,9 +1,9 @@
-"""What the product costs on top of the engine: milliseconds a query, and queries a second, beside plain
-SGLang on the same prompts.
+"""Cost of the product on top of the engine: milliseconds a query and queries a second, beside plain SGLang on
+the same prompts.
 
-The rival gets its prompts ready-made: token ids laid out from /rag/retrieve before the clock runs, sent to
-SGLang's own /generate on the same server, turn by turn with ours. Both sides have asked everything once
-before, so both find their prompts in the prefix cache."""
+The rival gets ready-made prompts: token ids built from /rag/retrieve before the clock runs, sent to SGLang's
+own /generate on the same server, taking turns with ours. Both sides have asked everything once before, so
+both find their prompts in the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +30,15 @@ CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 _K = 5
 _MAX_NEW_TOKENS = 16
 _CLIENTS = (1, 4, 16)
-# Each is cached twice, for ours and for the rival, which must fit the KV pool of a CPU machine: 65,536
-# tokens.
+# Each prompt is cached twice, for ours and for the rival: all must fit the 65,536 tokens of a CPU machine's
+# KV pool.
 _QUESTIONS = 24
-_ASKED = ("What is the capital of {}?", "Which languages are spoken in {}?", "What does {} export?")
+_TEMPLATES = ("What is the capital of {}?", "Which languages are spoken in {}?", "What does {} export?")
 
 
 @dataclass(frozen=True, slots=True)
 class OverheadSample:
-    """One question both ways; milliseconds. ``overhead`` is our total without embedding, search and engine."""
+    """One question asked both ways, in milliseconds."""
 
     ours: float
     embed: float
@@ -49,27 +49,28 @@ class OverheadSample:
 
     @property
     def overhead(self) -> float:
+        """Our total without embedding, search and engine."""
         return self.ours - self.embed - self.search - self.engine
 
     @property
     def beyond_plain(self) -> float:
+        """Our total without embedding, search and the rival's total."""
         return self.ours - self.embed - self.search - self.plain
 
 
 @dataclass(frozen=True, slots=True)
 class BenchQuestion:
-    """Both requests of one question, the same tokens for the model."""
+    """Both request bodies of one question; the model gets the same tokens."""
 
     ours: dict[str, Any]
     plain: dict[str, Any]
 
 
 def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = None) -> dict[str, Any]:
-    """Measure a server of our own over the example corpus, or the one at ``url`` (with RAGSERVE_API_KEY, if
-    it wants one).
+    """Measure a server started for it over the example corpus, or the one at ``url`` (with RAGSERVE_API_KEY,
+    if needed).
 
-    Raises ``RagserveError`` where an answer fails or the two sides did not see the same prompt.
-    """
+    Raises RagserveError if an answer fails or the two sides did not see the same prompt."""
     rounds, load = (1, 16) if quick else (5, 240)
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -93,9 +94,9 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
                 ("/rag/query", "/rag/query", [question.ours for question in questions]),
                 ("plain SGLang /generate", "/generate", [question.plain for question in questions]),
             ):
-                asked = max(load, clients)
-                seconds = _under_load(url, headers, route, bodies, clients, asked)
-                rows.append({"what": name, "clients": clients, "n": asked, "queries_s": asked / seconds})
+                n = max(load, clients)
+                seconds = _under_load(url, headers, route, bodies, clients, n)
+                rows.append({"what": name, "clients": clients, "n": n, "queries_s": n / seconds})
         info = api.info()
     workload = {
         "model": Path(info["model"]).name,
@@ -106,15 +107,16 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
         "same answers": f"{sum(s.same_answer for s in samples)} of {len(samples)}",
     }
     note = (
-        "ms as the client sees them, one client, both ways turn by turn, prompts in the prefix cache of both. Our overhead is the total "
-        "without embedding, search and engine time, and includes the client's own. /rag/query embeds and searches; plain SGLang does not."
+        "Milliseconds as the client sees them; one client, both ways in turns, prompts in the prefix cache "
+        "of both. Our overhead is the total without embedding, search and engine time; it includes the "
+        "client's own. /rag/query embeds and searches; plain SGLang does not."
     )
     return report.write("api", workload, rows, out=out_dir / "api.json" if out_dir else None, note=note)
 
 
 @contextlib.contextmanager
 def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
-    """A namespace of the example corpus, dropped at the end."""
+    """Ingest the example corpus into a new namespace, dropped at the end of the block."""
     files = (
         sorted(path for path in CORPUS.iterdir() if path.is_file())[: 8 if quick else None]
         if CORPUS.is_dir()
@@ -138,12 +140,14 @@ def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
 
 
 def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) -> list[BenchQuestion]:
-    """Questions over every document, with the prompt that the server builds for them."""
+    """Make questions over every document, with the prompts that the server builds for them."""
     info = api.info()
     prompts = PromptBuilder.load(info["tokenizer"], info["system_prompt"])
     listed = _checked(http.get("/rag/documents", params={"namespace": namespace, "limit": 1000}))["documents"]
     subjects = [Path(document["source"]).stem.replace("-", " ").title() for document in listed]
-    texts = [asked.format(subject) for asked in _ASKED[: 1 if quick else None] for subject in subjects]
+    texts = [
+        template.format(subject) for template in _TEMPLATES[: 1 if quick else None] for subject in subjects
+    ]
     texts = texts[:: -(-len(texts) // _QUESTIONS)]
     questions = []
     for text in texts:
@@ -168,24 +172,15 @@ def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) 
 
 
 def _sample(http: httpx.Client, question: BenchQuestion, *, ours_first: bool) -> OverheadSample:
-    def ours() -> tuple[float, dict[str, Any]]:
-        return _timed(http, "/rag/query", question.ours)
-
-    def plain() -> tuple[float, dict[str, Any]]:
-        return _timed(http, "/generate", question.plain)
-
-    first, second = (ours, plain) if ours_first else (plain, ours)
-    results: dict[Callable[[], Any], tuple[float, dict[str, Any]]] = {first: first(), second: second()}
-    (our_ms, answer), (plain_ms, generated) = results[ours], results[plain]
+    sides = [("/rag/query", question.ours), ("/generate", question.plain)]
+    results = {route: _timed(http, route, body) for route, body in (sides if ours_first else sides[::-1])}
+    (our_ms, answer), (plain_ms, generated) = results["/rag/query"], results["/generate"]
     if answer["usage"]["prompt"] != len(question.plain["input_ids"]):
-        raise RagserveError(
-            "The server's prompt and the rival's differ: the comparison would be worth nothing."
-        )
+        raise RagserveError("The server's prompt and the rival's differ: the comparison would mean nothing.")
     timings = answer["timings"]
     same = answer["answer"] == generated["text"].strip()
-    return OverheadSample(
-        our_ms, timings["embed_ms"], timings["search_ms"], timings["engine_ms"], plain_ms, same
-    )
+    parts = (timings["embed_ms"], timings["search_ms"], timings["engine_ms"])
+    return OverheadSample(our_ms, *parts, plain_ms, same)
 
 
 def _timed(http: httpx.Client, route: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -223,14 +218,14 @@ def _latency_rows(samples: Sequence[OverheadSample]) -> list[dict[str, Any]]:
 def _under_load(
     url: str, headers: dict[str, str], route: str, bodies: Sequence[dict[str, Any]], clients: int, total: int
 ) -> float:
-    """Seconds in which ``clients``, each with a connection of its own, get ``total`` answers."""
+    """Seconds until ``clients``, each with its own connection, have ``total`` answers."""
     numbers = iter(range(total))
     lock = threading.Lock()
     ready = threading.Barrier(clients + 1)
 
     def work() -> None:
         with httpx.Client(base_url=url, headers=headers, timeout=300) as http:
-            http.get("/health")  # connected before the clock runs
+            http.get("/health")  # connect before the clock runs
             ready.wait(60)
             while True:
                 with lock:
@@ -250,7 +245,8 @@ def _under_load(
 
 def _checked(response: httpx.Response) -> dict[str, Any]:
     if response.is_error:
+        request = response.request
         raise RagserveError(
-            f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:300]}"
+            f"{request.method} {request.url} answered {response.status_code}: {response.text[:300]}"
         )
     return dict(response.json())

@@ -1,6 +1,4 @@
-"""Is strategy `auto` ever slower than `full`? It chooses for short contexts with a cost model fitted to what
-the same run measured.
-"""
+"""Strategy `auto` as the context benchmark measures it: calibrated by the samples of the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from ragserve.profiles.gate import Gate
 
 
 class _Forced(Gate):
-    """Lets these strategies pass as verified: with random weights there is no quality to verify."""
+    """A gate that takes some strategies for verified: with random weights there is no quality to verify."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         super().__init__((), "", model="", dtype="")
@@ -31,24 +29,17 @@ class _Forced(Gate):
 
 @contextlib.contextmanager
 def chooser(engine: Any, samples: Sequence[CostSample]) -> Iterator[Chooser]:
-    """What `auto` asks where it is calibrated by ``samples`` and all strategies in them are verified.
-
-    Raises InvalidRequest where there are too few of exact prefill.
-    """
+    """Yield a chooser calibrated by ``samples``, with all their strategies verified. Raises InvalidRequest if
+    too few samples are of exact prefill."""
     with tempfile.TemporaryDirectory(prefix="ragserve-auto-") as folder:
         place = Path(folder) / FILE_NAME
-        COSTS.save(
-            place,
-            engine.info.fingerprint,
-            fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d")),
-        )
-        yield Chooser(
-            engine, _Forced(list({sample.strategy for sample in samples if sample.strategy})), place
-        )
+        costs = fit(samples, model="", hardware="", date=time.strftime("%Y-%m-%d"))
+        COSTS.save(place, engine.info.fingerprint, costs)
+        yield Chooser(engine, _Forced(list(costs.composed)), place)
 
 
 def prompt_of(request: GenerateRequest, question: Sequence[int]) -> Prompt:
-    """The prompt of a benchmark's request with this question behind it."""
+    """The prompt of a benchmark's request followed by a question."""
     segments = [
         Segment("document" if number else "system", span.start, span.end)
         for number, span in enumerate(request.spans)

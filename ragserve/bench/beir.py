@@ -1,23 +1,24 @@
-"""Retrieval collections in BEIR's layout: ``corpus.jsonl[.gz]``, ``queries.jsonl[.gz]``, ``qrels/test.tsv``."""
+"""Retrieval collections in BEIR's layout: ``corpus.jsonl[.gz]``, ``queries.jsonl[.gz]``,
+``qrels/test.tsv``."""
 
 from __future__ import annotations
 
 import csv
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.json_lines import json_lines
+
+_LAYOUT = "A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv."
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """``documents``: id -> (title, text); ``queries``: id -> text, those judged; ``judged``: query ->
-    document -> gain.
-    """
+    """``documents``: id -> (title, text); ``queries``: id -> text, judged ones only; ``judged``: query ->
+    document -> gain."""
 
     name: str
     documents: dict[str, tuple[str, str]]
@@ -25,15 +26,14 @@ class Collection:
     judged: dict[str, dict[str, int]]
 
     def passage(self, doc_id: str) -> str:
-        """Title and text as one string; a text that already starts with its title does not get it twice."""
+        """Title and text as one string; the title is left out if the text starts with it."""
         title, text = self.documents[doc_id]
         return text if not title or text.startswith(title) else f"{title}\n{text}"
 
 
 def load(folder: Path, *, max_queries: int | None = None) -> Collection:
-    """Read and check a collection. Raises ``InvalidRequest`` if a file is missing or malformed, or if
-    judgements name unknown ids.
-    """
+    """Read and check a collection. Raises InvalidRequest if a file is missing or malformed, or a judgement
+    names an unknown id."""
     documents = {
         _text(row, "_id", folder): (str(row.get("title") or ""), _text(row, "text", folder))
         for row in _rows(folder, "corpus")
@@ -42,10 +42,7 @@ def load(folder: Path, *, max_queries: int | None = None) -> Collection:
     judged: dict[str, dict[str, int]] = {}
     path = folder / "qrels" / "test.tsv"
     if not path.exists():
-        raise InvalidRequest(
-            f"{path} does not exist.",
-            hint="A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv.",
-        )
+        raise InvalidRequest(f"{path} does not exist.", hint=_LAYOUT)
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file, delimiter="\t"), 2):
             try:
@@ -56,7 +53,8 @@ def load(folder: Path, *, max_queries: int | None = None) -> Collection:
                 ) from error
             if query not in queries or document not in documents:
                 raise InvalidRequest(
-                    f"{path}, line {number}: query {query!r} or document {document!r} is not in the collection."
+                    f"{path}, line {number}: query {query!r} or document {document!r} is not in the "
+                    "collection."
                 )
             if gain > 0:
                 judged.setdefault(query, {})[document] = gain
@@ -70,25 +68,9 @@ def load(folder: Path, *, max_queries: int | None = None) -> Collection:
 
 
 def _rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    plain, packed = folder / f"{name}.jsonl", folder / f"{name}.jsonl.gz"
-    path = plain if plain.exists() else packed
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8") as file
-        ):
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise InvalidRequest(f"{path}, line {number}: not JSON ({error.msg}).") from error
-    except FileNotFoundError as error:
-        raise InvalidRequest(
-            f"{plain} does not exist.",
-            hint="A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv.",
-        ) from error
+    packed = folder / f"{name}.jsonl.gz"
+    path = packed if packed.exists() else folder / f"{name}.jsonl"
+    return (row for _, row in json_lines(path, _LAYOUT))
 
 
 def _text(row: dict[str, Any], field: str, folder: Path) -> str:

@@ -1,8 +1,8 @@
-"""Answer quality over the share of document tokens recomputed, as a picture: one panel a set, one line a
+"""Picture of answer quality over the share of document tokens recomputed: a panel per set, a line per
 strategy.
 
-Made from the report of `ragserve eval`, by ``scripts/readme-tables`` like the README's tables, the same bytes
-each time. Needs matplotlib, which only development installs."""
+Drawn from the report of `ragserve eval` by ``scripts/readme-tables``, byte for byte the same each time. Needs
+matplotlib, which only development installs."""
 
 from __future__ import annotations
 
@@ -18,29 +18,20 @@ from ragserve.strategy_spec import parse
 SOURCE, PICTURE = "eval-h200.json", "eval-h200.svg"
 SETS = ("crossdoc", "mid_crossdoc", "long_crossdoc")
 MAX_SHARE = 52.0  # percent of the document tokens; beyond it reuse saves little
-_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#7f3c8d",
-    "#666666",
-)  # told apart by all eyes
+# told apart by colour-blind readers too
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666")
 _MARKERS = "osD^vPX*"
 
-Point = tuple[
-    float, float, float
-]  # recomputed in percent, F1 in percent, standard error of its difference to full
+# recomputed in percent, F1 in percent, standard error of its difference from full
+Point = tuple[float, float, float]
 
 
 def families(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Points by strategy, ascending in the share. Options that are numbers vary along a line; others, and
-    zeros, make lines of their own.
+    """Points by strategy, in order of the share. Options that are numbers vary along a line; other options,
+    and zeros, make separate lines.
 
-    ``concat`` without options, which recomputes nothing, is where every line begins that keeps all tokens.
-    """
+    ``concat`` without options, which recomputes nothing, is the first point of every line that keeps all
+    tokens."""
     found: dict[str, list[Point]] = {}
     start: list[Point] = []
     for row in rows:
@@ -70,7 +61,7 @@ def _keeps_all(rows: Sequence[Mapping[str, Any]], family: str) -> bool:
 
 
 def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
-    """An SVG of the report's rows. Raises InvalidRequest where it has none of the sets."""
+    """Draw the report's rows as SVG. Raises InvalidRequest if it has none of the sets."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -96,9 +87,8 @@ def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
             for family, points in curves.items():
                 number = names.index(family)
                 shares, f1, errors = zip(*points, strict=True)
-                marker = _MARKERS[
-                    (number + number // len(_COLOURS)) % len(_MARKERS)
-                ]  # another one where colours come again
+                # a colour that is used again gets another marker
+                marker = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]
                 style = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker, "markersize": 4}
                 axis.errorbar(shares, f1, yerr=errors, label=family, linewidth=1.4, elinewidth=0.6, **style)
             for row in rows:
@@ -121,6 +111,6 @@ def draw(report: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
 
 
 def picture(results: Path) -> str | None:
-    """What the picture in a results folder should be; None where it was not measured yet."""
+    """Draw the picture of a results folder; None if it was not measured yet."""
     source = results / SOURCE
     return draw(json.loads(source.read_text(encoding="utf-8"))) if source.exists() else None

@@ -1,8 +1,8 @@
-"""Milliseconds a token in decode, inside the engine: dense and sparse modes by length of context and batch
-size, one backend a run.
+"""Milliseconds per decode step inside the engine: dense and sparse modes by context length and batch size,
+one attention backend per run.
 
-Contexts are random tokens of their own for every request, prefilled once and found in the prefix cache
-afterwards, so that what is timed is decoding. Quality is another matter: the weights are random."""
+Every request has a context of random tokens of its own, prefilled once and found in the prefix cache
+afterwards, so only decoding is timed. The weights are random too: this measures no quality."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import model_shapes as in_process
+from ragserve.bench import model_shapes
 from ragserve.config import load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
 from ragserve.errors import EngineError
-from ragserve.measuring.decode_step import TOKENS, step_seconds
+from ragserve.measuring.engine_run import DECODE_TOKENS, decode_step, first_token, prefill, random_tokens
 
-COPY_BANDWIDTH = 4.29e12  # bytes a second, of a device copy on an H200: what the bound is computed with
-_WARM_TOKENS = 32  # generated once before, for what a mode does for the first time
+COPY_BANDWIDTH = 4.29e12  # bytes a second of a device copy on an H200, for the bound
+_WARM_TOKENS = 32  # generated before the measurement, to warm up a mode
 _LOGICAL = 16
 
 Write = Callable[[dict[str, Any]], None]
@@ -30,7 +30,7 @@ Write = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class DecodeMode:
-    """Decode options of a run's requests; none where the engine has no sparse decoding."""
+    """Decode options of a run's requests; empty for an engine without sparse decoding."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,9 +45,7 @@ def _by_budget(budget: int, reuse: int) -> DecodeMode:
 
 OURS = (
     DecodeMode("dense", {"mode": "dense"}),
-    *(
-        _by_budget(2048, reuse) for reuse in (16, 4, 1, 64)
-    ),  # with 64, what attention takes nearly without selection
+    *(_by_budget(2048, reuse) for reuse in (16, 4, 1, 64)),  # 64: attention nearly without selection
     _by_budget(4096, 16),
 )
 BY_THRESHOLD = DecodeMode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0})
@@ -56,9 +54,8 @@ PLAIN = (DecodeMode("dense"),)
 
 @dataclass(frozen=True)
 class Backend:
-    """SGLang's ``attention``, with sparse decoding around it or without, in pages of ``page`` tokens and KV
-    of ``bits`` bits.
-    """
+    """SGLang's ``attention`` with or without sparse decoding, in pages of ``page`` tokens and KV of ``bits``
+    bits."""
 
     attention: str = "flashinfer"
     sparse: bool = True
@@ -85,17 +82,23 @@ def run(
     threshold: bool = False,
     until: float | None = None,
 ) -> dict[str, Any]:
-    """A row for each of ``points``, (tokens of context, requests), and mode, in their order by length;
-    ``write`` is called with the report after every row.
+    """Measure a row for each point and mode, in the points' order by length.
 
-    ``shape``: `llama-3.1-8b` with random weights, or `embedded`, the small model. ``threshold``: progressive
-    decoding as well. Points that would begin after ``until`` (seconds since the epoch) are ``left out``.
-    Raises EngineError where the engine's own check fails."""
+    Args:
+        points: (context tokens, requests in a batch).
+        write: Called with the report after every row.
+        shape: `llama-3.1-8b` with random weights, or `embedded`, the small model.
+        threshold: Measure progressive decoding as well.
+        until: Seconds since the epoch: points that would begin later are ``left out``.
+
+    Raises:
+        EngineError: The engine's own check failed.
+    """
     chosen = BACKENDS[backend]
     modes = (*OURS, *[BY_THRESHOLD] * threshold) if chosen.sparse else PLAIN
     lengths = list(dict.fromkeys(length for length, _ in points))
     batches = sorted({batch for _, batch in points})
-    most = max(length * batch for length, batch in points)
+    largest = max(length * batch for length, batch in points)
     report: dict[str, Any] = {"backend": backend, "shape": shape, "rows": []}
     with tempfile.TemporaryDirectory(prefix="ragserve-decode-") as folder:
         flags: dict[str, Any] = {
@@ -109,9 +112,12 @@ def run(
             flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_logical_page": _LOGICAL}
             flags |= {"decode_page_size": chosen.page, "kv_bits": chosen.bits}
         if shape == "embedded":
-            flags["max_total_tokens"] = most + 4096
+            flags["max_total_tokens"] = largest + 4096
         else:
-            flags |= {"model": in_process.dummy_model(shape, Path(folder)), "max_total_tokens": most + 16_384}
+            flags |= {
+                "model": model_shapes.dummy_model(shape, Path(folder)),
+                "max_total_tokens": largest + 16_384,
+            }
             flags["engine_args"] |= {
                 "load_format": "dummy",
                 "attention_backend": chosen.attention,
@@ -132,17 +138,8 @@ def run(
             }
             print(f"{backend}: engine up after {report['start s']} s", flush=True)
             for length in lengths:
-                await _measure(
-                    engine,
-                    length,
-                    [b for n, b in points if n == length],
-                    modes,
-                    backend,
-                    shape,
-                    report,
-                    write,
-                    until,
-                )
+                sizes = [batch for n, batch in points if n == length]
+                await _measure(engine, length, sizes, modes, report, write, until)
             if chosen.sparse:
                 await engine.control("check")
                 report["statistics checked"] = True
@@ -157,39 +154,32 @@ async def _measure(
     length: int,
     batches: Sequence[int],
     modes: Sequence[DecodeMode],
-    backend: str,
-    shape: str,
     report: dict[str, Any],
     write: Write,
     until: float | None,
 ) -> None:
-    sparse, bits = BACKENDS[backend].sparse, BACKENDS[backend].bits
+    """Add the rows of one context length to the report."""
+    backend, shape = BACKENDS[report["backend"]], report["shape"]
     draw = random.Random(length)
-    contexts = [[draw.randrange(10, 8000) for _ in range(length)] for _ in range(max(batches))]
+    contexts = [random_tokens(draw, length) for _ in range(max(batches))]
     prefilled = 0
     for batch in batches:
         if until is not None and time.time() > until:
             report.setdefault("left out", []).append([length, batch])
             write(report)
             continue
-        started = time.perf_counter()
-        for ids in contexts[prefilled:batch]:  # one by one: nothing decodes yet
-            async for _ in engine.generate(
-                GenerateRequest("prefill", ids, "bench", "prefix", Sampling(max_new_tokens=1))
-            ):
-                pass
         if batch > prefilled:
-            print(
-                f"{length} tokens x {batch - prefilled} prefilled in {time.perf_counter() - started:.1f} s",
-                flush=True,
-            )
+            started = time.perf_counter()
+            await prefill(engine, contexts[prefilled:batch], "bench")
+            seconds = time.perf_counter() - started
+            print(f"{length} tokens x {batch - prefilled} prefilled in {seconds:.1f} s", flush=True)
             prefilled = batch
-            if sparse:
-                await engine.control("check")  # statistics of what was prefilled, before anything is timed
+            if backend.sparse:
+                await engine.control("check")  # statistics of the prefilled pages, before anything is timed
                 report.setdefault("agreement", {})[str(length)] = await _agreement(engine, contexts[0])
         for mode in modes:
-            await step_seconds(engine, contexts[:batch], mode.options, tokens=_WARM_TOKENS)
-            seconds, last = await step_seconds(engine, contexts[:batch], mode.options)
+            await decode_step(engine, contexts[:batch], mode.options, tokens=_WARM_TOKENS)
+            seconds, last = await decode_step(engine, contexts[:batch], mode.options)
             row: dict[str, Any] = {
                 "context": length,
                 "batch": batch,
@@ -204,7 +194,9 @@ async def _measure(
                     "weight": last.weight,
                 }
             if shape != "embedded":
-                bound = _bound_seconds(shape, length, batch, mode, None if last is None else last.share, bits)
+                bound = _bound_seconds(
+                    shape, length, batch, mode, None if last is None else last.share, backend.bits
+                )
                 row |= {"bound ms": round(bound * 1e3, 3), "of bound": round(bound / seconds, 3)}
             report["rows"].append(row)
             print(row, flush=True)
@@ -212,23 +204,18 @@ async def _measure(
 
 
 async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
-    """Text of dense decoding against our kernels over all pages (threshold 1): equal up to rounding, which
-    random weights make visible.
-    """
+    """Compare the text of dense decoding with that of our kernels over all pages (threshold 1): equal up to
+    rounding, which random weights make visible. Raises EngineError if they differ from the first
+    character."""
     texts = []
+    sampling = Sampling(max_new_tokens=16, ignore_eos=True)
     for options in ({"mode": "dense"}, {"mode": "progressive", "threshold": 1.0, "dense_below": 0}):
-        text = ""
-        async for chunk in engine.generate(
-            GenerateRequest(
-                "check", ids, "bench", "prefix", Sampling(max_new_tokens=16, ignore_eos=True), decode=options
-            )
-        ):
-            text += chunk.text
-        texts.append(text)
+        request = GenerateRequest("check", ids, "bench", "prefix", sampling, decode=options)
+        texts.append((await first_token(engine, request)).text)
     same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
     if not same:
         raise EngineError(
-            "Our kernels over all pages answer otherwise than dense decoding, from the first token.",
+            "Our kernels over all pages answer differently from dense decoding, from the first token on.",
             hint="Do not time this.",
         )
     return {"characters in common": same, "of": max(map(len, texts))}
@@ -237,10 +224,9 @@ async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
 def _bound_seconds(
     shape: str, length: int, batch: int, mode: DecodeMode, share: float | None, bits: int
 ) -> float:
-    """Least time of a step: weights, the KV read, and the page statistics as often as they are, each byte
-    once at copy bandwidth.
-    """
-    c = in_process.SHAPES[shape]
+    """Lower bound of a step's time: each byte of the weights, of the KV read and of the page statistics (once
+    per ``reuse`` steps) moved once at copy bandwidth."""
+    c = model_shapes.SHAPES[shape]
     kv_width = c["num_key_value_heads"] * c["head_dim"]
     layer = (
         2 * c["hidden_size"] ** 2
@@ -248,11 +234,10 @@ def _bound_seconds(
         + 3 * c["hidden_size"] * c["intermediate_size"]
     )
     weights = 2 * (c["num_hidden_layers"] * layer + c["hidden_size"] * c["vocab_size"])
-    token = in_process.kv_bytes_per_token(shape)
-    stored = (
-        1.0 if bits == 16 else (c["head_dim"] * bits / 8 + 4) / (2 * c["head_dim"])
-    )  # of bfloat16's bytes, scales included
-    kv = batch * (length + TOKENS / 2) * token * stored * (1.0 if share is None else share)
+    token = model_shapes.kv_bytes_per_token(shape)
+    # share of bfloat16's bytes, scales included
+    stored = 1.0 if bits == 16 else (c["head_dim"] * bits / 8 + 4) / (2 * c["head_dim"])
+    kv = batch * (length + DECODE_TOKENS / 2) * token * stored * (1.0 if share is None else share)
     sparse = mode.options.get("mode") in ("hierarchical", "progressive")
     statistics = batch * length / _LOGICAL * token / mode.options.get("reuse", 1) if sparse else 0.0
     return float((weights + kv + statistics) / COPY_BANDWIDTH)

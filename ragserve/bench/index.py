@@ -1,20 +1,19 @@
 """The index beside raw FAISS: recall, latency, memory and build time of the four types at several sizes.
 
-The rival is FAISS itself with identical parameters and the same vectors, built and measured in this run.
+The rival is FAISS itself with identical parameters and the same vectors, built and measured in the same run.
 Queries go one at a time, in one thread, to ours and to the rival alternately (A B, B A, ...), so that drift
 and cache contents favour neither.
 
-Where in memory an index happens to lie changes its speed by up to a quarter while it fits the caches, between
-two loads of one file. So overhead is ours against FAISS called directly on the same index in memory; the
-rival's own copy is timed beside it. `search_ids` is the like-for-like call: scores and ids, of one committed
-version. `search` also returns the chunks' rows."""
+The place of an index in memory changes its speed by up to a quarter while it fits the caches, even between
+two loads of one file. So the overhead compares ours with FAISS called directly on the same index in memory;
+the rival's own copy is timed beside it. `search_ids` is the like-for-like call: scores and ids, of one
+committed version. `search` also returns the chunks' rows."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +22,9 @@ from typing import Any
 
 from ragserve.bench.index_vectors import SPREAD, multiply, sentences
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
+from ragserve.measuring.report import GrowingReport, percentile
 
 _K = 10
-_DIM = 384
 _CHUNKS_PER_DOCUMENT = 50
 _DOCUMENTS_PER_BATCH = 40
 _NAMESPACE = "bench"
@@ -43,9 +41,10 @@ def run(
     texts: Path | None = None,
     embedder: str = "all-MiniLM-L6-v2",
 ) -> dict[str, Any]:
-    """A row per size and type. ``quick``: 2,000 and 5,000 vectors, few queries. Each finished row is at once
-    in index.partial.json.
-    """
+    """Measure a row per size and type; the JSON is rewritten after each. ``quick``: 2,000 and 5,000 vectors,
+    few queries.
+
+    Raises InvalidRequest for an unknown type."""
     from ragserve.retrieval.embedder import Embedder
 
     if unknown := [kind for kind in types if kind not in TYPES]:
@@ -56,34 +55,27 @@ def run(
     real = Embedder(embedder).encode(lines)
     queries, real, lines = real[::5][:n_queries], _without_every_fifth(real), _without_every_fifth(lines)
     vectors, origin = multiply(real, sizes[-1])
-    workload = {
+    report = GrowingReport("index", out_dir / "index.json" if out_dir else None, note=_NOTE)
+    report.workload = {
         "k": _K,
         "dim": vectors.shape[1],
-        "vectors": f"{len(lines):,} real sentences ({texts.name if texts else 'examples/corpus'}, {embedder}), "
-        f"moved along their covariance (x {SPREAD}), normalised",
+        "vectors": f"{len(lines):,} real sentences ({texts.name if texts else 'examples/corpus'}, "
+        f"{embedder}), moved along their covariance (x {SPREAD}), normalised",
         "queries": f"{n_queries} real sentences held out, one at a time, 1 thread",
     }
-    rows: list[dict[str, Any]] = []
     for size in sizes:
         chosen = [lines[i] for i in origin[:size].tolist()]
         for row in _rows_of(vectors[:size], chosen, queries, types, quick):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if out_dir:
-                out_dir.mkdir(parents=True, exist_ok=True)
-                (out_dir / "index.partial.json").write_text(
-                    json.dumps({"workload": workload, "rows": rows}, indent=1)
-                )
-    note = (
-        "overhead %: of the medians, ours against FAISS called directly on the same index in memory, alternately; raw copy: the index "
-        "FAISS built itself (two copies of one index differ by where they lie in memory). build_s: from the registry into a saved file, "
-        "raw: from memory into a file. rss: growth of the process when the saved index is opened. "
-        "ivf is flat below 25,000 vectors."
-    )
-    done = report.write("index", workload, rows, out=out_dir / "index.json" if out_dir else None, note=note)
-    if out_dir:
-        (out_dir / "index.partial.json").unlink(missing_ok=True)
-    return done
+            report.add(row)
+    return report.show()
+
+
+_NOTE = (
+    "overhead %: of the medians, ours against FAISS called directly on the same index in memory, "
+    "alternately; raw copy: the index that FAISS built itself (two copies of one index differ by their "
+    "place in memory). build_s: from the registry into a saved file, raw: from memory into a file. rss: "
+    "growth of the process when the saved index is opened. ivf is flat below 25,000 vectors."
+)
 
 
 def _without_every_fifth(items: Any) -> Any:
@@ -98,7 +90,8 @@ def _without_every_fifth(items: Any) -> Any:
 
 
 def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str], quick: bool) -> Any:
-    """One row per type: the registry is written once, and the index built from it as each type in turn."""
+    """Yield a row per type: the registry is written once, and the index built from it as each type in
+    turn."""
     import faiss
 
     from ragserve_index import IndexStore
@@ -113,25 +106,18 @@ def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str],
             first = _write(store, vectors, lines)
         write_s = time.perf_counter() - started
         for index_type in types:
+            raw_path = Path(folder) / "raw.faiss"
+            figures = _compare(data_dir, raw_path, index_type, vectors, queries, truth + first, first, quick)
             yield {
                 "vectors": n,
                 "type": index_type,
-                **_compare(
-                    data_dir,
-                    Path(folder) / "raw.faiss",
-                    index_type,
-                    vectors,
-                    queries,
-                    truth + first,
-                    first,
-                    quick,
-                ),
+                **figures,
                 "registry write_s": round(write_s, 1),
             }
 
 
 def _write(store: Any, vectors: Any, lines: list[str]) -> int:
-    """Documents of 50 chunks in batches of 40; the id of the first chunk."""
+    """Write documents of 50 chunks in batches of 40. Returns the id of the first chunk."""
     from ragserve_index import NewChunk, NewDocument
 
     step = _CHUNKS_PER_DOCUMENT * _DOCUMENTS_PER_BATCH
@@ -198,7 +184,7 @@ def _compare(
 
 
 def _build_raw(index_type: str, vectors: Any, ids: Any) -> Any:
-    """FAISS as its own documentation would have it, with the parameters ragserve_index uses at this size."""
+    """Build the index as FAISS documents it, with the parameters that ragserve_index uses at this size."""
     import faiss
     import numpy as np
 
@@ -227,7 +213,7 @@ def _build_raw(index_type: str, vectors: Any, ids: Any) -> Any:
 
 
 def _tuned(index: Any) -> Any:
-    """Search parameters are ours to set after loading, in FAISS too."""
+    """Set the search parameters, which a saved FAISS index does not keep."""
     import faiss
 
     from ragserve_index.structures.hnsw import Hnsw
@@ -249,14 +235,12 @@ def _open(data_dir: Path, queries: Any) -> Any:
 
 
 def _opened(make: Callable[[], Any]) -> tuple[Any, int, float]:
-    """What ``make`` returns, by how many bytes the process grew, and the seconds it took."""
+    """Returns what ``make`` returns, the bytes that the process grew by, and the seconds it took."""
     import psutil
 
     gc.collect()
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # glibc only: give freed memory back, so that growth means something
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give freed memory back, so that growth means something
     process = psutil.Process()
     before = process.memory_info().rss
     started = time.perf_counter()
@@ -304,16 +288,16 @@ def _latency(
             4,
         )
 
-    p50, p99 = report.percentile(ids_ms, 50), report.percentile(ids_ms, 99)
-    raw_p50, raw_p99 = report.percentile(raw_ms, 50), report.percentile(raw_ms, 99)
-    rows_p50, raw_again_p50 = report.percentile(rows_ms, 50), report.percentile(raw_again_ms, 50)
+    p50, p99 = percentile(ids_ms, 50), percentile(ids_ms, 99)
+    raw_p50, raw_p99 = percentile(raw_ms, 50), percentile(raw_ms, 99)
+    rows_p50, raw_again_p50 = percentile(rows_ms, 50), percentile(raw_again_ms, 50)
     latency = {
         "p50 ms": round(p50, 4),
         "raw p50 ms": round(raw_p50, 4),
         "overhead %": round(100 * (p50 / raw_p50 - 1), 1),
         "p99 ms": round(p99, 4),
         "raw p99 ms": round(raw_p99, 4),
-        "raw copy p50 ms": round(report.percentile(copy_ms, 50), 4),
+        "raw copy p50 ms": round(percentile(copy_ms, 50), 4),
         "with rows p50 ms": round(rows_p50, 4),
         "with rows overhead %": round(100 * (rows_p50 / raw_again_p50 - 1), 1),
     }
@@ -323,7 +307,7 @@ def _latency(
 def _alternate(
     ours: Callable[[Any], Any], rival: Callable[[Any], Any], queries: Sequence[Any]
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of each call; who goes first changes with every query."""
+    """Time each call in milliseconds; who goes first changes with every query."""
     times: tuple[list[float], list[float]] = ([], [])
     for number, query in enumerate(queries):
         for side in (0, 1) if number % 2 == 0 else (1, 0):

@@ -1,23 +1,21 @@
 """Vectors for the index benchmark: embeddings of real text, multiplied by perturbation along their own
 covariance.
 
-Embedding half a million sentences would take hours on two cores, and random vectors are no stand-in: they
-have no neighbours, which makes every approximate index look bad in a way that text never does. So a few
-thousand real sentences are embedded; each further vector is one of them, x, moved by 0.6 L z and normalised
-again, where L L^T is the covariance of the real embeddings and z is standard normal. That keeps the
-directions in which text varies, and gives each sentence neighbours at a cosine of about 0.8. Queries are real
-sentences held out."""
+Embedding half a million sentences would take hours on two cores. Random vectors are no substitute: they have
+no neighbours, which makes every approximate index look worse than text does. So a few thousand real sentences
+are embedded; each further vector is one of them, x, moved by 0.6 L z and normalised again, where L L^T is the
+covariance of the real embeddings and z is standard normal. That keeps the directions in which text varies,
+and gives each sentence neighbours at a cosine of about 0.8. Queries are real sentences held out."""
 
 from __future__ import annotations
 
-import json
-import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.json_lines import json_lines
 
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 SPREAD = 0.6
@@ -25,11 +23,10 @@ _SLAB = 50_000
 
 
 def sentences(texts: Path | None, limit: int) -> list[str]:
-    """Distinct sentences and lines of 25 to 400 characters, from the example corpus or from a .jsonl[.xz] of
-    {text}, in a fixed order.
-    """
+    """Collect distinct sentences and lines of 25 to 400 characters, from the example corpus or a .jsonl[.xz]
+    of {text}, in a fixed order."""
     found: dict[str, None] = {}
-    for text in _articles(texts) if texts else _corpus():
+    for text in (row["text"] for _, row in json_lines(texts)) if texts else _corpus():
         for piece in re.split(r"(?<=[.!?;])\s+|\n+", text):
             line = re.sub(r"\s+", " ", piece).strip()
             if 25 <= len(line) <= 400:
@@ -51,26 +48,16 @@ def _corpus() -> Iterator[str]:
             )
 
 
-def _articles(path: Path) -> Iterator[str]:
-    with (
-        lzma.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".xz"
-        else open(path, encoding="utf-8") as file
-    ):
-        for line in file:
-            yield json.loads(line)["text"]
-
-
 def multiply(real: Any, n: int, *, seed: int = 0) -> tuple[Any, Any]:
-    """``n`` unit vectors [n, dim] float32 around ``real`` [m, dim], and which of the m each came from [n]."""
+    """Make ``n`` unit vectors [n, dim] float32 around ``real`` [m, dim]; also returns the index in ``real``
+    of each [n]."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
     centred = real - real.mean(axis=0)
     values, directions = np.linalg.eigh(centred.T @ centred / len(real))
-    spread = (
-        (directions * np.sqrt(np.maximum(values, 0))).astype(np.float32).T
-    )  # z @ spread has the covariance of `real`
+    # z @ spread has the covariance of `real`
+    spread = (directions * np.sqrt(np.maximum(values, 0))).astype(np.float32).T
     out = np.empty((n, real.shape[1]), dtype=np.float32)
     origin = rng.integers(len(real), size=n)
     for start in range(0, n, _SLAB):

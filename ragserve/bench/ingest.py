@@ -1,26 +1,22 @@
-"""Ingestion end to end beside embedding alone: what parsing, chunking, indexing and bookkeeping cost on top.
+"""Ingestion end to end beside embedding alone: the cost of parsing, chunking, indexing and bookkeeping.
 
-Both sides embed the same chunks with the same embedder in the same process, alternately; end to end starts
+Both sides embed the same chunks with the same embedder in the same process, alternately. End to end starts
 with files on disk and ends with a committed index. The figure that counts is the share: end to end /
 embedding alone, in chunks a second."""
 
 from __future__ import annotations
 
-import json
-import lzma
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
-
-__all__ = ["run"]
+from ragserve.measuring.json_lines import json_lines
 
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 
@@ -29,10 +25,10 @@ def run(
     out_dir: Path | None, *, quick: bool = False, texts: Path | None = None, copies: int = 3, rounds: int = 3
 ) -> dict[str, Any]:
     """Ingest ``copies`` of the example corpus under distinct names, or the articles of ``texts`` ({title,
-    text} .jsonl or .jsonl.xz).
+    text} as .jsonl or .jsonl.xz).
 
-    ``rounds`` alternate the two sides; medians are reported. ``quick``: 8 files, one round. Raises
-    ``InvalidRequest`` without documents."""
+    The two sides alternate for ``rounds``, and medians are reported. ``quick``: 8 files, one round. Raises
+    InvalidRequest if there are no documents."""
     from ragserve.retrieval.embedder import Embedder
 
     settings = load()
@@ -74,7 +70,10 @@ def run(
         "embedder": embedder.name,
         "rounds": len(whole),
     }
-    note = "Parsing runs in a process of its own beside embedding; models were loaded before. Goal: at least 80 % of embedding alone."
+    note = (
+        "Parsing runs in its own process beside embedding; models were loaded before. "
+        "Goal: at least 80 % of embedding alone."
+    )
     return report.write("ingest", workload, rows, out=out_dir / "ingest.json" if out_dir else None, note=note)
 
 
@@ -90,7 +89,8 @@ def _row(what: str, seconds: float, files: int, chunks: int, tokens: int, embedd
 
 
 def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path) -> dict[str, Any]:
-    """One ingestion into a fresh data directory, its timings, and the texts it embedded, for the other side."""
+    """Ingest into a fresh data directory. Returns the timings, and the texts that were embedded, for the
+    other side."""
     from ragserve.ingest.ingestor import Ingestor, PathOptions
     from ragserve.ingest.pipeline import embedding_text
     from ragserve.ingest.prune import every_document
@@ -131,18 +131,8 @@ def _copy_corpus(target: Path, copies: int, quick: bool) -> int:
 
 def _write_articles(texts: Path, target: Path, limit: int) -> int:
     n = 0
-    for n, article in enumerate(_articles(texts), 1):
+    for n, (_, article) in enumerate(json_lines(texts), 1):
         (target / f"{n:06d}.md").write_text(f"# {article['title']}\n\n{article['text']}\n", encoding="utf-8")
         if n == limit:
             break
     return n
-
-
-def _articles(path: Path) -> Iterator[dict[str, str]]:
-    with (
-        lzma.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".xz"
-        else open(path, encoding="utf-8") as file
-    ):
-        for line in file:
-            yield json.loads(line)

@@ -1,11 +1,11 @@
-"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, the highest rate with p99
-TTFT within a limit.
+"""Requests a second that an engine serves: Poisson arrivals over a retrieval trace, at the highest rate with
+p99 TTFT within a limit.
 
-One engine, documents computed and analysed beforehand and then held in host memory only, so that composed
-contexts are filled from there. For each strategy a short closed loop finds about what the engine can do; then
-rates are tried, each with the same arrivals (only faster or slower) and the same queries in the same order.
-Strategies other than ``full`` are tried at ``full``'s highest rate first: there the KV slots of all are
-compared."""
+Documents are computed and analysed beforehand and then held in host memory only, so composed contexts are
+filled from there. For each strategy a short closed loop estimates what the engine can do; then rates are
+tried, each with the same arrivals (only faster or slower) and the same queries in the same order. Strategies
+other than ``full`` are tried at ``full``'s highest rate first: the KV slots of all strategies are compared
+there."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import model_shapes as in_process
+from ragserve.bench import model_shapes
 from ragserve.bench.open_loop import SEED, LoadOutcome, capacity, offer
-from ragserve.bench.retrieval_trace import Trace, cache, everything_of, read_trace
+from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.measuring import report
+from ragserve.measuring.engine_run import first_token
+from ragserve.measuring.report import GrowingReport, percentile
 from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sentences"
 NEW_TOKENS = 32
-AT_ONCE = 32  # of the closed loop
+AT_ONCE = 32  # requests in flight in the closed loop
 IDLE_S = 20.0
 _CACHED = "load"  # the namespace whose documents are cached
 
 
 @dataclass(frozen=True)
 class Effort:
-    """``arrivals_s``: of one rate; ``rates``: tried for each strategy; ``probe_s``: of the closed loop, after
-    half as long to warm up; ``limit_s``: for p99 of TTFT.
+    """How long to measure. ``arrivals_s``: seconds of arrivals at one rate; ``rates``: tried for each
+    strategy; ``probe_s``: seconds of the closed loop, after half as long of warm-up; ``limit_s``: for p99 of
+    TTFT.
 
-    ``seconds``: from the start of the measurement on; when the next rate would not end within it, it is not
-    begun."""
+    ``seconds`` bounds the whole measurement: a rate that would not end in time is not started."""
 
     arrivals_s: float = 15.0
     rates: int = 4
@@ -64,12 +65,16 @@ def run(
     effort: Effort | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A row per trace, number of passages and strategy; the JSON is written anew after each. Raises
-    InvalidRequest without a trace.
+    """Measure a row per trace, number of passages and strategy; the JSON is rewritten after each.
 
-    ``passages``: of one query; 0 as many as the trace has, more: see `traces.read_trace`. ``shape``:
-    `embedded` (the small model) or one of `in_process.SHAPES`, with random weights. ``settings`` are the
-    server's."""
+    Args:
+        passages: Passages of a query, see `retrieval_trace.read_trace`; 0: as many as the trace has.
+        shape: `embedded` (the small model) or one of `model_shapes.SHAPES`, with random weights.
+        settings: Settings of the engine.
+
+    Raises:
+        InvalidRequest: No trace is given.
+    """
     if not traces:
         raise InvalidRequest(
             "load needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it."
@@ -89,46 +94,51 @@ def run(
             "kv_analysis_bytes": 4 * 2**30,
         }
         if shape != "embedded":
-            flags |= {"model": in_process.dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
+            flags |= {"model": model_shapes.dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
             settings = {
                 **settings,
                 "engine_args": {"load_format": "dummy", **settings.get("engine_args", {})},
             }
         flags["kv_host_bytes"] = _host_bytes(parts, shape)
         flags |= settings
-        found = _Report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
+        report = _report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
 
         async def work(engine: Any) -> None:
-            found.describe(engine.info)
+            info = engine.info
+            report.workload |= {
+                "device": info.device,
+                "attention": info.attention_backend,
+                "KV slots": info.max_total_tokens,
+            }
             deadline = asyncio.get_running_loop().time() + effort.seconds
             for trace in parts:
-                await _Load(engine, trace, effort, deadline, found).run(specs)
+                await _Load(engine, trace, effort, deadline, report).run(specs)
             await engine.control("check")
 
         run_once(load(**flags), work)
-    return found.show()
+    return report.show(_SHOWN)
 
 
 def _host_bytes(parts: Sequence[Trace], shape: str) -> int:
-    """Room for all documents of all traces, each with a page that is not full."""
+    """Bytes that hold all documents of all traces, each with one partly filled page."""
     token = (
-        in_process.kv_bytes_per_token(shape)
+        model_shapes.kv_bytes_per_token(shape)
         if shape != "embedded"
-        else in_process.embedded_kv_bytes_per_token()
+        else model_shapes.embedded_kv_bytes_per_token()
     )
     return sum(trace.tokens + 32 * (len(trace.unique) + 1) for trace in parts) * token + 2**28
 
 
 _NOTE = (
-    "The highest rate whose p99 of TTFT, from the arrival on, was within the limit, the next one tried that was not, and figures of the "
-    "first. Arrivals are drawn once and sped up; requests are sent whether or not the engine keeps up. Documents are in host memory only "
-    "at the beginning; for prefix the prefix cache is empty at the beginning of each rate. KV slots a request: of its context and its "
-    "answer, mean. most KV slots: held at once by all running requests, at full's highest rate, where they compare, and at the strategy's "
-    "own. A query has as many passages as said: those of its own line of the trace, then those of the lines drawn after it; the question "
-    "is made up where the trace has none. Where more requests come than there are queries, these come again: prefix % says what that gives."
+    "The highest rate whose p99 of TTFT, from the arrival on, was within the limit; the lowest rate that "
+    "was not; and figures at the former. Arrivals are drawn once and sped up; requests are sent whether or "
+    "not the engine keeps up. Documents are in host memory only at the beginning; for prefix the prefix "
+    "cache is empty at the beginning of each rate. KV slots a request: of its context and its answer, mean. "
+    "most KV slots: held at once by all running requests, at full's highest rate, where strategies compare, "
+    "and at the strategy's own. A query has as many passages as stated: those of its own line of the trace, "
+    "then those of the lines drawn after it; a question is made up if the trace has none. If there are more "
+    "requests than queries, queries repeat: prefix % shows the effect."
 )
-
-
 _SHOWN = (
     "passages",
     "strategy",
@@ -141,51 +151,29 @@ _SHOWN = (
 )
 
 
-class _Report:
-    """Rows so far."""
-
-    def __init__(self, out: Path | None, shape: str, effort: Effort) -> None:
-        self._out = out
-        self._rows: list[dict[str, Any]] = []
-        self._workload: dict[str, Any] = {
-            "model": shape,
-            "answer tokens": NEW_TOKENS,
-            "p99 TTFT limit s": effort.limit_s,
-            "seconds of arrivals": effort.arrivals_s,
-            "drawn with seed": SEED,
-        }
-
-    def describe(self, info: Any) -> None:
-        self._workload |= {
-            "device": info.device,
-            "attention": info.attention_backend,
-            "KV slots": info.max_total_tokens,
-        }
-
-    def trace(self, trace: Trace) -> None:
-        tokens = [query.spans[-1][1] - query.spans[0][1] for query in trace.queries]
-        figures = f"{len(trace.queries)} queries, {len(trace.unique)} documents, {min(tokens):,} to {max(tokens):,} tokens of context"
-        self._workload[f"{trace.name}, {len(trace.queries[0].documents)} passages"] = figures
-
-    def add(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        print("  ".join(f"{name}: {value}" for name, value in row.items()), flush=True)
-        if self._out is not None:
-            report.save(report.assemble("load", self._workload, self._rows, note=_NOTE), self._out)
-
-    def show(self) -> dict[str, Any]:
-        return report.write("load", self._workload, self._rows, out=self._out, note=_NOTE, shown=_SHOWN)
+def _report(out: Path | None, shape: str, effort: Effort) -> GrowingReport:
+    report = GrowingReport("load", out, note=_NOTE)
+    report.workload = {
+        "model": shape,
+        "answer tokens": NEW_TOKENS,
+        "p99 TTFT limit s": effort.limit_s,
+        "seconds of arrivals": effort.arrivals_s,
+        "drawn with seed": SEED,
+    }
+    return report
 
 
 class _Load:
     """All strategies over one trace."""
 
-    def __init__(self, engine: Any, trace: Trace, effort: Effort, deadline: float, found: _Report) -> None:
+    def __init__(
+        self, engine: Any, trace: Trace, effort: Effort, deadline: float, report: GrowingReport
+    ) -> None:
         """``deadline``: on the event loop's clock."""
         self._engine = engine
         self._trace = trace
         self._effort = effort
-        self._found = found
+        self._report = report
         self._clock = asyncio.get_running_loop().time
         self._deadline = deadline
         self._order = random.Random(SEED).sample(range(len(trace.queries)), len(trace.queries))
@@ -194,22 +182,19 @@ class _Load:
         self._full_slots = 0.0
 
     async def run(self, specs: Sequence[StrategySpec]) -> None:
-        self._found.trace(self._trace)
-        started = self._clock()
-        print(
-            f"{self._trace.name}: {len(self._trace.unique)} documents, {self._trace.tokens:,} tokens to cache",
-            flush=True,
+        """Cache the trace's documents and add a row for each strategy."""
+        trace = self._trace
+        tokens = [query.spans[-1][1] - query.spans[0][1] for query in trace.queries]
+        self._report.workload[f"{trace.name}, {len(trace.queries[0].documents)} passages"] = (
+            f"{len(trace.queries)} queries, {len(trace.unique)} documents, "
+            f"{min(tokens):,} to {max(tokens):,} tokens of context"
         )
-        await cache(self._engine, _CACHED, self._trace)
-        await self._engine.control("evict", tiers=["device"])
-        where = set((await self._engine.where(_CACHED, everything_of(self._trace))).fastest())
-        if where != {"host"}:
-            raise RagserveError(
-                f"after warming, documents are on {', '.join(sorted(where))}, not all on host"
-            )
+        started = self._clock()
+        print(f"{trace.name}: {len(trace.unique)} documents, {trace.tokens:,} tokens to cache", flush=True)
+        await cache_in(self._engine, _CACHED, trace, "host")
         print(f"cached in {self._clock() - started:.0f} s", flush=True)
         for spec in specs:
-            self._found.add(await self._row(spec))
+            self._report.add(await self._row(spec))
 
     async def _row(self, spec: StrategySpec) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -217,70 +202,53 @@ class _Load:
             "passages": len(self._trace.queries[0].documents),
             "strategy": spec.label,
         }
+        limit = self._effort.limit_s
         try:
             await self._check(spec)
             tried, most = await self._rates(spec)
-        except RagserveError as error:  # the others go on
+        except RagserveError as error:  # the other strategies go on
             return row | {"error": str(error)}
-        good = max(
-            (each for each in tried if each.within(self._effort.limit_s)),
-            key=lambda each: each.rate,
-            default=None,
-        )
-        bad = [each.rate for each in tried if not each.within(self._effort.limit_s)]
+        served = [each for each in tried if each.within(limit)]
+        best = max(served, key=lambda each: each.rate, default=None)
+        too_many = [each.rate for each in tried if not each.within(limit)]
         row |= {
-            "requests/s": _rounded(good.rate) if good else None,
-            "too many/s": _rounded(min(bad)) if bad else None,
+            "requests/s": _rounded(best.rate) if best else None,
+            "too many/s": _rounded(min(too_many)) if too_many else None,
         }
-        if spec.name == "full" and good is not None:
-            self._full_rate = good.rate
-        if good is None:
-            return row | {"tried": _tried(tried, self._effort.limit_s)}
-        slots = statistics.mean(_slots(chunk) for chunk in good.last)
+        if best is None:
+            return row | {"tried": _tried(tried, limit)}
+        slots = statistics.mean(_slots(chunk) for chunk in best.last)
         if spec.name == "full":
-            self._full_slots = slots
-        kept = [
-            chunk.context.kept / chunk.context.document_tokens
-            for chunk in good.last
-            if chunk.context is not None
-        ]
-        recomputed = [
-            chunk.context.recomputed / chunk.context.document_tokens
-            for chunk in good.last
-            if chunk.context is not None
-        ]
-        common = [
-            most[i] for i, each in enumerate(tried) if each.rate == self._full_rate and each is not None
-        ]
-        row |= {
-            "requests": good.arrivals,
-            "ttft ms p50": round(1e3 * report.percentile(good.ttft_s, 50), 1),
-            "ttft ms p99": round(1e3 * good.p99_s, 1),
-            "answer tokens/s": round(sum(chunk.usage.completion for chunk in good.last) / good.seconds, 1),
+            self._full_rate, self._full_slots = best.rate, slots
+        reports = [chunk.context for chunk in best.last if chunk.context is not None]
+        kept = [each.kept / each.document_tokens for each in reports]
+        recomputed = [each.recomputed / each.document_tokens for each in reports]
+        common = [most[i] for i, each in enumerate(tried) if each.rate == self._full_rate]
+        return row | {
+            "requests": best.arrivals,
+            "ttft ms p50": round(1e3 * percentile(best.ttft_s, 50), 1),
+            "ttft ms p99": round(1e3 * best.p99_s, 1),
+            "answer tokens/s": round(sum(chunk.usage.completion for chunk in best.last) / best.seconds, 1),
             "kept %": round(100 * statistics.mean(kept), 1) if kept else None,
             "recomputed %": round(100 * statistics.mean(recomputed), 1) if recomputed else None,
             "prefix %": round(
-                100 * statistics.mean(chunk.usage.cached / chunk.usage.prompt for chunk in good.last), 1
+                100 * statistics.mean(chunk.usage.cached / chunk.usage.prompt for chunk in best.last), 1
             ),
             "KV slots a request": round(slots),
             "of full's %": round(100 * slots / self._full_slots, 1) if self._full_slots else None,
             "most KV slots at full's rate": common[0] if common else None,
-            "most KV slots": most[tried.index(good)],
-        }
-        return row | {
-            "answered otherwise": sum(c.fallback is not None for c in good.last),
-            "tried": _tried(tried, self._effort.limit_s),
+            "most KV slots": most[tried.index(best)],
+            "answered otherwise": sum(chunk.fallback is not None for chunk in best.last),
+            "tried": _tried(tried, limit),
         }
 
     async def _rates(self, spec: StrategySpec) -> tuple[list[LoadOutcome], list[int]]:
-        """What was tried, and the most KV slots held in each."""
+        """Try rates. Returns the outcomes, and the most KV slots held at once in each."""
         tried: list[LoadOutcome] = []
         most: list[int] = []
         limit = self._effort.limit_s
-        make = self._maker(spec)
-        await capacity(
-            self._engine, make, AT_ONCE, self._effort.probe_s / 2
-        )  # kernels are compiled when they are first needed
+        # kernels are compiled on first use
+        await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s / 2)
         guess = await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s)
         await self._idle()
         print(
@@ -311,11 +279,10 @@ class _Load:
         return tried, most
 
     def _maker(self, spec: StrategySpec) -> Callable[[int], GenerateRequest]:
-        """Requests of one run, by number: the same queries in the same order for all."""
+        """Make the requests of one run, by number: the same queries in the same order in every run."""
         self._runs += 1
         run = self._runs
-        # Documents' cache is what composed contexts read; the prefix cache is to begin empty, and its keys
-        # are namespaces'.
+        # Composed contexts read the cached documents. The prefix cache, keyed by namespace, must begin empty.
         namespace = f"run-{run}" if spec.name in EXACT_STRATEGIES else _CACHED
         queries = [self._trace.queries[i] for i in self._order]
         requests = [
@@ -333,24 +300,21 @@ class _Load:
         return lambda number: replace(requests[number % len(requests)], rid=f"load-{run}-{number}")
 
     async def _check(self, spec: StrategySpec) -> None:
-        """One request alone. Raises RagserveError where something else than the strategy, or another tier
-        than host, answers it.
-        """
-        last = None
-        async for chunk in self._engine.generate(self._maker(spec)(0)):
-            last = chunk
+        """Send one request alone. Raises RagserveError if another strategy answers it, or another tier than
+        host."""
+        last = (await first_token(self._engine, self._maker(spec)(0))).last
         await self._idle()
-        if last is None or last.finish_reason != "length" or last.usage.completion != NEW_TOKENS:
-            raise RagserveError(f"a request alone is not answered as it should be: {last}")
+        if last.finish_reason != "length" or last.usage.completion != NEW_TOKENS:
+            raise RagserveError(f"a single request is not answered as expected: {last}")
         if spec.name in EXACT_STRATEGIES:
             return
         if last.fallback or last.context is None or set(last.context.by_tier) != {"host"}:
-            raise RagserveError(f"a request alone is not composed from host: {last.fallback or last.context}")
+            raise RagserveError(
+                f"a single request is not composed from host: {last.fallback or last.context}"
+            )
 
     async def _idle(self) -> None:
-        """Nothing runs and every slot is free or can be evicted. Raises RagserveError where that does not
-        come.
-        """
+        """Wait until no request holds KV slots. Raises RagserveError after IDLE_S seconds."""
         until = self._clock() + IDLE_S
         while (held := (await self._engine.control("slots"))["now"]) > 0:
             if self._clock() > until:
@@ -359,7 +323,8 @@ class _Load:
 
 
 def _next_rate(low: float, high: float, guess: float) -> float:
-    """Between what was served and what was not; beyond them by a third where one is not known yet."""
+    """Choose a rate halfway between the highest served and the lowest not served, or a third beyond the one
+    known."""
     if low and math.isfinite(high):
         return (low + high) / 2
     if low:
@@ -368,7 +333,7 @@ def _next_rate(low: float, high: float, guess: float) -> float:
 
 
 def _slots(chunk: GenerateChunk) -> int:
-    """Of a finished request: its context, question and answer."""
+    """KV slots of a finished request: its context, question and answer."""
     left_out = 0 if chunk.context is None else chunk.context.document_tokens - chunk.context.kept
     return chunk.usage.prompt - left_out + chunk.usage.completion
 

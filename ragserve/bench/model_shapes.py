@@ -1,4 +1,4 @@
-"""Models that are only a shape: to measure the engine alone."""
+"""Model shapes with random weights, to measure the engine alone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    # next to nothing to compute: what is left is the scheduler, the messages between processes and the
-    # composition's own bookkeeping
+    # almost nothing to compute: what is left is scheduling, messages between processes and composition's
+    # bookkeeping
     "hollow": _LLAMA
     | {
         "hidden_size": 64,
@@ -45,22 +45,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """Of one of the SHAPES in bfloat16."""
+    """KV bytes per token of one of SHAPES in bfloat16."""
     config = SHAPES[shape]
     return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
 
 
 def embedded_kv_bytes_per_token() -> int:
-    """Of the embedded model in float32."""
+    """KV bytes per token of the embedded model in float32."""
     config = json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
 def dummy_model(shape: str, folder: Path) -> str:
-    """A folder with the shape's configuration and the small model's tokenizer; with ``load_format=dummy``
-    SGLang makes up the weights.
-    """
+    """Make a model folder with the shape's configuration and the small model's tokenizer, for SGLang's
+    ``load_format=dummy``, which makes up the weights."""
     model = folder / shape
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(SHAPES[shape]))

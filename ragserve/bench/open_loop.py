@@ -1,6 +1,5 @@
-"""Requests that come when they come: Poisson arrivals sent to an engine whether or not it keeps up, and what
-became of them.
-"""
+"""Open-loop load: Poisson arrivals sent to an engine whether or not it keeps up, and how they were
+answered."""
 
 from __future__ import annotations
 
@@ -13,20 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
-from ragserve.measuring import report
+from ragserve.measuring.engine_run import first_token
+from ragserve.measuring.report import percentile
 
 SEED = 0
-DRAIN_S = 30.0  # for the answers of those that came last
+DRAIN_S = 30.0  # to answer the last arrivals
 _WATCH_S = 0.1
 
 
 @dataclass
 class LoadOutcome:
-    """Of one rate. ``ttft_s``: seconds from a request's arrival, which is when it should have been sent, to
+    """The answers at one rate. ``ttft_s`` counts seconds from a request's arrival, not from its sending, to
     its first token.
 
-    ``broken``: given up as soon as p99 could not be within the limit any more; figures are then of what there
-    was until then."""
+    ``broken``: aborted as soon as p99 could no longer be within the limit; the figures cover what came until
+    then."""
 
     rate: float
     arrivals: int
@@ -38,10 +38,10 @@ class LoadOutcome:
 
     @property
     def p99_s(self) -> float:
-        return report.percentile(self.ttft_s, 99) if self.ttft_s else float("inf")
+        return percentile(self.ttft_s, 99) if self.ttft_s else float("inf")
 
     def within(self, limit_s: float) -> bool:
-        """Every request was answered, and p99 of TTFT is within the limit."""
+        """Tell whether every request was answered, with p99 of TTFT within the limit."""
         return (
             not self.broken
             and not self.errors
@@ -51,9 +51,8 @@ class LoadOutcome:
 
 
 def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[float]:
-    """Seconds from the start, at least one arrival. The same seed gives the same pattern at every rate, only
-    faster or slower.
-    """
+    """Draw arrivals in seconds from the start, at least one. A seed gives the same pattern at every rate,
+    only faster or slower."""
     draw = random.Random(seed)
     times = [draw.expovariate(1.0) / rate]
     while (at := times[-1] + draw.expovariate(1.0) / rate) < seconds:
@@ -64,34 +63,34 @@ def arrival_times(rate: float, seconds: float, *, seed: int = SEED) -> list[floa
 async def offer(
     engine: Any, make: Callable[[int], GenerateRequest], rate: float, seconds: float, limit_s: float
 ) -> LoadOutcome:
-    """``make(i)`` is sent at the i-th arrival. Returns when all are answered, or aborted because the rate is
-    too high.
-    """
+    """Send ``make(i)`` at the i-th arrival, until all are answered, or aborted because the rate is too
+    high."""
     times = arrival_times(rate, seconds)
     outcome = LoadOutcome(rate, len(times))
-    waiting: dict[int, float] = {}  # when they came
+    waiting: dict[int, float] = {}  # arrival times of requests without a first token, by number
     clock = asyncio.get_running_loop().time
     started = clock()
 
     async def one(number: int, at: float) -> None:
         await asyncio.sleep(max(0.0, started + at - clock()))
         waiting[number] = started + at
+
+        def on_first(seconds: float) -> None:
+            del waiting[number]
+            outcome.ttft_s.append(seconds)
+
         try:
-            async with aclosing(engine.generate(make(number))) as chunks:
-                last = None
-                async for chunk in chunks:
-                    last = chunk
-                    if (came := waiting.pop(number, None)) is not None:
-                        outcome.ttft_s.append(clock() - came)
-                if last is not None:
-                    outcome.last.append(last)
-        except Exception as error:  # noqa: BLE001 - counted: the rate is then not one that is served
+            answer = await first_token(
+                engine, make(number), clock=clock, started=started + at, on_first=on_first
+            )
+            outcome.last.append(answer.last)
+        except Exception as error:  # noqa: BLE001 - counted: the rate is then not served
             outcome.errors.append(f"{type(error).__name__}: {error}")
         finally:
             waiting.pop(number, None)
 
     tasks = [asyncio.create_task(one(number, at)) for number, at in enumerate(times)]
-    allowed = 1 + len(times) // 100  # of requests beyond the limit: with more, p99 is beyond it, too
+    allowed = 1 + len(times) // 100  # late requests: with more, p99 is late too
     while pending := [task for task in tasks if not task.done()]:
         await asyncio.wait(pending, timeout=_WATCH_S)
         now = clock()
@@ -110,9 +109,8 @@ async def offer(
 async def capacity(
     engine: Any, make: Callable[[int], GenerateRequest], at_once: int, seconds: float
 ) -> float:
-    """First tokens a second while ``at_once`` requests are always in flight: about where the highest rate
-    will be.
-    """
+    """Count first tokens a second with ``at_once`` requests always in flight: about the highest rate
+    possible."""
     numbers = itertools.count()
     clock = asyncio.get_running_loop().time
     started, first = clock(), 0
@@ -137,5 +135,5 @@ async def capacity(
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     for task in done:
-        task.result()  # raises its error
+        task.result()  # raises the task's error
     return first / elapsed

@@ -1,8 +1,9 @@
-"""The tables of README files, made from what they are about: the settings, and the benchmarks' JSON.
+"""The tables of README files and documents, generated from the settings and the benchmarks' JSON.
 
-A section stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. ``settings`` is made from
-`ragserve.config.Settings`; any other name is a file ``NAME.json`` of examples/results, as
-`ragserve.measuring.report.write` leaves it, optionally followed by the columns to show."""
+A section stands between ``<!-- table: NAME COLUMNS -->`` and ``<!-- /table -->``. NAME ``settings`` is
+generated from `ragserve.config.Settings`, for the settings named as columns. Any other NAME is a file
+``NAME.json`` of examples/results, as `ragserve.measuring.report.write` leaves it. Without COLUMNS, separated
+by commas, a table has all."""
 
 from __future__ import annotations
 
@@ -24,35 +25,34 @@ _REPO = Path(__file__).resolve().parent.parent.parent
 
 
 def rewritten(text: str, results: Path) -> str:
-    """``text`` with every marked section made anew. Raises ``InvalidRequest`` for a file that is no report,
-    or an unknown column.
-    """
+    """Regenerate every marked section of ``text``. Raises InvalidRequest for a file that is no report, or an
+    unknown column or setting."""
 
     def section(found: re.Match[str]) -> str:
-        if found["name"] == "settings":
-            body = settings_table()
-        else:
-            columns = [column.strip() for column in (found["columns"] or "").split(",") if column.strip()]
-            body = result_table(results / f"{found['name']}.json", columns)
+        columns = [column.strip() for column in (found["columns"] or "").split(",") if column.strip()]
+        source = results / f"{found['name']}.json"
+        body = settings_table(columns) if found["name"] == "settings" else result_table(source, columns)
         return f"{found[1]}{body}{found[4]}"
 
     return _SECTION.sub(section, text)
 
 
-def settings_table() -> str:
-    """One row a setting: name, default, description."""
+def settings_table(names: Sequence[str] = ()) -> str:
+    """A row per setting: name, default, description. Raises InvalidRequest for an unknown name."""
+    fields = Settings.model_fields
+    if unknown := [name for name in names if name not in fields]:
+        raise InvalidRequest(f"There is no setting {unknown[0]!r}.", hint=f"There are: {', '.join(fields)}.")
     rows = []
-    for name, field in Settings.model_fields.items():
-        default = field.get_default(call_default_factory=True)
+    for name in names or fields:
+        default = fields[name].get_default(call_default_factory=True)
         shown = "" if default is None or default == {} else f"`{_default(name, default)}`"
-        rows.append([f"`{name}`", shown, field.description or ""])
+        rows.append([f"`{name}`", shown, fields[name].description or ""])
     return _table(["setting", "default", "what it is"], rows)
 
 
 def result_table(path: Path, columns: Sequence[str] = ()) -> str:
-    """The rows of one benchmark, and below them the machine and the note; a line that says so where it was
-    not run yet.
-    """
+    """The rows of a benchmark, with its workload, machine and note below; a line that says so if it was not
+    run yet."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         rows, environment = report["rows"], report["environment"]
@@ -68,7 +68,10 @@ def result_table(path: Path, columns: Sequence[str] = ()) -> str:
     chosen = list(columns) or known
     table = _table(chosen, [[_cell(row.get(column)) for column in chosen] for row in rows])
     workload = ", ".join(f"{key}: {value}" for key, value in report["workload"].items())
-    machine = f"{environment['cpu']}, {environment['cores']} cores, GPU: {environment['gpu'] or 'none'}, {environment['date']}"
+    machine = (
+        f"{environment['cpu']}, {environment['cores']} cores, "
+        f"GPU: {environment['gpu'] or 'none'}, {environment['date']}"
+    )
     note = f" {report['note']}" if report.get("note") else ""
     return f"{table}\n{workload}. {machine}.{note}\n"
 
@@ -98,9 +101,8 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``README ... [--check]``: their tables, and the picture of the evaluation; 1 where ``--check`` finds
-    one out of date.
-    """
+    """``FILE ... [--check]``: rewrite the files' tables and the evaluation's picture; with ``--check`` only
+    return 1 if one is out of date."""
     results = _REPO / "examples" / "results"
     paths = [Path(argument) for argument in arguments if argument != "--check"]
     wanted = {path: rewritten(path.read_text(encoding="utf-8"), results) for path in paths}

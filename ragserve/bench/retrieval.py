@@ -1,8 +1,8 @@
 """Retrieval quality of our index and embedder beside BM25, on collections in BEIR's layout.
 
-Every passage is one chunk (they are short); the document's score is that of its best chunk. The rival is
-bm25s with Lucene's BM25, k1 = 1.5, b = 0.75, no stemming and no stop words, over the same passages and
-queries in the same run."""
+Every passage is one chunk (they are short); a document's score is that of its best chunk. The rival is bm25s
+with Lucene's BM25, k1 = 1.5, b = 0.75, no stemming and no stop words, over the same passages and queries in
+the same run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def run(
     embedder: str = "all-MiniLM-L6-v2",
     device: str = "auto",
 ) -> dict[str, Any]:
-    """nDCG@10 and recall@10 per collection. ``quick`` takes the first 50 queries. Raises ``InvalidRequest``
-    without ``data``.
-    """
+    """Measure nDCG@10 and recall@10 per collection. ``quick``: the first 50 queries. Raises InvalidRequest
+    without ``data``."""
     from ragserve.retrieval.embedder import Embedder
 
     if not data:
@@ -63,7 +62,8 @@ def run(
         },
         rows,
         out=out_dir / "retrieval.json" if out_dir else None,
-        note="bm25s: Lucene's BM25, k1 1.5, b 0.75. query_ms: one at a time, embedding included; build_s: likewise. nDCG: linear gain.",
+        note="bm25s: Lucene's BM25, k1 1.5, b 0.75. query_ms: one at a time, embedding included; build_s: "
+        "likewise. nDCG: linear gain.",
     )
 
 
@@ -130,8 +130,7 @@ def _ours(
             build_s = time.perf_counter() - started
 
             def search(text: str) -> list[str]:
-                # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were
-                # there several.
+                # the order of documents is that of their best chunks
                 hits = store.search("bench", model.encode([text]), _DEPTH).hits[0]
                 return list(dict.fromkeys(hit.chunk.source for hit in hits))
 
@@ -152,8 +151,7 @@ def _document(doc_id: str, text: str) -> tuple[Any, list[Any]]:
         mime="text/plain",
         size_bytes=len(data),
     )
-    # n_tokens is bookkeeping that search does not read; words keep a tokenizer out of a benchmark that does
-    # not need one.
+    # search does not read n_tokens: counting words saves a tokenizer
     return document, [NewChunk(text=text, start=0, end=len(text), n_tokens=len(text.split()))]
 
 
@@ -161,7 +159,7 @@ def _timed(
     collection: beir.Collection, search: Callable[[str], list[str]]
 ) -> tuple[dict[str, list[str]], list[float]]:
     rankings, query_ms = {}, []
-    search(next(iter(collection.queries.values())))  # warm caches and lazy imports, for both systems
+    search(next(iter(collection.queries.values())))  # warm caches and lazy imports
     for query, text in collection.queries.items():
         started = time.perf_counter()
         rankings[query] = search(text)

@@ -1,34 +1,33 @@
-"""Retrieval traces: what a retriever really returned for real questions, as prompts of a model; and their
-documents made ready in a cache.
+"""Retrieval traces: what a retriever returned for real questions, as prompts of a model, and their documents
+cached.
 
-A trace is two files: ``NAME.trace.jsonl``, a query a line, ``{"doc_ids": [...]}`` in rank order
-(``"question"`` if it is known), and ``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text":
-..., "title": ...}`` (the title may be left out)."""
+A trace is two files: ``NAME.trace.jsonl``, one query per line, ``{"doc_ids": [...]}`` in rank order (with
+``"question"`` if it is known), and ``NAME.docs.jsonl`` or ``.jsonl.gz`` beside it, ``{"id": ..., "text": ...,
+"title": ...}`` (the title is optional)."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ragserve.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from ragserve.engine.local import LocalEngine
+from ragserve.engine.base import GenerateRequest
+from ragserve.engine.local import LocalEngine
+from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.measuring.engine_run import in_tier
+from ragserve.measuring.json_lines import json_lines
+from sglang_ext.protocol import Span
 
 SEED = 0
+_FORMAT = "See `ragserve bench --help` for the format."
 _GROUP = 16  # documents computed at a time
 
 
 @dataclass(frozen=True)
 class TraceQuery:
-    """One prompt: ids of the whole, spans of system text and documents; the documents' ids and whose they
-    are.
-    """
+    """A prompt's token ids, the spans of its system text and documents, and the documents' names."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -37,7 +36,7 @@ class TraceQuery:
 
 @dataclass(frozen=True)
 class Trace:
-    """A part of a trace as prompts; ``unique`` are the documents' token ids by name."""
+    """Queries drawn from a trace, as prompts; ``unique``: token ids of each document by name."""
 
     name: str
     queries: list[TraceQuery]
@@ -45,20 +44,21 @@ class Trace:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all documents."""
         return sum(map(len, self.unique.values()))
 
 
 def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, seed: int = SEED) -> Trace:
-    """``n_queries`` of the trace, drawn with this seed and in its order, as prompts of the model. Raises
-    InvalidRequest for a bad file.
+    """Draw ``n_queries`` with this seed, keep the order of the trace, and build the model's prompts.
 
-    With ``passages`` a query has so many different documents: its own, then those of the queries drawn after
-    it, behind the last one those of the first (fewer where all together have fewer)."""
+    With ``passages``, a query gets that many different documents: its own, then those of the queries drawn
+    after it, the first following the last (fewer if all of them have fewer). Raises InvalidRequest for a bad
+    file."""
     from ragserve.answering.prompt import PromptBuilder, PromptDocument
 
     name = path.name.removesuffix(".trace.jsonl")
     texts = _documents(path, name)
-    rows = _lines(path)
+    rows = [row for _, row in json_lines(path, _FORMAT)]
     try:
         chosen = [
             rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))
@@ -95,7 +95,8 @@ def _documents(path: Path, name: str) -> dict[str, tuple[str, str]]:
         if candidate.exists():
             try:
                 return {
-                    str(row["id"]): (str(row.get("title", "")), str(row["text"])) for row in _lines(candidate)
+                    str(row["id"]): (str(row.get("title", "")), str(row["text"]))
+                    for _, row in json_lines(candidate, _FORMAT)
                 }
             except KeyError as error:
                 raise InvalidRequest(f"{candidate}: a document without {error}.") from None
@@ -104,31 +105,14 @@ def _documents(path: Path, name: str) -> dict[str, tuple[str, str]]:
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else open(path, encoding="utf-8") as file
-        ):
-            return [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"{path} cannot be read as JSON lines: {error}",
-            hint="See `ragserve bench --help` for the format.",
-        ) from None
+async def cache_in(engine: LocalEngine, namespace: str, trace: Trace, tier: str) -> None:
+    """Compute and analyse the system text and all documents, then evict them from the tiers above ``tier``.
 
-
-async def cache(engine: LocalEngine, namespace: str, trace: Trace) -> None:
-    """Have all documents of a trace, and the system text, computed and analysed, and nothing on its way to
-    disk any more.
-    """
-    from ragserve.engine.base import GenerateRequest
-    from sglang_ext.protocol import Span
-
-    everything = everything_of(trace)
-    for at in range(0, len(everything), _GROUP):
-        group = everything[at : at + _GROUP]
+    Raises RagserveError if some are not in ``tier`` afterwards."""
+    first = trace.queries[0]
+    needed = [first.ids[slice(*first.spans[0])], *trace.unique.values()]
+    for at in range(0, len(needed), _GROUP):
+        group = needed[at : at + _GROUP]
         found = await engine.where(namespace, group)
         ids: list[int] = []
         spans = []
@@ -139,9 +123,7 @@ async def cache(engine: LocalEngine, namespace: str, trace: Trace) -> None:
         if spans:
             await engine.warm(GenerateRequest("warm", ids, namespace, spans=tuple(spans)))
     await engine.control("flush")
-
-
-def everything_of(trace: Trace) -> list[list[int]]:
-    """What a composed query may need: the system text and all documents."""
-    first = trace.queries[0]
-    return [first.ids[slice(*first.spans[0])], *trace.unique.values()]
+    await in_tier(engine, tier)
+    where = Counter((await engine.where(namespace, needed)).fastest())
+    if set(where) != {tier}:
+        raise RagserveError(f"after warming, documents are on {dict(where)}, not all on {tier}")

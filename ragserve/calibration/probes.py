@@ -1,9 +1,8 @@
-"""Probes: documents of made-up lives and questions about them, in whose prompts it is known where the answer
-stands.
+"""Probes: documents about made-up lives, and questions whose answers' places in the prompt are known.
 
-Four kinds of questions, from what words can find to what only attention can: the fact names the person and
-has the question's words (`named`), has other words (`reworded`), speaks of "she" (`pronoun`), or lies behind
-a fact in another document (`linked`)."""
+There are four kinds of questions, from what words can find to what only attention can find: the fact names
+the person and has the question's words (`named`), has other words (`reworded`), says "she" (`pronoun`), or
+follows from a fact in another document (`linked`)."""
 
 from __future__ import annotations
 
@@ -22,14 +21,16 @@ def _words(text: str) -> list[str]:
 
 
 _FIRST = _words(
-    "Ada Berta Clara Dora Edith Flora Greta Hanna Ida Judith Klara Laura Mara Nora Olga Paula Rosa Sara Tilda Ulla Vera Wanda Yvonne Zoe"
+    "Ada Berta Clara Dora Edith Flora Greta Hanna Ida Judith Klara Laura Mara Nora Olga Paula Rosa Sara "
+    "Tilda Ulla Vera Wanda Yvonne Zoe"
 )
 _LAST = _words(
-    "Ahlberg Brandt Corvin Dahl Ehlers Falk Garner Hollis Imhof Jansen Keller Lindt Moreau Norden Oakes Prager Quill Rowan Sander Thorne "
-    "Ulrich Vance Weller Yates Zeller Ashby Birk Crane Drost Elgin"
+    "Ahlberg Brandt Corvin Dahl Ehlers Falk Garner Hollis Imhof Jansen Keller Lindt Moreau Norden Oakes "
+    "Prager Quill Rowan Sander Thorne Ulrich Vance Weller Yates Zeller Ashby Birk Crane Drost Elgin"
 )
 _PLACES = _words(
-    "Aberdeen Basel Cadiz Dresden Exeter Florence Ghent Haifa Izmir Jena Krakow Lisbon Malmo Nantes Odessa Porto Quebec Riga Seville Turin"
+    "Aberdeen Basel Cadiz Dresden Exeter Florence Ghent Haifa Izmir Jena Krakow Lisbon Malmo Nantes Odessa "
+    "Porto Quebec Riga Seville Turin"
 )
 _FACTS: dict[str, tuple[str, str, str, Sequence[str]]] = {
     "birth": (
@@ -73,9 +74,7 @@ _FACTS: dict[str, tuple[str, str, str, Sequence[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ProbeQuestion:
-    """``ids``: the prompt behind its documents; ``needed``: where what answers it stands in the prompt, end
-    excluded.
-    """
+    """``ids``: the prompt after the documents; ``needed``: spans of the facts that answer it."""
 
     kind: str
     ids: list[int]
@@ -101,9 +100,7 @@ class _Fact:
 
 
 def make(builder: PromptBuilder, *, documents: int, questions: int, seed: int) -> Probe:
-    """A probe of ``documents`` documents and ``questions`` questions of each kind. The same seed gives the
-    same texts.
-    """
+    """Make a probe with ``questions`` questions of each kind; deterministic for a seed."""
     draw = random.Random(seed)
     names = draw.sample([f"{first} {last}" for first in _FIRST for last in _LAST], len(_FIRST) * len(_LAST))
     texts = [""] * documents
@@ -156,7 +153,7 @@ def _linked(
     lives: list[tuple[str, int]],
     texts: list[str],
 ) -> tuple[str, str, list[_Fact]]:
-    """Adds the link to the text: the sister of someone in one document is someone of another."""
+    """Ask about a fact by way of another document, which gets the sentence that links them."""
     person, name, wording = draw.choice([key for key in facts if key[2] == "named"])
     fact = facts[person, name, wording]
     other, document = draw.choice([life for life in lives if life[1] != fact.document] or lives)
@@ -166,21 +163,15 @@ def _linked(
 
 
 def _where(builder: PromptBuilder, document: PromptDocument, fact: _Fact) -> tuple[int, int]:
-    """Tokens of a sentence of a document: those that change with it, whatever the tokenizer."""
+    """Token span of a fact's sentence: the tokens that change with it, whatever the tokenizer."""
     without = document.text[: fact.start] + "#" + document.text[fact.start + len(fact.sentence) :]
-    whole, other = (
-        builder.document_ids(document.title, document.text),
-        builder.document_ids(document.title, without),
-    )
-    start = next(
-        (i for i, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b), min(len(whole), len(other))
-    )
-    behind = next(
-        (
-            i
-            for i, (a, b) in enumerate(zip(reversed(whole[start:]), reversed(other[start:]), strict=False))
-            if a != b
-        ),
-        min(len(whole), len(other)) - start,
-    )
-    return start, len(whole) - behind
+    whole = builder.document_ids(document.title, document.text)
+    other = builder.document_ids(document.title, without)
+    start = _common(whole, other)
+    return start, len(whole) - _common(whole[start:][::-1], other[start:][::-1])
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,6 +1,5 @@
-"""Which KV heads of a model may stream: see `sglang_ext.attention.calibration`, imported on use because it
-loads torch.
-"""
+"""Learn which KV heads of a model may stream: `sglang_ext.attention.calibration`, imported on use because it
+loads torch."""
 
 from __future__ import annotations
 
@@ -9,8 +8,9 @@ from typing import Any
 
 
 def calibrate_heads(out: Path, **options: Any) -> list[dict[str, Any]]:
-    """Learn gates and write the pattern file ``out``; rows of what streaming heads cost. Options: of
-    `calibration.calibrate`.
+    """Learn gates, write the pattern file ``out`` and return rows of what streaming heads cost.
+
+    ``options`` are those of `sglang_ext.attention.calibration.calibrate`.
     """
     from ragserve.engine.compat import prepare
 

@@ -15,7 +15,7 @@ from ragserve.errors import InvalidRequest
 
 class Name(enum.StrEnum):
     """The benchmarks, in the order in which ``all`` runs them: each a module of ``ragserve.bench`` with
-    ``run(out_dir, quick=...)``, but ``kernels``, which is both halves, and ``all``."""
+    ``run(out_dir, quick=...)``, except ``kernels``, which stands for both kernel benchmarks, and ``all``."""
 
     INDEX = "index"
     RETRIEVAL = "retrieval"
@@ -30,7 +30,9 @@ class Name(enum.StrEnum):
     ALL = "all"
 
 
-_KERNELS = [Name.KERNELS_COMPOSE, Name.KERNELS_DECODE]  # what `kernels` runs, and what has parts
+_KERNELS = (Name.KERNELS_COMPOSE, Name.KERNELS_DECODE)  # both halves of `kernels`; only these have parts
+# `all` leaves them out: kernels measure nothing without a GPU, and these two need a trace.
+_BY_NAME_ONLY = (Name.ALL, Name.KERNELS, Name.REPLAY, Name.LOAD, *_KERNELS)
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +44,7 @@ def bench(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Small sizes: seconds instead of minutes, and figures that prove nothing."
+            "--quick", help="Small sizes: takes seconds instead of minutes; the figures prove nothing."
         ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("examples/results"),
@@ -50,14 +52,16 @@ def bench(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/test.tsv). kernels-decode: a set of "
-            "questions (.jsonl, .jsonl.gz) with long documents, whose queries and keys are measured. replay, load: NAME.trace.jsonl, "
-            '{"doc_ids": [...]} a line, with NAME.docs.jsonl[.gz], {"id", "text"} a line, beside it.'
+            help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, "
+            "qrels/test.tsv). kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
+            "queries and keys are measured. "
+            'replay, load: NAME.trace.jsonl, one {"doc_ids": [...]} per line, beside NAME.docs.jsonl[.gz], '
+            'one {"id", "text"} per line.'
         ),
     ] = None,
     part: Annotated[
         list[str] | None,
-        typer.Option(help="kernels-*: only this part, by name; repeatable. The file's other rows are kept."),
+        typer.Option(help="kernels-*: measure only this part; repeatable. The file's other rows are kept."),
     ] = None,
     model: Annotated[
         str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")
@@ -66,27 +70,29 @@ def bench(
     share: Annotated[
         list[float] | None,
         typer.Option(
-            help="replay: KV slots as a share of the documents' tokens; repeatable. The file's rows of other shares are kept."
+            help="replay: KV slots as a share of the documents' tokens; repeatable. The file's rows of "
+            "other shares are kept."
         ),
     ] = None,
     passages: Annotated[
         int,
         typer.Option(
             min=0,
-            help="load: passages of a query; more than the trace has for one: also those of the next. 0: as it has.",
+            help="load: passages per query; further ones are taken from the next queries. 0: as many as the "
+            "trace has.",
         ),
     ] = 0,
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="load: strategies to compare, as `ragserve eval` takes them; full first, to compare with."
+            help="load: strategies to compare, written as for `ragserve eval`; full first, as the reference."
         ),
     ] = None,
     index_types: Annotated[
         str, typer.Option(help="retrieval: index types to compare, separated by commas.")
     ] = "flat",
 ) -> None:
-    """Measure, each figure beside its rival in the same run."""
+    """Run a benchmark; each figure is measured beside its rival in the same run."""
     types = tuple(kind.strip() for kind in index_types.split(",") if kind.strip())
     if unknown := [kind for kind in types if kind not in get_args(IndexType)]:
         raise InvalidRequest(
@@ -94,7 +100,7 @@ def bench(
         )
     if part and name not in _KERNELS:
         raise InvalidRequest(
-            "--part chooses parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode."
+            "--part selects parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode."
         )
     options: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data or (), "index_types": types},
@@ -104,20 +110,14 @@ def bench(
         "load": {"traces": data or (), "n_queries": queries, "passages": (passages,)}
         | ({"strategies": strategies} if strategies else {}),
     }
-    chosen: list[Name] = list(_KERNELS) if name is Name.KERNELS else [name]
+    chosen = list(_KERNELS) if name is Name.KERNELS else [name]
     if name is Name.ALL:
-        chosen = [each for each in Name if each not in (Name.ALL, Name.KERNELS)]
-    if name is Name.ALL and not data:
-        typer.secho(
-            "retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW
-        )
-        chosen.remove(Name.RETRIEVAL)
-    if (
-        name is Name.ALL
-        # asked for by name: those of the kernels measure nothing without a GPU, and these two have data of their
-        # own
-    ):
-        chosen = [each for each in chosen if each not in (Name.REPLAY, Name.LOAD, *_KERNELS)]
+        chosen = [each for each in Name if each not in _BY_NAME_ONLY]
+        if not data:
+            typer.secho(
+                "retrieval is left out: it needs collections, --data DIR.", err=True, fg=typer.colors.YELLOW
+            )
+            chosen.remove(Name.RETRIEVAL)
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value.replace('-', '.')}")
         module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))

@@ -1,6 +1,5 @@
-"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model by which strategy ``auto``
-chooses.
-"""
+"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model that strategy ``auto`` chooses
+by."""
 
 from __future__ import annotations
 
@@ -42,31 +41,32 @@ def calibrate(
     part: Annotated[
         Part,
         typer.Option(
-            help="samkv: the model's profile, anew. costs: the cost model. all: the profile where there is none, then costs."
+            help="samkv: find the model's profile anew. costs: fit the cost model. all: find the profile if "
+            "there is none, then fit the costs."
         ),
     ] = Part.all,
     strategies: Annotated[
         str | None,
-        typer.Option(help="costs: composed ones, as for eval. Default: those verified for the model."),
+        typer.Option(help="costs: composed strategies, as for eval. Default: those verified for the model."),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=64, help="costs: longest prompt to measure. Default: what the engine takes."),
+        typer.Option(min=64, help="costs: longest prompt in tokens. Default: what the engine takes."),
     ] = None,
-    document_tokens: Annotated[int, typer.Option(min=16, help="costs: size of the documents.")] = 256,
+    document_tokens: Annotated[int, typer.Option(min=16, help="costs: tokens of each document.")] = 256,
     repeats: Annotated[
-        int, typer.Option(min=1, help="costs: measurements of each case, after one that does not count.")
+        int, typer.Option(min=1, help="costs: measurements of each case, after one warm-up.")
     ] = 3,
     sets: Annotated[int, typer.Option(min=1, help="samkv: sets of documents to ask about.")] = 4,
     questions: Annotated[
-        int, typer.Option(min=1, help="samkv: questions of each of the four kinds on every set.")
+        int, typer.Option(min=1, help="samkv: questions of each of the four kinds, on every set.")
     ] = 6,
 ) -> None:
-    """Find out how a model is served best on this machine, and leave what was found where `serve` reads it.
+    """Find how a model is served best on this machine, and write it where `serve` reads it.
 
-    The samkv profile (stable layers, retrieval heads, selection and its options) is the model's, and is
-    written beside it; the costs (time to the first token of every strategy) are this machine's, and are
-    written to the data folder. Stop a server on the same machine first: it would be measured with it."""
+    The samkv profile (stable layers and retrieval heads) belongs to the model and is written beside it. The
+    costs (time to the first token of every strategy) belong to this machine and are written to the data
+    folder. Stop a server on the same machine first: it would disturb the measurement."""
     from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.offline import run_once
     from ragserve.engine.ports import free_port
@@ -79,16 +79,16 @@ def calibrate(
     schedule = CostSchedule(max_tokens, document_tokens, repeats)
 
     async def work(engine: LocalEngine) -> None:
-        made = part == Part.samkv or (
+        new_profile = part == Part.samkv or (
             part == Part.all and not engine.info.samkv and not engine.info.only_exact
         )
-        if made:
+        if new_profile:
             await _samkv(settings, engine, sets, questions)
         if part != Part.samkv:
-            await _costs(settings, engine, given, schedule, made=made)
+            await _costs(settings, engine, given, schedule, new_profile=new_profile)
 
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
-        # Documents of its own: a server may own those of the data folder.
+        # A temporary cache folder: a running server may own that of the data folder.
         if (settings.data_dir / FILE_NAME).exists():
             shutil.copy(settings.data_dir / FILE_NAME, folder)
         run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
@@ -108,22 +108,23 @@ async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: 
     found = await find(engine, probes, _say)
     for line in table(found):
         typer.echo(line)
-    asked = {
-        "documents": len(probes[0].spans) - 1,
-        "tokens": len(probes[0].ids),
-        "questions": sum(len(p.questions) for p in probes),
-    }
     profile = SamkvProfile(
         found.stable,
         found.heads,
-        found.selection,
-        found.options,
+        selection="",  # the built-in ones
+        options={},
         model=Path(settings.model).name,
         hardware=ran["gpu"] or ran["cpu"],
         dtype=info.dtype,
         date=time.strftime("%Y-%m-%d"),
         versions=ran["versions"],
-        probes={"sets": sets, "seed": schedule.seed, **asked},
+        probes={
+            "sets": sets,
+            "seed": schedule.seed,
+            "documents": len(probes[0].spans) - 1,
+            "tokens": len(probes[0].ids),
+            "questions": sum(len(probe.questions) for probe in probes),
+        },
         figures=found.figures,
     )
     place = place_of(settings, info.fingerprint)
@@ -132,11 +133,15 @@ async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: 
 
 
 async def _costs(
-    settings: Settings, engine: LocalEngine, given: list[StrategySpec], schedule: CostSchedule, *, made: bool
+    settings: Settings,
+    engine: LocalEngine,
+    given: list[StrategySpec],
+    schedule: CostSchedule,
+    *,
+    new_profile: bool,
 ) -> None:
-    """``made``: a profile was, which the running engine does not have: samkv by it has not been verified, and
-    is left out.
-    """
+    """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
+    verified with, samkv is left out by default."""
     from ragserve.calibration.costs import measure
     from ragserve.measuring.report import environment
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit
@@ -148,13 +153,13 @@ async def _costs(
         settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
     )
     verified = [parse(label)[0] for label in gate.verified()]
-    specs = given or [spec for spec in verified if spec.name != "samkv" or not made]
+    specs = given or [spec for spec in verified if spec.name != "samkv" or not new_profile]
     if not specs:
         why, hint = (
             "No composed strategy is verified for this model, so auto has nothing to choose from.",
-            "Run ragserve eval --write-gate first, or name some with --strategies.",
+            "Run ragserve eval --write-gate first, or name strategies with --strategies.",
         )
-        if made:
+        if new_profile:
             _say(f"No costs were measured. {why} {hint}")
             return
         raise InvalidRequest(why, hint=hint)
@@ -173,7 +178,8 @@ async def _costs(
         for tokens in (1024, 4096):
             composed = costs.composed_ms(label, [(tokens, "device")])
             typer.echo(
-                f"{label}, {tokens} tokens on the device: {composed:.0f} ms, exact {costs.exact_ms(tokens):.0f} ms"
+                f"{label}, {tokens} tokens on the device: {composed:.0f} ms; "
+                f"exact prefill: {costs.exact_ms(tokens):.0f} ms"
             )
     typer.echo(f"written: {place}")
 

@@ -1,4 +1,5 @@
-"""`ragserve calibrate-decode`: from which context length on sparse decoding is faster on this machine."""
+"""`ragserve calibrate-decode`: find the context length from which sparse decoding is faster on this
+machine."""
 
 from __future__ import annotations
 
@@ -38,18 +39,21 @@ def register(app: typer.Typer) -> None:
 def calibrate_decode(
     settings: Settings,
     batch: Annotated[
-        int, typer.Option(min=1, help="Requests that decode at once: with more, sparse decoding pays sooner.")
+        int,
+        typer.Option(
+            min=1, help="Requests that decode at once. With more of them, sparse decoding pays sooner."
+        ),
     ] = 4,
     max_tokens: Annotated[
         int | None, typer.Option(min=1024, help="Longest context to measure. Default: what the engine takes.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request generates.")] = 96,
 ) -> None:
-    """Time dense and sparse decode steps over lengths of context and leave a profile in the data folder.
+    """Time dense and sparse decode steps over context lengths and write a profile to the data folder.
 
     `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless
-    --decode-dense-below says otherwise. Stop a server on the same machine first: it would be measured with
-    it."""
+    --decode-dense-below is given. Stop a server on the same machine first: it would disturb the
+    measurement."""
     from ragserve.calibration.decode import measure
     from ragserve.engine.offline import run_once
     from ragserve.engine.ports import free_port
@@ -87,7 +91,8 @@ def calibrate_decode(
     longest = points[-1]
     faster = longest.dense_ms / longest.sparse_ms
     typer.echo(
-        f"dense up to {found.dense_below} tokens; at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast"
+        f"dense up to {found.dense_below} tokens; "
+        f"at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast"
     )
     typer.echo(f"written: {place}")
 

@@ -1,6 +1,4 @@
-"""`ragserve eval`: exact match, F1 and distance from full prefill over question sets, per strategy; and where
-answers are lost.
-"""
+"""`ragserve eval`: exact match, F1 and distance from full prefill over question sets, per strategy."""
 
 from __future__ import annotations
 
@@ -43,11 +41,11 @@ def evaluate(
     mode: Annotated[
         EvalMode,
         typer.Option(
-            help="given: each row's documents, in order; retrieved: all documents ingested, k retrieved."
+            help="given: send each row's documents, in order. retrieved: ingest all documents, retrieve k."
         ),
     ] = EvalMode.given,
     strategies: Annotated[
-        str, typer.Option(help="With options: full,epic:first=16,cacheblend:share=0.15")
+        str, typer.Option(help="Strategies with options: full,epic:first=16,cacheblend:share=0.15")
     ] = "full,prefix",
     sets: Annotated[
         Path | None, typer.Option(help="Folder of the sets that --data names.", envvar="RAGSERVE_EVAL_SETS")
@@ -56,48 +54,48 @@ def evaluate(
         int | None, typer.Option(min=1, help="Questions of each set, spread evenly over it.")
     ] = None,
     k: Annotated[int, typer.Option(min=1, max=64, help="Passages retrieved for a question.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 24,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=256, help="Questions in flight, in each worker.")
-    ] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 24,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Questions in flight in each worker.")] = 4,
     workers: Annotated[
         int,
         typer.Option(
             min=1,
             max=64,
-            help="Engines side by side. Those on one GPU share its memory: give --max-total-tokens.",
+            help="Engines side by side. On one GPU they share its memory: give --max-total-tokens.",
         ),
     ] = 1,
     work: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that keeps every answer as it comes: a run that was stopped goes on from it."
-        ),
+        typer.Option(help="Folder that keeps every answer: a run that was stopped continues from it."),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="A running server, asked over REST, which tells no distributions.")
+        str | None,
+        typer.Option(help="Ask a running server over REST, without KL: REST sends no distributions."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="Its key.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model of the engine or server that is started.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--json", help="Write the report there; over REST, of several sets one each."),
+        typer.Option("--json", help="File for the report; over REST, one file per set."),
     ] = None,
     write_gate: Annotated[
         bool,
         typer.Option(
             "--write-gate",
-            help="Record it in the data folder: the server refuses composed strategies without a good record.",
+            help="Record the result in the data folder: the server refuses composed strategies without a "
+            "good record.",
         ),
     ] = False,
     records: Annotated[
-        Path | None, typer.Option(help="Write one JSON line for each question and strategy there.")
+        Path | None, typer.Option(help="File for one JSON line per question and strategy.")
     ] = None,
 ) -> None:
-    """Score answers as SQuAD does, decoding greedily. Exits with 1 if a request failed.
+    """Score greedily decoded answers as SQuAD does. Exits with 1 if a request failed.
 
-    Without --url, `given` starts engines of its own and compares the strategies' next-token distributions
-    with that of full prefill; `retrieved` starts a server."""
+    Without --url, `given` starts its own engines and compares each strategy's next-token distribution with
+    that of full prefill; `retrieved` starts a server."""
     from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
     from ragserve.strategy_spec import parse
@@ -180,9 +178,8 @@ def _rest(
     limit: int | None,
     out: Path | None,
 ) -> list[Line]:
-    """``url``'s server, or one that is started with the settings; of several sets each report gets the set's
-    name.
-    """
+    """Ask the server at ``url``, or start one with the settings. With several sets, each report file gets its
+    set's name."""
     from ragserve.client import Client
     from ragserve.eval.data import set_name
     from ragserve.eval.rest import evaluate_set

@@ -1,4 +1,4 @@
-"""What an evaluation shows while it runs."""
+"""Progress bar of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None) -> Iterator[Any]:
-    """A bar on stderr; yields the function that moves it by one, or to the given place (of so many)."""
+    """Show a bar on stderr; yields ``step(done=None, total=None)``, which advances it by one or sets it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -5,38 +5,34 @@ A row is ``{id, docs: [[title, text], ...], question, answers, kind}`` or ``{id,
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
 from ragserve.eval.metrics import contains_answer
+from ragserve.measuring.json_lines import json_lines
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPassage:
-    """A document of a question set. ``key`` depends on title and text alone, so the same passage in two rows
-    is one document.
-    """
+    """A document of a question set."""
 
     title: str
     text: str
 
     @property
     def key(self) -> str:
+        """Digest of title and text: the same passage in two rows is one document."""
         return hashlib.sha256(f"{self.title}\0{self.text}".encode()).hexdigest()[:20]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its accepted answers and its documents in order; ``gold`` are those of them that hold the
-    answer.
-    """
+    """A question, its accepted answers and its documents in order; ``gold``: the documents that hold the
+    answer."""
 
     id: str
     question: str
@@ -47,12 +43,13 @@ class Question:
 
 
 def load(path: Path, limit: int | None = None) -> list[Question]:
-    """The questions of a file, in order; with ``limit``, that many spread evenly over it, the same ones each
+    """Load a file's questions in order; with ``limit``, that many spread evenly over it, the same ones each
     time.
 
-    Raises ``InvalidRequest`` naming file, line and what is wrong.
-    """
-    rows = [_question(row, path, number) for number, row in _lines(path)]
+    Raises InvalidRequest with file, line and reason."""
+    rows = [
+        _question(row, path, number) for number, row in json_lines(path, "Give a .jsonl or .jsonl.gz file.")
+    ]
     if not rows:
         raise InvalidRequest(
             f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py."
@@ -63,14 +60,15 @@ def load(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def set_name(path: Path) -> str:
-    """A set's name: its file's, up to the first dot."""
+    """A set's name: its file name up to the first dot."""
     return path.name.split(".")[0]
 
 
 def find(name: str, folder: Path | None) -> Path:
-    """The file of a set: a path, or with ``folder`` the name of a set below it (``NAME.jsonl[.gz]`` there, in
-    its subfolder ``synthetic`` or in one of the set's own name, ``*.uniform.jsonl[.gz]`` first). Raises
-    ``InvalidRequest`` saying where it looked."""
+    """Find the file of a set: a path, or the name of a set in ``folder``.
+
+    Looks for ``NAME.jsonl[.gz]`` in the folder and in its subfolder ``synthetic``, then in the subfolder of
+    the set's name (``*.uniform.jsonl[.gz]`` first). Raises InvalidRequest saying where it looked."""
     path = Path(name)
     if path.suffix in {".jsonl", ".gz"} or path.is_file():
         return path
@@ -80,14 +78,9 @@ def find(name: str, folder: Path | None) -> Path:
             hint="Give a .jsonl or .jsonl.gz file, or --sets FOLDER and the name of a set in it.",
         )
     endings = (".jsonl", ".jsonl.gz")
-    places = [folder / f"{name}{ending}" for ending in endings] + [
-        folder / "synthetic" / f"{name}{ending}" for ending in endings
-    ]
-    places += [
-        found
-        for ending in (".uniform.jsonl*", ".jsonl*")
-        for found in sorted((folder / name).glob(f"*{ending}"))
-    ]
+    places = [parent / f"{name}{ending}" for parent in (folder, folder / "synthetic") for ending in endings]
+    for pattern in ("*.uniform.jsonl*", "*.jsonl*"):
+        places += sorted((folder / name).glob(pattern))
     for place in places:
         if place.is_file():
             return place
@@ -98,7 +91,8 @@ def find(name: str, folder: Path | None) -> Path:
 
 
 def interleaved(sets: Mapping[str, Sequence[Question]]) -> list[tuple[str, Question]]:
-    """All questions with their set's name, so that any first part holds about the same share of every set."""
+    """Interleave the sets' questions, so that any beginning of the list holds about the same share of every
+    set."""
     places = [
         (number / len(questions), name, question)
         for name, questions in sets.items()
@@ -108,27 +102,8 @@ def interleaved(sets: Mapping[str, Sequence[Question]]) -> list[tuple[str, Quest
 
 
 def distinct_passages(questions: Sequence[Question]) -> list[GivenPassage]:
-    """All documents of a set, each title and text once, in order of first appearance."""
+    """All documents of a set, without duplicates, in order of first appearance."""
     return list(dict.fromkeys(passage for question in questions for passage in question.documents))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8") as file
-        ):
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        yield number, json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise InvalidRequest(f"{path}, line {number}: not JSON ({error.msg}).") from error
-    except FileNotFoundError as error:
-        raise InvalidRequest(f"{path} does not exist.", hint="Give a .jsonl or .jsonl.gz file.") from error
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} cannot be read: {error}") from error
 
 
 def _question(row: Any, path: Path, number: int) -> Question:
@@ -146,7 +121,8 @@ def _question(row: Any, path: Path, number: int) -> Question:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(
             f"{path}, line {number}: not a row of a question set ({type(error).__name__}: {error}).",
-            hint="Expected {id, docs: [[title, text], ...], question, answers} or {id, question, answers, ctxs: [{title, text, gold}]}.",
+            hint="Expected {id, docs: [[title, text], ...], question, answers} "
+            "or {id, question, answers, ctxs: [{title, text, gold}]}.",
         ) from error
     if not answers or not documents or not question.strip():
         raise InvalidRequest(f"{path}, line {number}: question, answers and documents must not be empty.")
@@ -158,9 +134,8 @@ def _question(row: Any, path: Path, number: int) -> Question:
 def _inferred_gold(
     question: str, answers: Sequence[str], documents: Sequence[GivenPassage]
 ) -> tuple[GivenPassage, ...]:
-    """Sets without marks: the documents that say an answer, and of these, if there are any, those whose title
-    the question names.
-    """
-    saying = [d for d in documents if contains_answer(d.text, answers)]
-    named = [d for d in saying if d.title and contains_answer(question, [d.title])]
-    return tuple(named or saying)
+    """Guess the gold documents of a set without marks: those that contain an answer; of these, if any, those
+    whose title the question names."""
+    holding = [d for d in documents if contains_answer(d.text, answers)]
+    named = [d for d in holding if d.title and contains_answer(question, [d.title])]
+    return tuple(named or holding)

@@ -1,4 +1,4 @@
-"""Comparing next-token distributions."""
+"""Compare next-token distributions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ if TYPE_CHECKING:
 
 
 def decode(text: str | None) -> NDArray[np.float64]:
-    """Log-probabilities [vocabulary] of what the engine sent. Raises EngineError where it sent none."""
+    """Decode an engine's log-probabilities [vocabulary]. Raises EngineError if it sent none."""
     import numpy as np
 
     if not text:
         raise EngineError(
-            "The engine sent no distribution of the first token.", hint="Does another ragserve run there?"
+            "The engine sent no distribution of the first token.",
+            hint="Does another version of ragserve run there?",
         )
     return np.frombuffer(base64.b64decode(text), dtype="<f4").astype(np.float64)
 
 
 def kl(full: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """KL(full || other) in nats over the whole vocabulary, from log-probabilities [vocabulary]; never below
-    0.
-    """
+    """KL(full || other) in nats, from log-probabilities [vocabulary]; never below 0."""
     import numpy as np
 
     return max(0.0, float(np.sum(np.exp(full) * (full - other))))

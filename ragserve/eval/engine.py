@@ -1,26 +1,26 @@
 """Ask an engine, without the product around it, every question of some sets under every strategy, on the same
 prompts.
 
-Question by question: `full` first, whose next-token distribution is what the others' are compared with; then,
-once all its documents are cached, each strategy. So a strategy's time to the first token is that with its
-documents on the device, and no row needs another."""
+Each question is asked with `full` first: the next-token distributions of the others are compared with that of
+`full`. Then all its documents are cached, and each strategy is asked. So a strategy's time to the first token
+is measured with its documents on the device, and no row depends on another."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
-from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
 from ragserve.eval.distribution import decode, kl
 from ragserve.eval.metrics import exact_match, token_f1
 from ragserve.eval.rows import Key, Row
+from ragserve.measuring.engine_run import TimedAnswer, first_token
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
@@ -34,16 +34,14 @@ _RESERVED_TOKENS = 8  # SGLang admits prompts a few tokens shorter than its cont
 
 
 class WarmEngine(Engine, Protocol):
-    """An engine that can be told to cache documents before they are used."""
+    """An engine that can cache documents before they are used."""
 
     async def warm(self, request: GenerateRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How to ask. ``in_flight`` questions at a time; ``compare`` adds the distributions' distance from
-    `full`.
-    """
+    """How to ask: ``in_flight`` questions at a time; ``compare`` adds the KL divergence from `full`."""
 
     max_new_tokens: int = 24
     in_flight: int = 4
@@ -60,9 +58,8 @@ async def evaluate(
     finished: Container[Key],
     write: Callable[[Row], None],
 ) -> None:
-    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as it is known.
-    Failures become rows.
-    """
+    """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
+    known. Failures become rows too."""
     waiting = iter(questions)
 
     async def worker() -> None:
@@ -117,19 +114,13 @@ class _Asking:
         )
 
     async def _row(self, spec: StrategySpec) -> Row:
-        text, first, last = "", None, None
-        started = time.perf_counter()
         try:
-            async for chunk in self._engine.generate(self._request(spec)):
-                first = time.perf_counter() if first is None else first
-                text, last = text + chunk.text, chunk
-            if last is None or first is None:
-                raise RagserveError("The engine ended the answer before it began.")
-            return self._measured(spec, text, (first - started) * 1e3, last)
+            return self._measured(spec, await first_token(self._engine, self._request(spec)))
         except RagserveError as error:
             return self._failed(spec, error)
 
-    def _measured(self, spec: StrategySpec, text: str, ttft_ms: float, last: GenerateChunk) -> Row:
+    def _measured(self, spec: StrategySpec, answer: TimedAnswer) -> Row:
+        text, last = answer.text, answer.last
         answers = self._question.answers
         use = context_use(spec.name, self._prompt, last, len(self._question.documents))
         row = self._head(spec) | {
@@ -138,7 +129,7 @@ class _Asking:
             "f1": round(token_f1(text, answers), 4),
             "kl": None,
             "agrees": None,
-            "ttft_ms": round(ttft_ms, 3),
+            "ttft_ms": round(answer.ttft_ms, 3),
             "prompt_tokens": len(self._prompt.input_ids),
             "document_tokens": use.tokens_retrieved,
             "kept": use.tokens_kept,
@@ -151,7 +142,7 @@ class _Asking:
             distribution = decode(last.distribution)
             if spec.label == FULL.label:
                 self._reference = distribution
-            if self._reference is not None:  # None where `full` failed
+            if self._reference is not None:  # None if `full` failed
                 row["kl"] = float(f"{kl(self._reference, distribution):.4g}")
                 row["agrees"] = bool(self._reference.argmax() == distribution.argmax())
         return row

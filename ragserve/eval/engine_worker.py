@@ -1,7 +1,7 @@
-"""One engine of an evaluation, in a process of its own: ``python -m ragserve.eval.engine_worker JOB.json``.
+"""One engine of an evaluation, in its own process: ``python -m ragserve.eval.engine_worker JOB.json``.
 
-Takes every ``of``-th question from the ``index``-th on, and leaves rows and what served in the job's folder.
-"""
+Takes every ``of``-th question from the ``index``-th on, and writes its rows and a description of the engine
+to the job's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragserve.config import Settings
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What one worker does. ``sets`` are files, ``settings`` those of the engine, ``strategies`` labels."""
+    """The work of one worker: ``sets`` are files, ``settings`` the engine's, ``strategies`` labels."""
 
     folder: str
     index: int
@@ -44,7 +44,7 @@ class WorkerJob:
 
 
 def run(job: WorkerJob) -> None:
-    """Start the engine, ask, write. Raises what ends it; questions that fail are rows."""
+    """Start the engine, ask the questions and write rows. A question that fails is a row."""
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
@@ -72,7 +72,7 @@ def run(job: WorkerJob) -> None:
 
 
 def _served(engine: Any) -> dict[str, Any]:
-    """What answered: the engine, the hardware, versions."""
+    """Describe the engine, hardware and versions."""
     from ragserve.measuring.report import environment
 
     return {"engine": asdict(engine.info), "environment": environment()}

@@ -1,6 +1,4 @@
-"""Exact match and token F1 as SQuAD defines them: lower case, without punctuation and articles, white space
-collapsed.
-"""
+"""Exact match and token F1 as SQuAD defines them, on normalised text."""
 
 from __future__ import annotations
 
@@ -14,14 +12,13 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalise(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces."""
+    """Convert to lower case without ASCII punctuation and articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1.0 where the prediction equals one of the answers after normalisation, else 0.0. ``answers`` must not
-    be empty.
-    """
+    """1.0 if the prediction equals one of the answers after normalisation, else 0.0. ``answers`` must not be
+    empty."""
     return max(float(normalise(prediction) == normalise(answer)) for answer in answers)
 
 
@@ -31,7 +28,7 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def contains_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether the text says one of the answers, as whole words after normalisation."""
+    """Tell whether the text contains one of the answers, as whole words after normalisation."""
     words = f" {normalise(text)} "
     return any(f" {wanted} " in words for answer in answers if (wanted := normalise(answer)))
 

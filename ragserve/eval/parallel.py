@@ -1,4 +1,4 @@
-"""An evaluation over several engine processes: starts the workers, watches them, puts their rows together."""
+"""Run an evaluation over several engine processes: start the workers, watch them, and collect their rows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from ragserve.measuring.server import stop_with_parent
 from ragserve.strategy_spec import StrategySpec
 
 _POLL_S = 0.2
-_RESTARTS = 1  # of an engine that ends: several that start at once may pick the same port
+_RESTARTS = 1  # per engine: several that start at once may pick the same port
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. ``sets`` are files; ``workers`` engines side by side, each with ``in_flight``
+    """What to measure. ``sets`` are files; ``workers`` engines run side by side, each with ``in_flight``
     questions at a time.
-    """
+
+    ``seconds``: stop asking after that time, engine start included; the rows known by then are reported."""
 
     sets: Sequence[Path]
     strategies: Sequence[StrategySpec]
@@ -44,39 +45,42 @@ class Plan:
     in_flight: int = 4
     workers: int = 1
     compare: bool = True
-    seconds: float | None = (
-        None  # stop asking after so long, engine start included; what is known until then is reported
-    )
+    seconds: float | None = None
 
 
 def run(
     plan: Plan, folder: Path, progress: Progress = lambda done, total: None
 ) -> tuple[list[rows.Row], dict[str, Any]]:
-    """The rows of a plan in the order of sets, questions and strategies, and what served them (``engine``,
-    ``environment``).
+    """Measure the rows of a plan, in order of sets, questions and strategies.
 
-    Rows that ``folder`` already holds are not asked for again; engines start only where some are missing. An
-    engine that ends is started once more. Raises EngineError with the end of its log where it ends again, or
-    where nothing was answered in time: run again with the same folder to go on, or take :func:`known`."""
+    Rows that ``folder`` already holds are not asked for again; engines start only if some are missing. An
+    engine that ends early is started once more.
+
+    Returns:
+        The rows, and a description of what served them (``engine``, ``environment``).
+
+    Raises:
+        EngineError: An engine ended twice (with the end of its log), or nothing was answered in time. Run
+            again with the same folder to go on, or take :func:`known`.
+    """
     keys = _keys(plan)
     rows.claim(folder, _identity(plan))
-    held = rows.read(folder)
-    if any(key not in held or held[key].get("error") for key in keys):
-        wanted = set(keys)
-        done_before = sum(1 for key in wanted if key in held and not held[key].get("error"))
+    before = rows.read(folder)
+    done = {key for key in keys if key in before and not before[key].get("error")}
+    if len(done) < len(set(keys)):
         written = rows.count(folder)
         _work(
             plan,
             folder,
-            lambda: progress(min(len(keys), done_before + rows.count(folder) - written), len(keys)),
+            lambda: progress(min(len(keys), len(done) + rows.count(folder) - written), len(keys)),
         )
     return known(plan, folder)
 
 
 def known(plan: Plan, folder: Path) -> tuple[list[rows.Row], dict[str, Any]]:
-    """What :func:`run` gives, of the rows that there are now. Raises EngineError where there is none."""
-    held = rows.read(folder)
-    found = [held[key] for key in _keys(plan) if key in held]
+    """The same as :func:`run`, of the rows there are now. Raises EngineError if there is none."""
+    by_key = rows.read(folder)
+    found = [by_key[key] for key in _keys(plan) if key in by_key]
     if not found:
         raise EngineError(
             f"No question has been answered in {folder}.", hint="Give it more time; see worker-*.log there."
@@ -91,7 +95,7 @@ def _keys(plan: Plan) -> list[rows.Key]:
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
-    """What rows must have in common to stand in one table."""
+    """What all rows of one table must have in common."""
     engine = {name: getattr(plan.settings, name) for name in ("model", "tokenizer", "dtype", "engine_args")}
     sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
     return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": plan.compare, "sets": sets}
@@ -123,8 +127,7 @@ def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    # Documents serve one question each: memory is enough for them, and every engine needs a port and a folder
-    # of its own.
+    # Documents serve one question each, so they need no disk; every engine needs its own port and folder.
     own = {"port": free_port(), "kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
     settings = plan.settings.model_copy(update=own)
     job = WorkerJob(
@@ -153,8 +156,7 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
     try:
         yield process, log
     finally:
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # its engine's processes are of its session, and all that counts is on disk
+        # the engine's processes belong to its session, and its rows are on disk
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

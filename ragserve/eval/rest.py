@@ -1,4 +1,4 @@
-"""A set over a running server's REST API: the whole product path, and where it loses answers."""
+"""Evaluate a set over a running server's REST API: the whole product, and where it loses answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluate_set(
     limit: int | None,
     out: Path | None,
 ) -> list[Line]:
-    """Print one set's table, write it to ``out``, and give a line for each question and strategy."""
+    """Print one set's table, write it to ``out``, and return a line for each question and strategy."""
     questions = load(path, limit)
     rows, lost, lines, workload = (_retrieved if retrieved else _given)(client, questions, runs)
     workload = {
@@ -69,13 +69,8 @@ def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Opt
                     for outcome in outcomes
                 ]
             lost.append({"strategy": options.label, **losses(retrieved, ceiling)})
-    first = runs[0]
-    return (
-        rows,
-        lost,
-        lines,
-        {"k": first.k, "max_new_tokens": first.max_new_tokens, "concurrency": first.concurrency, **ingestion},
-    )
+    settings = {"k": runs[0].k, "max_new_tokens": runs[0].max_new_tokens, "concurrency": runs[0].concurrency}
+    return rows, lost, lines, settings | ingestion
 
 
 def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Path | None) -> None:
@@ -83,8 +78,9 @@ def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Pa
     report.write(f"eval {workload['set']} {workload['mode']}", workload, rows, out=out, note=note)
     if lost:
         note = (
-            "Percent of all questions; right to lost_reading sum to 100. found: a retrieved passage of a gold document holds the answer. "
-            "lost_reading_context: right with the gold documents alone; lost_reading: wrong even then."
+            "Percent of all questions; right to lost_reading sum to 100. found: a retrieved passage of a "
+            "gold document holds the answer. lost_reading_context: right with the gold documents alone; "
+            "lost_reading: wrong even then."
         )
         path = out.with_name(f"{out.stem}-losses{out.suffix}") if out else None
         report.write(f"eval {workload['set']} losses", workload, lost, out=path, note=note)

@@ -1,6 +1,5 @@
-"""Rows of a running evaluation, on disk as soon as they are known, so that a run that was cut short continues
-where it stopped.
-"""
+"""Rows of a running evaluation, written to disk at once, so that an interrupted run continues where it
+stopped."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ def key(row: Mapping[str, Any]) -> Key:
 
 
 class RowFile:
-    """Appends rows to a file, one JSON object a line, each line in one write. A line that a killed process
-    left unfinished is cut off.
-    """
+    """Appends rows to a file, one JSON object per line and write. Cuts off a line that a killed process left
+    unfinished."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,14 +45,13 @@ class RowFile:
 
 
 def read(folder: Path) -> dict[Key, Row]:
-    """All rows of a folder (``rows-*.jsonl``); of several with one key the one that did not fail, or the
-    latest.
-    """
+    """Read all rows of a folder (``rows-*.jsonl``); of several with one key, the last one that did not
+    fail."""
     found: dict[Key, Row] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if not line.endswith("\n"):
-                continue  # being written, or cut off
+                continue  # still being written, or cut off
             row = json.loads(line)
             if not row.get("error") or key(row) not in found:
                 found[key(row)] = row
@@ -62,25 +59,21 @@ def read(folder: Path) -> dict[Key, Row]:
 
 
 def count(folder: Path) -> int:
-    """Lines written so far, without reading them as rows."""
+    """Count the lines written so far, without parsing them."""
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("rows-*.jsonl"))
 
 
 def claim(folder: Path, what: Mapping[str, Any]) -> None:
-    """Note in a folder what its rows are measurements of. Raises InvalidRequest where it holds rows of
-    something else.
-    """
+    """Record in a folder what its rows measure. Raises InvalidRequest if it holds rows of something else."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"
     wanted = json.loads(json.dumps(what))
     if path.exists():
-        held = json.loads(path.read_text(encoding="utf-8"))
-        sets = held.get("sets", {}) | wanted.get("sets", {})
-        differing = [name for name in wanted if name != "sets" and held.get(name) != wanted[name]]
+        before = json.loads(path.read_text(encoding="utf-8"))
+        sets = before.get("sets", {}) | wanted.get("sets", {})
+        differing = [name for name in wanted if name != "sets" and before.get(name) != wanted[name]]
         differing += [
-            f"set {name}"
-            for name in wanted.get("sets", {})
-            if held.get("sets", {}).get(name, wanted["sets"][name]) != sets[name]
+            f"set {name}" for name, digest in before.get("sets", {}).items() if sets[name] != digest
         ]
         if differing:
             raise InvalidRequest(

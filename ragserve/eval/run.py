@@ -1,7 +1,7 @@
-"""Ask a running server every question of a set and score what comes back.
+"""Ask a running server every question of a set and score the answers.
 
-``given`` sends each row's documents in order: how well the model reads. ``retrieved`` ingests all documents
-of the set into one fresh namespace and asks against it, which adds retrieval; each lost answer is then laid
+``given`` sends each row's documents in order, which measures reading. ``retrieved`` ingests all documents of
+the set into a fresh namespace and asks against it, which adds retrieval; each lost answer is then attributed
 to retrieval or to reading."""
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ragserve.strategy_spec import FORCE, StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 _SEED = 0
-_INGEST_CHARS = 1_000_000  # of text in one request, below every sensible body limit
+_INGEST_CHARS = 1_000_000  # per request, below every sensible body limit
 _INGEST_TEXTS = 200
 Progress = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``strategy`` None is the server's own. ``k`` counts only where passages are retrieved."""
+    """How to ask. ``strategy`` None: the server's default; ``k`` matters only if passages are retrieved."""
 
     strategy: str | None = None
     k: int = 5
@@ -41,21 +41,21 @@ class Options:
 
     @property
     def label(self) -> str | None:
-        """The strategy with its options, as they are written on the command line."""
+        """The strategy with its options, as written on the command line."""
         return self.strategy and StrategySpec(self.strategy, self.strategy_options).label
 
     @property
     def sent(self) -> dict[str, Any] | None:
-        """The options as a server takes them: what is being evaluated is not verified yet."""
+        """The options to send: composed strategies are forced, because what is being evaluated is not
+        verified yet."""
         composed = self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
         return {**self.strategy_options, FORCE: True} if composed else dict(self.strategy_options) or None
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOutcome:
-    """One question, answered or failed. ``found``: a retrieved passage of a gold document holds the answer;
-    None without retrieval.
-    """
+    """The answer to one question, or its failure. ``found``: a retrieved passage of a gold document holds the
+    answer; None without retrieval."""
 
     question: Question
     answer: str
@@ -73,7 +73,7 @@ class AnswerOutcome:
     passages: tuple[RetrievedPassage, ...] = field(default=(), repr=False)
 
     def record(self) -> dict[str, Any]:
-        """As one line of the per-question file."""
+        """Convert to a line of the per-question file."""
         return {
             "id": self.question.id,
             "kind": self.question.kind,
@@ -96,7 +96,8 @@ class AnswerOutcome:
 def ask_given(
     client: Client, questions: Sequence[Question], options: Options, *, gold: bool = False, progress: Progress
 ) -> list[AnswerOutcome]:
-    """Each question with its own documents in order; with ``gold``, with those alone that hold the answer."""
+    """Ask each question with its own documents in order; with ``gold``, only with those that hold the
+    answer."""
 
     def ask(question: Question) -> AnswerOutcome:
         documents = question.gold if gold else question.documents
@@ -110,7 +111,7 @@ def ask_given(
 def ask_retrieved(
     client: Client, namespace: str, questions: Sequence[Question], options: Options, *, progress: Progress
 ) -> list[AnswerOutcome]:
-    """Each question against a namespace that :func:`ingested` filled."""
+    """Ask each question against a namespace that :func:`ingested` filled."""
 
     def ask(question: Question) -> AnswerOutcome:
         try:
@@ -126,11 +127,10 @@ def ask_retrieved(
 def ingested(
     client: Client, questions: Sequence[Question], *, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A fresh namespace with all documents of the questions, each once; dropped at the end. Yields its name
-    and what ingestion took.
+    """Ingest all documents of the questions into a fresh namespace, dropped at the end of the block. Yields
+    its name and the ingestion's figures.
 
-    Raises whatever made ingestion fail; a set that is not wholly indexed is not measured.
-    """
+    Raises whatever made ingestion fail: a set that is not wholly indexed is not measured."""
     namespace = f"eval-{uuid.uuid4().hex[:12]}"
     passages = distinct_passages(questions)
     started = time.perf_counter()
@@ -139,8 +139,7 @@ def ingested(
         for batch in _batches(passages):
             job = client.ingest(namespace, [{"name": p.key, "title": p.title, "text": p.text} for p in batch])
             report = client.wait(job)
-            failed = _failed_items(report)
-            if failed:
+            if failed := report.get("counts", {}).get("failed"):
                 raise RagserveError(
                     f"{failed} of {len(batch)} documents were not indexed: job {job}.",
                     hint="See ragserve's log and the job.",
@@ -149,14 +148,13 @@ def ingested(
             on_progress(done, len(passages))
         yield namespace, {"documents": len(passages), "ingest_s": round(time.perf_counter() - started, 1)}
     finally:
-        with suppress(NotFound):  # nothing was indexed
+        with suppress(NotFound):  # if nothing was indexed
             client.drop_namespace(namespace)
 
 
 def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
-    """Averages over a set: exact match and F1 in percent, tokens and milliseconds per question, failures
-    (which count as wrong).
-    """
+    """Average over a set: exact match and F1 in percent, tokens and milliseconds per question. Failures count
+    as wrong."""
     from ragserve.measuring.report import percentile
 
     n = len(outcomes)
@@ -177,11 +175,11 @@ def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
 
 
 def losses(retrieved: Sequence[AnswerOutcome], ceiling: Sequence[AnswerOutcome]) -> dict[str, Any]:
-    """Where answers go, in percent of all questions; the five shares from ``right`` on sum to 100.
+    """Attribute every question's outcome, in percent; the five shares from ``right`` on sum to 100.
 
-    ``found`` is the share of questions for which a retrieved passage of a gold document holds the answer.
-    ``lost_reading_context`` would have been right with the gold documents alone: too much or too little stood
-    beside them. ``lost_reading`` is wrong even then."""
+    ``found``: questions for which a retrieved passage of a gold document holds the answer.
+    ``lost_reading_context``: right with the gold documents alone, so the other passages misled the model.
+    ``lost_reading``: wrong even then."""
     n = len(retrieved)
     counts = dict.fromkeys(
         ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading"), 0
@@ -228,7 +226,7 @@ def _ask(
 def _outcome(question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...]) -> AnswerOutcome:
     gold = {p.key for p in question.gold}
     from_gold = [p for p in passages if p.source in gold]
-    # Answers such as "yes" stand nowhere in the text: then any passage of a gold document counts as found.
+    # Answers such as "yes" are not in the text: then any passage of a gold document counts as found.
     literal = any(contains_answer(p.text, question.answers) for p in question.gold)
     found = any(contains_answer(p.text, question.answers) for p in from_gold) if literal else bool(from_gold)
     return AnswerOutcome(
@@ -278,10 +276,6 @@ def _batches(passages: Sequence[GivenPassage]) -> Iterator[list[GivenPassage]]:
         chars += size
     if batch:
         yield batch
-
-
-def _failed_items(job: dict[str, Any]) -> int:
-    return int(job.get("counts", {}).get("failed", 0))
 
 
 def _mean(values: Sequence[int]) -> float | None:

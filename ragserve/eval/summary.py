@@ -1,4 +1,4 @@
-"""Averages of an evaluation's rows: one line per set and strategy."""
+"""Average an evaluation's rows: one line per set and strategy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
 
 NOTE = (
-    "em, f1: percent, SQuAD's normalisation; f1_vs_full: points above full on the same questions, +- its standard error. "
-    "kl: KL(full || strategy) of the first answer token in nats over the whole vocabulary, mean and median; agrees: percent with the same "
-    "most likely token. kept, recomputed: percent of the document tokens. ttft: milliseconds, documents on the device."
+    "em, f1: percent, SQuAD's normalisation; f1_vs_full: points above full on the same questions, +- its "
+    "standard error. kl: KL(full || strategy) of the first answer token in nats over the whole vocabulary, "
+    "mean and median; agrees: percent with the same most likely token. kept, recomputed: percent of the "
+    "document tokens. ttft: milliseconds, documents on the device."
 )
 
 SHOWN = (
@@ -37,9 +38,8 @@ SHOWN = (
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line per (set, strategy), in order of first appearance. Failed questions count as wrong and in no
-    other mean.
-    """
+    """Make a line per (set, strategy), in order of first appearance. Failed questions count as wrong, and in
+    no other mean."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["set"], row["strategy"]), []).append(row)
@@ -62,9 +62,8 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def write(
     plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, Any], out: Path | None
 ) -> dict[str, Any]:
-    """Print the table of a run and write its report (see `ragserve.measuring.report`), with the engine that
-    served as ``engine``.
-    """
+    """Print the table of a run and write its report (see `ragserve.measuring.report`). ``served`` as
+    `parallel.run` returns it."""
     workload = {
         "model": Path(plan.settings.model).name,
         "device": served["engine"]["device"],

@@ -1,4 +1,5 @@
-"""What every benchmark prints and writes: where it ran, on what, what it measured, beside which rival."""
+"""The report that every benchmark prints and writes: workload, environment, and a row per measurement and
+rival."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ragserve.files import write_json
 
 _PACKAGES = ("ragserve", "sglang", "torch", "transformers", "faiss-cpu", "sentence-transformers", "numpy")
 
-_LOG_COLUMNS = 200  # of a table that goes to a file
+_LOG_COLUMNS = 200  # width of a table printed to a file
 
 
 def environment() -> dict[str, Any]:
@@ -51,29 +52,10 @@ def _cpu_name() -> str:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between samples."""
+    """The q-th percentile (0 to 100), interpolated linearly."""
     import numpy as np
 
     return float(np.percentile(np.asarray(values, dtype=np.float64), q))
-
-
-def assemble(
-    name: str,
-    workload: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    note: str = "",
-    ran_on: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """``{benchmark, workload, environment, rows, note}``. ``ran_on``: the environment measured, where that is
-    not this process's.
-    """
-    report: dict[str, Any] = {
-        "benchmark": name,
-        "workload": dict(workload),
-        "environment": dict(ran_on or environment()),
-    }
-    return report | {"rows": [dict(row) for row in rows], "note": note}
 
 
 def write(
@@ -86,18 +68,20 @@ def write(
     ran_on: Mapping[str, Any] | None = None,
     shown: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Print ``rows`` as a table and, with ``out``, write what :func:`assemble` makes of them there.
-    ``shown``: columns to print (all).
+    """Print ``rows`` as a table, write the report to ``out`` if given, and return it.
+
+    Args:
+        ran_on: The environment measured, if it is not this process's.
+        shown: Columns to print; all by default.
     """
-    report = assemble(name, workload, rows, note=note, ran_on=ran_on)
+    report = _assemble(name, workload, rows, note, ran_on)
     console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     table = Table()
     columns = list(shown) or list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
-        table.add_column(
-            column, justify="right" if any(isinstance(r.get(column), (int, float)) for r in rows) else "left"
-        )
+        number = any(isinstance(row.get(column), (int, float)) for row in rows)
+        table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     console.print(table)
@@ -111,8 +95,68 @@ def write(
     return report
 
 
-def save(report: Mapping[str, Any], out: Path) -> None:
-    """Write a report as JSON, atomically; the folder is made."""
+class GrowingReport:
+    """A report that is printed row by row and rewritten after each row, so that an aborted run keeps what it
+    measured.
+
+    Rows of an earlier report stay unless a row with the same ``key`` columns is measured again."""
+
+    def __init__(
+        self,
+        name: str,
+        out: Path | None,
+        *,
+        note: str,
+        key: Sequence[str] = (),
+        earlier: Sequence[dict[str, Any]] = (),
+        order: Callable[[dict[str, Any]], Any] = lambda row: 0,
+    ) -> None:
+        """``order``: sort key of all rows; rows that compare equal stay in the order of measurement."""
+        self.workload: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []  # of this run
+        self._name, self._out, self._note = name, out, note
+        self._key, self._earlier, self._order = key, earlier, order
+        self._started = time.monotonic()
+
+    def add(self, row: dict[str, Any], **unprinted: Any) -> None:
+        """Print a row and rewrite the file; ``unprinted`` columns go to the file only."""
+        self.rows.append(row | unprinted)
+        figures = "  ".join(f"{name}: {value}" for name, value in row.items())
+        print(f"{time.monotonic() - self._started:.0f} s  {figures}", flush=True)
+        if self._out is not None:
+            save(_assemble(self._name, self.workload, self._all(), self._note), self._out)
+
+    def show(self, shown: Sequence[str] = ()) -> dict[str, Any]:
+        """Print the whole table and return the report; see :func:`write`."""
+        return write(self._name, self.workload, self._all(), out=self._out, note=self._note, shown=shown)
+
+    def _all(self) -> list[dict[str, Any]]:
+        measured = {self._place(row) for row in self.rows}
+        kept = [row for row in self._earlier if self._place(row) not in measured]
+        return sorted([*kept, *self.rows], key=self._order)
+
+    def _place(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(column) for column in self._key)
+
+
+def _assemble(
+    name: str,
+    workload: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    note: str,
+    ran_on: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    return {
+        "benchmark": name,
+        "workload": dict(workload),
+        "environment": dict(ran_on or environment()),
+        "rows": [dict(row) for row in rows],
+        "note": note,
+    }
+
+
+def save(report: Any, out: Path) -> None:
+    """Write a report as JSON, atomically; creates the folder."""
     write_json(out, report)
 
 

@@ -1,4 +1,4 @@
-"""A real `ragserve serve` in a process of its own, for benchmarks, evaluations and tests."""
+"""Start a real `ragserve serve` in its own process, for benchmarks, evaluations and tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOP_TIMEOUT_S = 30
 
 @dataclass
 class RunningServer:
-    """A server that answers; ``log`` is the file that its output goes to."""
+    """A server that is ready; its output goes to the file ``log``."""
 
     url: str
     data_dir: Path
@@ -33,9 +33,7 @@ class RunningServer:
     log: Path
     start_s: float
     api_key: str | None = None
-    detached: bool = (
-        False  # set it to leave the server running when the block ends; start it with ``outlive`` then
-    )
+    detached: bool = False  # set it to leave a server started with ``outlive`` running when the block ends
 
     def client(self, **options: Any) -> httpx.Client:
         """An HTTP client for it, with its API key."""
@@ -45,9 +43,7 @@ class RunningServer:
         )
 
     def resident_bytes(self) -> int:
-        """Resident memory of all its processes together; pages they share count once for each (an upper
-        bound).
-        """
+        """Resident memory of all its processes: an upper bound, shared pages count once per process."""
         import psutil
 
         parent = psutil.Process(self.process.pid)
@@ -58,11 +54,11 @@ class RunningServer:
 def running_server(
     *, data_dir: Path | None = None, env: dict[str, str] | None = None, outlive: bool = False, **flags: Any
 ) -> Iterator[RunningServer]:
-    """Start `ragserve serve` with the given settings (``port=0``: a free one), wait until /ready, and stop it
-    at the end.
+    """Start `ragserve serve` with the settings ``flags`` (``port=0``: a free one), wait until /ready, and
+    stop it at the end of the block.
 
-    It also stops when the thread that started it dies by other means, a kill for instance, unless it may
-    ``outlive`` it. Raises Unavailable with the end of its log when it does not come up."""
+    The server also stops when the thread that started it dies, for instance by a kill, unless ``outlive``.
+    Raises Unavailable with the end of the log if the server does not come up."""
     with contextlib.ExitStack() as stack:
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
@@ -93,7 +89,7 @@ def running_server(
 
 
 def stop_with_parent() -> None:
-    """In the child: Linux sends it SIGTERM when its parent thread ends (prctl PR_SET_PDEATHSIG)."""
+    """Run in the child: have Linux send it SIGTERM when its parent thread ends (prctl PR_SET_PDEATHSIG)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -117,9 +113,8 @@ def _tail(log: Path, size: int = 4000) -> str:
 
 
 def _stop(server: RunningServer) -> None:
-    """SIGTERM, so that it saves what it has; then SIGKILL to its whole session, so that no engine process is
-    left.
-    """
+    """Send SIGTERM, so that the server saves its state, then SIGKILL to its session, so that no engine
+    process is left."""
     if server.detached:
         return
     process = server.process

@@ -1,1 +1,2 @@
-"""Plain data that `ragserve serve` reads: what was measured of a model on this machine. Imports no engine."""
+"""Measured profiles of a model on this machine, as plain data that `ragserve serve` reads. Imports no
+engine."""

@@ -1,20 +1,19 @@
-"""What a context costs until its first token, on this machine: a model fitted by `ragserve calibrate` and
-used by strategy ``auto``.
+"""Cost model of the time to the first token on this machine, fitted by `ragserve calibrate` and used by
+strategy ``auto``.
 
-Milliseconds, all coefficients at least 0, fitted by least squares of the relative error:
+Milliseconds; all coefficients are at least 0, fitted by least squares of the relative error:
 
-    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)       n prompt tokens, of which the exact prefix cache has the
-    first c composed:  b0 + b1 d + b2 d^2                     d document tokens, for each strategy (with its
-    options) and tier of the documents
+    exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)  n prompt tokens, the first c in the exact prefix cache
+    composed:  b0 + b1 d + b2 d^2                d document tokens, per strategy (with options) and tier
 
-Documents of different tiers count by their share of the tokens; one that is cached nowhere must be prefilled
-first, alone."""
+Documents of different tiers count by their share of the tokens. A document that is cached nowhere is
+prefilled first, alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ragserve.errors import InvalidRequest
@@ -29,8 +28,8 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """One measurement. ``strategy`` empty: exact, ``tokens`` those of the prompt and ``cached`` of them
-    found; else ``tokens`` the documents', all in ``tier``."""
+    """One measurement. Without a ``strategy``: exact prefill of ``tokens`` prompt tokens, ``cached`` of them
+    in the prefix cache. With one: a composed context of ``tokens`` document tokens, all in ``tier``."""
 
     tokens: int
     ms: float
@@ -41,7 +40,7 @@ class CostSample:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A fitted model. ``error`` is the mean relative error over the samples it was fitted to."""
+    """A fitted model; ``error`` is its mean relative error over the samples."""
 
     exact: Coefficients
     composed: Mapping[str, Mapping[str, Coefficients]]
@@ -51,13 +50,12 @@ class Costs:
     date: str
 
     def exact_ms(self, tokens: int, cached: int = 0) -> float:
-        """Prefill of a prompt whose first ``cached`` tokens are in the exact prefix cache."""
+        """Cost of a prompt whose first ``cached`` tokens are in the exact prefix cache."""
         return _dot(self.exact, _exact_terms(tokens, cached))
 
     def composed_ms(self, strategy: str, documents: Sequence[tuple[int, str]]) -> float:
-        """A composed context of (tokens, tier) documents; infinite for a strategy or tier that was not
-        measured.
-        """
+        """Cost of a composed context of (tokens, tier) documents; infinite for an unmeasured strategy or
+        tier."""
         tiers = self.composed.get(strategy)
         total = sum(tokens for tokens, _ in documents)
         if tiers is None or not total:
@@ -65,32 +63,29 @@ class Costs:
         spent = 0.0
         for tier in {tier for _, tier in documents}:
             share = sum(tokens for tokens, other in documents if other == tier) / total
-            known = tiers.get(
-                "device" if tier == ABSENT else tier
-            )  # one that is prefilled first is on the device then
+            # one that is cached nowhere is prefilled first, and then on the device
+            known = tiers.get("device" if tier == ABSENT else tier)
             spent += math.inf if known is None else share * _dot(known, _composed_terms(total))
         return spent + sum(self.exact_ms(tokens) for tokens, tier in documents if tier == ABSENT)
 
 
 def fit(samples: Iterable[CostSample], *, model: str, hardware: str, date: str) -> Costs:
-    """Fit a model. Raises InvalidRequest where there are fewer than three exact samples."""
+    """Fit a model. Raises InvalidRequest for fewer than three exact samples."""
     samples = list(samples)
     exact = [sample for sample in samples if not sample.strategy]
     if len(exact) < 3:
         raise InvalidRequest(
-            f"{len(exact)} measurements of exact prefill are too few to fit a cost model to.",
+            f"{len(exact)} measurements of exact prefill are too few to fit a cost model.",
             hint="Measure at three lengths.",
         )
-    found = Costs(
-        _fitted([_exact_terms(s.tokens, s.cached) for s in exact], exact), {}, 0.0, model, hardware, date
-    )
+    exact_fit = _fitted([_exact_terms(s.tokens, s.cached) for s in exact], exact)
     composed: dict[str, dict[str, Coefficients]] = {}
     for strategy, tier in dict.fromkeys((s.strategy, s.tier) for s in samples if s.strategy):
         group = [s for s in samples if (s.strategy, s.tier) == (strategy, tier)]
         composed.setdefault(strategy, {})[tier] = _fitted([_composed_terms(s.tokens) for s in group], group)
-    whole = Costs(found.exact, composed, 0.0, model, hardware, date)
-    errors = [abs(_predicted(whole, sample) / sample.ms - 1) for sample in samples]
-    return Costs(whole.exact, composed, round(sum(errors) / len(errors), 4), model, hardware, date)
+    costs = Costs(exact_fit, composed, 0.0, model, hardware, date)
+    errors = [abs(_predicted(costs, sample) / sample.ms - 1) for sample in samples]
+    return replace(costs, error=round(sum(errors) / len(errors), 4))
 
 
 def _predicted(costs: Costs, sample: CostSample) -> float:
@@ -100,13 +95,13 @@ def _predicted(costs: Costs, sample: CostSample) -> float:
 
 
 def _fitted(terms: Sequence[Coefficients], samples: Sequence[CostSample]) -> Coefficients:
-    """Non-negative least squares of the relative error: each row is divided by its measurement."""
+    """Solve non-negative least squares of the relative error: each row is divided by its measurement."""
     import numpy as np
     from scipy.optimize import nnls
 
     measured = np.array([sample.ms for sample in samples])
     rows = np.array(terms) / measured[:, None]
-    scale = rows.max(axis=0)  # tokens squared are millions of times larger than 1
+    scale = rows.max(axis=0)  # squared tokens are millions of times larger than 1
     scale[scale == 0] = 1
     solution, _ = nnls(rows / scale, np.ones(len(samples)))
     return _three((solution / scale).tolist())

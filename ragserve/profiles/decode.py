@@ -1,6 +1,5 @@
-"""The context length from which sparse decode steps are faster than dense ones, as `ragserve
-calibrate-decode` found it.
-"""
+"""Decode profile: the context length from which sparse decode steps are faster than dense ones, found by
+`ragserve calibrate-decode`."""
 
 from __future__ import annotations
 
@@ -13,17 +12,13 @@ from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
 
 FILE_NAME = "ragserve-decode.json"
-
-
 VERSION = 1
-
-
-MIN_GAIN = 0.05  # sparse decoding is approximate: less than this is not worth it
+MIN_GAIN = 0.05  # of a dense step's time; sparse decoding is approximate, so a smaller gain is not worth it
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Milliseconds of a decode step at a length of context."""
+    """Milliseconds per decode step at a context of ``tokens`` tokens."""
 
     tokens: int
     dense_ms: float
@@ -32,9 +27,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProfile:
-    """``dense_below``: tokens of context up to which a request had better be dense, measured with ``options``
-    and ``batch`` requests.
-    """
+    """Requests with contexts up to ``dense_below`` tokens should decode densely; measured with ``options``
+    and ``batch`` requests at once."""
 
     dense_below: int
     options: dict[str, Any]
@@ -46,7 +40,8 @@ class DecodeProfile:
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
-    """What decides the cost of a sparse step, as requests say it."""
+    """The request options that determine the cost of a sparse step. Raises InvalidRequest for dense
+    decoding."""
     if settings.decode_mode == "dense":
         raise InvalidRequest(
             "Dense decoding has no length to calibrate.",
@@ -58,11 +53,11 @@ def options_of(settings: Settings) -> dict[str, Any]:
 
 
 def crossover(points: Sequence[Point]) -> int:
-    """The tokens from which on sparse steps take at most ``1 - MIN_GAIN`` of the dense ones' time at all
-    longer lengths measured.
+    """The context length in tokens above which sparse steps take at most ``1 - MIN_GAIN`` of dense ones'
+    time, at all measured lengths.
 
-    Between two lengths the difference is taken to be a line. Shorter than all that was measured: the
-    shortest; nowhere: the longest."""
+    Interpolates linearly between two lengths. If sparse always gains: the shortest length; if it does not at
+    the longest length: the longest."""
     ordered = sorted(points, key=lambda point: point.tokens)
     losses = [point.sparse_ms - (1 - MIN_GAIN) * point.dense_ms for point in ordered]
     losing = [i for i, loss in enumerate(losses) if loss > 0]

@@ -1,27 +1,25 @@
-"""Files of what was measured: JSON with a format version and an entry for every model, by its fingerprint."""
+"""Profile files: JSON with a format version and an entry per model, by its fingerprint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ragserve.errors import InvalidRequest
 from ragserve.files import write_json
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile(Generic[T]):
-    """One kind of such files. ``what`` it is and the ``command`` that makes it are for its errors. ``read``
-    makes a profile of an entry's fields; it may raise KeyError, TypeError, ValueError or AttributeError."""
+    """A kind of profile file. ``what`` it is and the ``command`` that writes it appear in error messages.
+    ``read`` makes a profile from an entry's fields; it may raise KeyError, TypeError, ValueError or
+    AttributeError."""
 
     version: int
     what: str
@@ -29,19 +27,23 @@ class ProfileFile(Generic[T]):
     read: Callable[[dict[str, Any]], T]
 
     def load(self, place: Path, fingerprint: str) -> T | None:
-        """A model's profile, None where there is none. Raises InvalidRequest for a file that holds no such
-        profiles.
-        """
-        entry = self._models(place).get(fingerprint)
+        """Load a model's profile, None if there is none. Raises InvalidRequest for a file that is no such
+        profile file."""
+        entry = self.models(place).get(fingerprint)
         with self._checked(place):
             return None if entry is None else self.read(dict(entry))
 
     def save(self, place: Path, fingerprint: str, profile: T) -> None:
-        """Beside those of other models; atomic. Raises InvalidRequest for a foreign file."""
-        models = self._models(place) | {fingerprint: asdict(profile)}
+        """Write a model's profile, a dataclass; see :meth:`write`."""
+        self.write(place, fingerprint, asdict(profile))  # type: ignore[call-overload]
+
+    def write(self, place: Path, fingerprint: str, entry: Mapping[str, Any]) -> None:
+        """Write a model's entry, atomically, beside others. Raises InvalidRequest for a foreign file."""
+        models = self.models(place) | {fingerprint: dict(entry)}
         write_json(place, {"version": self.version, "models": models})
 
-    def _models(self, place: Path) -> dict[str, Any]:
+    def models(self, place: Path) -> dict[str, Any]:
+        """Entries by fingerprint; empty if there is no file. Raises InvalidRequest for a foreign file."""
         if not place.exists():
             return {}
         with self._checked(place):

@@ -1,16 +1,13 @@
-"""Which composed strategies may answer: those that `ragserve eval --write-gate` has measured to be as good as
-full prefill.
+"""The gate: which composed strategies may answer, by the record of `ragserve eval --write-gate`.
 
-Composed KV is approximate, and how approximate depends on the model, the strategy's options and the data. So
-what was not measured, or was measured and fell short, is refused unless it is forced. The record is a JSON
-file in the data folder; a model's folder may bring one, measured on another machine. It is of the model's
-weights (`EngineInfo.fingerprint`), and counts where they are computed with in the same precision or a finer
-one: what composing changes was compared with full prefill in one engine, and only coarser rounding can add.
-"""
+Composed KV is approximate; how approximate depends on the model, the strategy's options and the data. So a
+strategy that was not measured, or fell short of full prefill, is refused unless forced. The record is a JSON
+file in the data folder; a model's folder may bring one, measured on another machine. It belongs to the
+model's weights (`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed
+and full prefill were compared in one engine, and only coarser rounding can add to the difference."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,28 +16,26 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
-from ragserve.files import write_json
+from ragserve.profiles.file import ProfileFile
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "ragserve-gate.json"
 VERSION = 1
-MIN_QUESTIONS = 100  # of a set: with fewer, two points of F1 are noise
+MIN_QUESTIONS = 100  # per set: with fewer, two points of F1 are noise
 MAX_F1_LOSS = 2.0  # points below full
-MIN_FULL_F1 = (
-    20.0  # percent; where full itself answers less, F1 says nothing and such a set counts only by its KL
-)
-MAX_KL = 0.02  # nats, mean over a set: enough by itself
-MAX_FALLBACKS = 0.01  # share of answers that another strategy gave
-_MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
+# percent; if full itself scores less, F1 is inconclusive and only the KL of such a set counts
+MIN_FULL_F1 = 20.0
+MAX_KL = 0.02  # nats, mean over a set: sufficient by itself
+MAX_FALLBACKS = 0.01  # share of answers given by another strategy
+_MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One set's: F1 in percent, its difference to full in points, KL in nats, tokens kept and recomputed in
-    percent of the documents'.
-    """
+    """Figures of one question set: F1 in percent, its difference from full in points, KL in nats, tokens kept
+    and recomputed in percent of the document tokens."""
 
     n: int
     f1: float
@@ -52,26 +47,31 @@ class Figures:
     failed: int = 0
 
     @property
-    def tells(self) -> bool:
-        """Whether they say anything: full answers enough of the set, the distributions are close, or requests
-        failed.
-        """
-        return (
-            bool(self.failed)
-            or self.f1 - self.f1_vs_full >= MIN_FULL_F1
-            or (self.kl is not None and self.kl <= MAX_KL)
-        )
+    def full_f1(self) -> float:
+        """F1 of full prefill on the same questions, in percent."""
+        return self.f1 - self.f1_vs_full
+
+    @property
+    def close(self) -> bool:
+        """The distributions are so close that F1 need not be."""
+        return self.kl is not None and self.kl <= MAX_KL
+
+    @property
+    def conclusive(self) -> bool:
+        """Full answers enough of the set, the distributions are close, or requests failed."""
+        return bool(self.failed) or self.full_f1 >= MIN_FULL_F1 or self.close
 
     def shortfall(self) -> str | None:
-        """Why these figures verify nothing; None where they do."""
+        """Why these figures verify nothing; None if they verify the strategy."""
         if self.n < MIN_QUESTIONS:
             return f"{self.n} questions, fewer than {MIN_QUESTIONS}"
         if self.failed or self.fallbacks > MAX_FALLBACKS * self.n:
             return f"{self.failed} failed, {self.fallbacks} answered by another strategy"
-        if self.kl is not None and self.kl <= MAX_KL:
+        if self.close:
             return None
-        if self.f1 - self.f1_vs_full < MIN_FULL_F1:
-            return f"full has F1 {self.f1 - self.f1_vs_full:.1f}, which proves nothing, and KL is {_shown(self.kl)}, above {MAX_KL}"
+        if self.full_f1 < MIN_FULL_F1:
+            kl = f"KL is {_shown(self.kl)}, above {MAX_KL}"
+            return f"full has F1 {self.full_f1:.1f}, which proves nothing, and {kl}"
         if self.f1_vs_full < -MAX_F1_LOSS:
             return f"F1 {self.f1:.1f}, {-self.f1_vs_full:.1f} points below full, and KL {_shown(self.kl)}"
         return None
@@ -79,9 +79,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one strategy, written with its options: figures by set, and where, when and how
-    exactly they were measured.
-    """
+    """The record of one strategy with its options: figures by set, and where, when and in which precision
+    they were measured."""
 
     sets: Mapping[str, Figures]
     model: str
@@ -92,26 +91,25 @@ class Entry:
     samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
 
     def shortfalls(self) -> list[str]:
-        """One line for each set on which it falls short. Sets that tell nothing are left out, unless there
-        are no others.
-        """
-        telling = {name: figures for name, figures in self.sets.items() if figures.tells} or self.sets
-        return [f"{name}: {why}" for name, figures in telling.items() if (why := figures.shortfall())]
+        """A line for each set on which the strategy falls short. Inconclusive sets count only if there are no
+        others."""
+        counted = {name: figures for name, figures in self.sets.items() if figures.conclusive} or self.sets
+        return [f"{name}: {why}" for name, figures in counted.items() if (why := figures.shortfall())]
 
     @property
     def verified(self) -> bool:
-        """By its figures: on every set that tells something, and there is one."""
+        """There are figures, and none falls short."""
         return bool(self.sets) and not self.shortfalls()
 
-    def counts_for(self, dtype: str) -> bool:
-        """Whether the figures say something about an engine of this precision (see `EngineInfo.dtype`)."""
-        return self.dtype == dtype or _MANTISSA.get(self.dtype, 99) <= _MANTISSA.get(dtype, 0)
+    def applies_to(self, dtype: str) -> bool:
+        """Whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one measured, or
+        more."""
+        return self.dtype == dtype or _MANTISSA_BITS.get(self.dtype, 99) <= _MANTISSA_BITS.get(dtype, 0)
 
 
 class Gate:
-    """Reads the files, again when they change; of ``places`` earlier ones win. The other arguments are of the
-    engine.
-    """
+    """Reads the record files, and again when they change; earlier ``places`` win. The other arguments
+    describe the engine."""
 
     def __init__(
         self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str, samkv: str = ""
@@ -126,14 +124,13 @@ class Gate:
 
     @classmethod
     def of(cls, settings: Settings, *, model: str, fingerprint: str, dtype: str, samkv: str = "") -> Gate:
-        """Read the data folder's file, then the one that the folder ``model`` may bring. The arguments are
-        those of `EngineInfo`.
-        """
+        """Make a gate of the data folder's record and the one in the folder ``model``. The arguments are
+        `EngineInfo`'s."""
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
         return cls(places, fingerprint, model=Path(model).name, dtype=dtype, samkv=samkv)
 
     def entries(self) -> Mapping[str, Entry]:
-        """Of this model, by strategy. A file that cannot be read counts as absent and is logged."""
+        """The records of this model, by strategy. A file that cannot be read is logged and ignored."""
         stamps = tuple(_stamp(place) for place in self._places)
         if stamps != self._stamps:
             self._entries = {}
@@ -146,31 +143,31 @@ class Gate:
     def verified(self) -> list[str]:
         """The strategies that may answer."""
         return [
-            label for label, entry in self.entries().items() if entry.verified and self._counts(label, entry)
+            label
+            for label, entry in self.entries().items()
+            if entry.verified and entry.applies_to(self._dtype) and self._same_defaults(label, entry)
         ]
 
-    def _counts(self, label: str, entry: Entry) -> bool:
-        return entry.counts_for(self._dtype) and self._same_defaults(label, entry)
-
     def _same_defaults(self, label: str, entry: Entry) -> bool:
-        """Whether the options that the label leaves out were the same when it was measured."""
+        """Whether the options that the label leaves out are the ones it was measured with."""
         return label.partition(":")[0] != "samkv" or entry.samkv == self._samkv
 
     def check(self, label: str) -> None:
-        """Raises InvalidRequest (code ``strategy_not_verified``) with what to do, unless the strategy is
-        verified.
-        """
+        """Raise InvalidRequest (code ``strategy_not_verified``), with what to do, unless the strategy is
+        verified."""
         entry, known = self.entries().get(label), self.verified()
         if label in known:
             return
         if entry is None:
-            reason = f"has not been verified for {self._model}" + (
-                f" (verified: {'; '.join(sorted(known))})" if known else ""
-            )
+            others = f" (verified: {'; '.join(sorted(known))})" if known else ""
+            reason = f"has not been verified for {self._model}{others}"
         elif not self._same_defaults(label, entry):
             reason = f"was measured for {self._model} with another samkv profile than the engine has now"
         elif entry.verified:
-            reason = f"was verified for {self._model} in {entry.dtype}, and this engine computes in {self._dtype}, which is coarser"
+            reason = (
+                f"was verified for {self._model} in {entry.dtype}, "
+                f"and this engine computes in {self._dtype}, which is coarser"
+            )
         else:
             reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
         raise InvalidRequest(
@@ -183,17 +180,15 @@ class Gate:
 
     def _read(self, place: Path) -> dict[str, Entry]:
         try:
-            models = _models(place)
-            return {label: _entry(raw) for label, raw in models.get(self._fingerprint, {}).items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s is not a gate's file and verifies nothing: %r", place, error)
+            return _FILE.load(place, self._fingerprint) or {}
+        except (OSError, InvalidRequest) as error:
+            log.warning("%s verifies nothing: %s", place, error)
             return {}
 
 
 def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
-    """Entries from an evaluation's report (`ragserve.eval.summary`), of strategies that were measured beside
-    `full`.
-    """
+    """Make records from an evaluation's report (`ragserve.eval.summary`), of strategies measured beside
+    `full`."""
     workload, environment = report["workload"], report["environment"]
     groups: dict[str, dict[str, Figures]] = {}
     names = Figures.__dataclass_fields__
@@ -202,11 +197,10 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
             groups.setdefault(row["strategy"], {})[row["set"]] = Figures(
                 **{name: row[name] for name in names}
             )
-    hardware = environment["gpu"] or environment["cpu"]
     where = (
         workload["model"],
         environment["date"],
-        hardware,
+        environment["gpu"] or environment["cpu"],
         workload["dtype"],
         environment["versions"],
         workload.get("samkv profile", ""),
@@ -215,28 +209,20 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
-    """Add entries to a gate's file, replacing those of the same model and strategy; atomic. Raises
-    InvalidRequest for a foreign file.
-    """
-    try:
-        models = _models(place) if place.exists() else {}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{place} is not a gate's file: {error!r}.", hint="Move it away.") from error
-    models.setdefault(fingerprint, {}).update({label: asdict(entry) for label, entry in entries.items()})
-    write_json(place, {"version": VERSION, "models": models})
+    """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises
+    InvalidRequest for a foreign file."""
+    known = _FILE.models(place).get(fingerprint, {})
+    _FILE.write(place, fingerprint, known | {label: asdict(entry) for label, entry in entries.items()})
 
 
-def _models(place: Path) -> dict[str, dict[str, Any]]:
-    raw = json.loads(place.read_text(encoding="utf-8"))
-    if raw["version"] != VERSION:
-        raise ValueError(f"version {raw['version']}, not {VERSION}")
-    return dict(raw["models"])
+def _parsed(raw: dict[str, Any]) -> dict[str, Entry]:
+    return {
+        label: Entry(**fields | {"sets": {name: Figures(**each) for name, each in fields["sets"].items()}})
+        for label, fields in raw.items()
+    }
 
 
-def _entry(raw: Mapping[str, Any]) -> Entry:
-    fields = dict(raw)
-    sets = {str(name): Figures(**figures) for name, figures in fields.pop("sets").items()}
-    return Entry(sets=sets, **fields)
+_FILE = ProfileFile(VERSION, "gate's file", "ragserve eval --write-gate", _parsed)
 
 
 def _stamp(place: Path) -> int:

@@ -1,9 +1,9 @@
-"""The profile of a model: what strategy `samkv` takes where a request says nothing, as `ragserve calibrate`
-found it, and how it was found.
+"""SamKV profile of a model: defaults of strategy `samkv`, found by `ragserve calibrate`, and how they were
+found.
 
-A file beside the model's weights (`place_of`), so that it goes where they go; in the data folder for a model
-whose folder cannot be written or is not there (a hub id). Where both have one the data folder's counts, as
-with the gate's record."""
+The file lies beside the model's weights (`place_of`), so that it goes where they go; or in the data folder,
+for a model whose folder is not writable or does not exist (a hub id). If both have one, the data folder's
+wins, as for the gate's record."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SamkvProfile:
-    """``stable``, ``heads``, ``selection`` and ``options`` as `sglang_ext.context.selection.profile.Profile`
-    has them; ``figures`` and ``probes``: what was measured and on what."""
+    """``stable``, ``heads``, ``selection`` and ``options`` as in
+    `sglang_ext.context.selection.profile.Profile`; ``figures`` and ``probes``: what was measured, and on
+    what."""
 
     stable: list[int]
     heads: list[list[int]]
@@ -42,7 +43,7 @@ class SamkvProfile:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """What the engine reads."""
+        """The part that the engine reads."""
         return {
             "stable": self.stable,
             "heads": self.heads,
@@ -65,11 +66,10 @@ SAMKV = ProfileFile(VERSION, "samkv profile", "ragserve calibrate --part samkv",
 
 
 def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
-    """The one that counts for the settings' model; None, and a warning, where there are only those of other
-    models.
+    """Load the profile of the settings' model; None if there is none, with a warning if the model's folder
+    has only those of other weights.
 
-    Raises InvalidRequest for a file that is no such profile.
-    """
+    Raises InvalidRequest for a file that is no such profile."""
     beside = Path(settings.model) / FILE_NAME
     for place in (settings.data_dir / FILE_NAME, beside):
         found = SAMKV.load(place, fingerprint)
@@ -86,9 +86,8 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
 
 
 def place_of(settings: Settings, fingerprint: str) -> Path:
-    """Where a new one is written: beside the model if that can be, else in the data folder; there, too, where
-    one would hide it.
-    """
+    """Where to write a new profile: beside the model if that folder is writable, else in the data folder;
+    there too if it already has one, which would hide the model's."""
     own = settings.data_dir / FILE_NAME
     if SAMKV.load(own, fingerprint) is not None:
         return own

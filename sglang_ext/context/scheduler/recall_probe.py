@@ -1,5 +1,5 @@
-"""Measures what each way of selecting keeps of the tokens that a question needs, on probes whose needed
-tokens are known.
+"""Recall of the tokens that a question needs, by retrieval head and by choice of stable layers, measured on
+probes whose needed tokens are known.
 
 Documents are prefilled alone, and questions behind what the selector's query pass reads, all through the
 model's own layers in memory (`sglang_ext.analysis.forward`). The selections are the engine's own code. All
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
 
 from sglang_ext.analysis.analyser import Analyser
-from sglang_ext.analysis.document_analysis import Analysis, quantize
+from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.context.rope import Rotation
@@ -27,7 +26,6 @@ from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.samkv import stable_layers
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, PlanError, Span
-from sglang_ext.request_options import SCORINGS
 
 _HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
 
@@ -56,22 +54,6 @@ class RecallQuestion:
     needed: tuple[Span, ...]
 
 
-def candidates() -> list[dict[str, Any]]:
-    """Options of samkv to compare, the defaults of each selection first. With a ``lexical_weight`` of 0
-    attention alone chooses sentences.
-    """
-    attention_alone = {"lexical_weight": 0.0, "title_weight": 0.0}
-    found: list[dict[str, Any]] = []
-    for selection, scorings in SCORINGS.items():
-        for scoring, query, positions in product(scorings, ("last", "mean"), ("original", "adjacent")):
-            experimental = {"scoring": scoring, "question_query": query}
-            options = {"selection": selection, "score_positions": positions}
-            found.append({**options, "experimental": experimental})
-            if selection == "sentences":
-                found.append({**options, "experimental": experimental | attention_alone})
-    return [*found, {"selection": "none"}]
-
-
 class RecallProbe:
     """One prompt of documents with several questions."""
 
@@ -81,14 +63,10 @@ class RecallProbe:
         ids: Sequence[int],
         spans: Sequence[Span],
         questions: Sequence[RecallQuestion],
-        heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Raises PlanError for a probe without documents or questions.
+        """Prefill system text and documents, token ``ids`` cut into ``spans`` as in a plan.
 
-        Args:
-            ids: system text and documents.
-            spans: cut them, as in a plan.
-            heads: retrieval heads, layer and KV head of all ranks; empty for the engine's own.
+        Raises PlanError for a probe without documents or questions.
         """
         if len(spans) < 2 or spans[-1].end != len(ids) or not questions:
             raise PlanError("a probe needs a system text, documents and questions")
@@ -101,13 +79,8 @@ class RecallProbe:
         self._device = torch.device(engine.model_runner.device)
         self._kv: list[Kv] = []  # of the whole prompt by layer, keys at their positions
         self._queries_of: dict[bool, list[dict[str, torch.Tensor]]] = {}
-        own = engine.analyser.own(heads)
-        keys = self._prefill(own)
+        self._prefill()
         self._analyses = [engine.analyse(f"probe:{hash(tuple(part))}", part) for part in self._documents()]
-        if heads:
-            self._analyses = [
-                _with_heads(analysis, own, part) for analysis, part in zip(self._analyses, keys, strict=True)
-            ]
 
     def survey(self) -> dict[str, Any]:
         """``heads`` [questions][layers][kv_heads of all ranks]: recall of needed tokens among the best 5 % by
@@ -123,23 +96,12 @@ class RecallProbe:
             },
         }
 
-    def rows(self, budgets: Sequence[float], stable: Sequence[int]) -> dict[str, Any]:
-        """``rows``: for each candidate its ``options``, the ``recall`` [questions][budgets] of needed tokens
-        and the share ``kept`` [budgets] of the document tokens. ``proportion``: the recall [questions] and
-        the mean share kept where P decides how much, for the built-in stable layers and for ``stable``.
+    def proportion(self, stable: Sequence[int]) -> dict[str, Any]:
+        """For the stable layers ``built_in`` and ``found`` (``stable``): the ``recall`` [questions] of needed
+        tokens and the mean share ``kept`` of the document tokens, where P decides how much.
         """
-        found = []
-        for options in candidates():
-            kept = [self._kept(options | {"keep": budget}, stable) for budget in budgets]
-            recall = [[self._recall(parts[n], n) for parts in kept] for n in range(len(self._questions))]
-            found.append(
-                {"options": options, "recall": recall, "kept": [self._share(parts) for parts in kept]}
-            )
         sets = {"built_in": list(stable_layers(self._shape.layers)), "found": list(stable)}
-        return {
-            "rows": found,
-            "proportion": {name: self._by_proportion(layers) for name, layers in sets.items()},
-        }
+        return {"proportion": {name: self._by_proportion(layers) for name, layers in sets.items()}}
 
     def _by_proportion(self, stable: Sequence[int]) -> dict[str, Any]:
         kept = self._kept({"selection": "shared"}, stable)
@@ -174,30 +136,22 @@ class RecallProbe:
     def _partial(self, options: dict[str, Any]) -> PartialSelection:
         return partial_selection(ContextPlan("compose", "probes", "samkv", self._spans, options), self._shape)
 
-    def _prefill(self, heads: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Fill ``_kv``; return each document's keys of ``heads``, [tokens, heads, head_dim], as stored."""
+    def _prefill(self) -> None:
+        """Fill ``_kv``."""
         shifts = torch.cat(
             [torch.full((span.end - span.start,), span.start, device=self._device) for span in self._spans]
         )
-        keys: list[list[torch.Tensor]] = [[] for _ in self._spans[1:]]
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
             k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
             self._kv.append((self._engine.rotation.rotate(k, shifts), v))
-            for found, state in zip(keys, states[1:], strict=True):
-                found += [state.k[:, head].clone() for at, head in heads if at == layer]
 
-        documents = self._documents()
-        texts = [
-            Text(self._tensor(part), torch.arange(len(part), device=self._device))
-            for part in (self._ids[: self._spans[0].end], *documents)
-        ]
-        run(self._engine.model_runner, texts, observe)
-        dim = self._kv[0][0].shape[-1]
-        return [
-            torch.stack(found, dim=1) if found else torch.empty(len(part), 0, dim)
-            for found, part in zip(keys, documents, strict=True)
-        ]
+        texts = [self._ids[: self._spans[0].end], *self._documents()]
+        run(
+            self._engine.model_runner,
+            [Text(self._tensor(part), torch.arange(len(part), device=self._device)) for part in texts],
+            observe,
+        )
 
     def _documents(self) -> list[list[int]]:
         return [self._ids[span.start : span.end] for span in self._spans[1:]]
@@ -259,8 +213,7 @@ class RecallProbe:
 
 
 def answer(engine: ProbeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer control operation `probe`: ``rows`` for a body with ``budgets``, with its ``heads`` and
-    ``stable`` layers; else ``survey``.
+    """Answer control operation `probe`: ``proportion`` for a body with ``stable`` layers, else ``survey``.
 
     ``ids`` and ``spans`` as in :class:`RecallProbe`; ``questions`` have ``ids`` and ``needed`` each.
     """
@@ -268,26 +221,8 @@ def answer(engine: ProbeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
         RecallQuestion(tuple(map(int, raw["ids"])), tuple(Span(int(a), int(b)) for a, b in raw["needed"]))
         for raw in body["questions"]
     ]
-    probe = RecallProbe(
-        engine,
-        [int(token) for token in body["ids"]],
-        [Span(int(a), int(b)) for a, b in body["spans"]],
-        questions,
-        [(int(layer), int(head)) for layer, head in body.get("heads", ())],
-    )
-    if "budgets" not in body:
+    spans = [Span(int(a), int(b)) for a, b in body["spans"]]
+    probe = RecallProbe(engine, [int(token) for token in body["ids"]], spans, questions)
+    if "stable" not in body:
         return probe.survey()
-    return probe.rows(
-        [float(budget) for budget in body["budgets"]], [int(layer) for layer in body.get("stable", ())]
-    )
-
-
-def _with_heads(analysis: Analysis, heads: Sequence[tuple[int, int]], keys: torch.Tensor) -> Analysis:
-    """The analysis with other retrieval heads, whose ``keys`` are [tokens, heads, head_dim]."""
-    values, scale = quantize(keys)
-    return replace(
-        analysis,
-        heads=torch.tensor(heads, dtype=torch.uint8).view(-1, 2),
-        token_k=values,
-        token_k_scale=scale,
-    )
+    return probe.proportion([int(layer) for layer in body["stable"]])

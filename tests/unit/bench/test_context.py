@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import auto, context
-from ragserve.bench import model_shapes as in_process
-from ragserve.bench import profiler_trace as trace
-from ragserve.bench.context import ContextCase
-from ragserve.bench.context_rows import Measured
+from ragserve.bench import auto, context, model_shapes
+from ragserve.bench.context import ContextCase, cost_samples
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError
@@ -158,30 +155,8 @@ def test_earlier_rows_stay_unless_they_are_measured_again(
     assert len(found) == 6
 
 
-def test_a_trace_in_figures() -> None:
-    def event(cat: str, name: str, start: float, ms: float, **args: Any) -> dict[str, Any]:
-        return {"ph": "X", "cat": cat, "name": name, "ts": start * 1e3, "dur": ms * 1e3, "args": args}
-
-    found = trace.summary(
-        [
-            event("kernel", "gemm", 0, 2),
-            event("kernel", "gemm", 1, 2),  # on another stream at the same time
-            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 5, 1, bytes=2**20),
-            event("cuda_runtime", "cudaLaunchKernel", 0, 0.5),
-            event("cuda_driver", "cuGraphLaunch", 0, 0.5),
-            event("cuda_runtime", "cudaStreamSynchronize", 3, 1),
-            event("cpu_op", "aten::mm", 0, 1),
-            {"ph": "M", "name": "process_name"},
-        ]
-    )
-    assert (found["device span ms"], found["device busy ms"], found["kernels"]) == (6.0, 4.0, 2)
-    assert (found["launches"], found["graphs"], found["waits"]) == (2, 1, {"cudaStreamSynchronize": [1, 1.0]})
-    assert found["copies, MiB, ms"] == {"Memcpy HtoD (Pinned -> Device)": [1, 1.0, 1.0]}
-    assert found["kernels by time"] == {"gemm": [2, 4.0]}
-
-
 def test_bytes_per_token_of_a_shape() -> None:
-    assert in_process.kv_bytes_per_token("llama-3.1-8b") == 128 * 1024
+    assert model_shapes.kv_bytes_per_token("llama-3.1-8b") == 128 * 1024
 
 
 class Caching(Engine):
@@ -197,14 +172,20 @@ class Caching(Engine):
 
 @pytest.mark.parametrize(("composed_ms", "chosen"), [(20.0, "samkv"), (99.0, "prefix")])
 def test_auto_chooses_by_what_the_run_measured(composed_ms: float, chosen: str) -> None:
-    measured = Measured(None, {})
+    measured: list[dict[str, Any]] = []
     for length in (64, 640):
         place = {"context tokens": length, "document tokens": 16}
-        measured.add(place | {"strategy": "full", "tier": None, "ttft ms": 100.0 * length / 64})
-        measured.add(place | {"strategy": "prefix, question new", "tier": None, "ttft ms": 5.0})
-        measured.add(place | {"strategy": "some", "tier": "device", "ttft ms": composed_ms * length / 64})
-        measured.add(place | {"strategy": "other", "tier": "device", "ttft ms": 1.0})
-    samples = measured.samples({"some": "samkv:keep=0.15"}, 32, 32)
+        measured.append(place | {"strategy": "full", "tier": None, "ttft ms": 100.0 * length / 64})
+        measured.append(place | {"strategy": "prefix, question new", "tier": None, "ttft ms": 5.0})
+        measured.append(place | {"strategy": "some", "tier": "device", "ttft ms": composed_ms * length / 64})
+        measured.append(place | {"strategy": "other", "tier": "device", "ttft ms": 1.0})
+        measured.append(place | {"strategy": "some", "tier": "disk", "error": "failed"})
+    cases = (
+        *context.CASES[:2],
+        ContextCase("some", "samkv", {"keep": 0.15}),
+        ContextCase("other", "concat"),
+    )
+    samples = cost_samples(measured, cases)
     assert {(sample.tokens, sample.cached) for sample in samples if not sample.strategy} == {
         (128, 0),
         (128, 96),

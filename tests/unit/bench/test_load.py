@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from ragserve.bench import load
-from ragserve.bench import open_loop as offered
 from ragserve.bench.load import Effort
-from ragserve.bench.open_loop import LoadOutcome, arrival_times, offer
+from ragserve.bench.open_loop import SEED, LoadOutcome, arrival_times, offer
 from ragserve.bench.retrieval_trace import read_trace
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
@@ -194,11 +193,11 @@ def test_a_query_may_have_the_passages_of_the_next_ones_too(tmp_path: Path) -> N
 
 
 def measured(engine: Engine, folder: Path, strategies: str, effort: Effort) -> list[dict[str, Any]]:
-    found = load._Report(folder / "load.json", "embedded", effort)
+    report = load._report(folder / "load.json", "embedded", effort)
     engine.free_at = 0.0
 
     async def work() -> None:
-        await load._Load(engine, trace_of(folder), effort, effort.seconds, found).run(parse(strategies))
+        await load._Load(engine, trace_of(folder), effort, effort.seconds, report).run(parse(strategies))
 
     run(work())
     return list(json.loads((folder / "load.json").read_text())["rows"])
@@ -274,4 +273,4 @@ def test_a_share_of_late_requests_is_tolerated() -> None:
     assert outcome.within(2.0)
     assert not LoadOutcome(1.0, 300, ttft_s=[0.1] * 296 + [9.0] * 4, last=[]).within(2.0)
     assert not LoadOutcome(1.0, 2, ttft_s=[0.1]).within(2.0), "an answer is missing"
-    assert offered.SEED == 0
+    assert SEED == 0

@@ -60,3 +60,10 @@ def test_check_says_so_and_changes_nothing(tmp_path: Path, capsys: pytest.Captur
     assert readme.main([str(path)]) == 0
     assert readme.main([str(path), "--check"]) == 0
     assert "`top_k` | `5`" in path.read_text()
+
+
+def test_a_settings_section_may_name_its_settings(tmp_path: Path) -> None:
+    made = readme.rewritten("<!-- table: settings top_k, port -->\n<!-- /table -->\n", tmp_path)
+    assert [line.split("|")[1].strip() for line in made.splitlines()[3:5]] == ["`top_k`", "`port`"]
+    with pytest.raises(InvalidRequest, match="no setting 'top'"):
+        readme.settings_table(["top"])

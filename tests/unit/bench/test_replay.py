@@ -71,7 +71,7 @@ def test_bad_traces_are_refused(tmp_path: Path) -> None:
         traces.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
     (tmp_path / "t.trace.jsonl").write_text("{")
     (tmp_path / "t.docs.jsonl").write_text(json.dumps(document))
-    with pytest.raises(InvalidRequest, match="cannot be read"):
+    with pytest.raises(InvalidRequest, match="not JSON"):
         traces.read_trace(tmp_path / "t.trace.jsonl", 1, DEFAULT_MODEL)
     with pytest.raises(InvalidRequest, match="needs a trace"):
         replay.run(None)

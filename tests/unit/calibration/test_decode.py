@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ragserve.bench import decode
 from ragserve.calibration.decode import lengths, measure
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.server_args import server_args
 from ragserve.errors import EngineError, InvalidRequest
+from ragserve.measuring.engine_run import decode_step
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
 from sglang_ext.documents.build import model_fingerprint
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
@@ -84,10 +84,9 @@ class Machine:
 
 def test_steps_are_timed_over_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, lines = Machine(), []
-    original = decode.step_seconds
     monkeypatch.setattr(
-        "ragserve.calibration.decode.step_seconds",
-        lambda *a, **k: original(*a, **k, clock=lambda: machine.now),
+        "ragserve.calibration.decode.decode_step",
+        lambda *a, **k: decode_step(*a, **k, clock=lambda: machine.now),
     )
     found = asyncio.run(measure(machine, OPTIONS, batch=2, max_tokens=6000, tokens=12, report=lines.append))  # type: ignore[arg-type]
     assert [point.tokens for point in found] == [1024, 2048, 4096, 6000]
@@ -104,9 +103,7 @@ def test_requests_that_decode_one_after_another_are_not_timed() -> None:
         for ids in ([1] * 100, [2] * 100):
             async for _ in machine.generate(GenerateRequest("a", ids, "n")):
                 pass
-        await decode.step_seconds(
-            machine, [[1] * 100, [2] * 100], {"mode": "dense"}, tokens=12, clock=lambda: 0.0
-        )  # type: ignore[arg-type]
+        await decode_step(machine, [[1] * 100, [2] * 100], {"mode": "dense"}, tokens=12, clock=lambda: 0.0)  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="did not decode at the same time"):
         asyncio.run(run())

@@ -17,10 +17,7 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import KINDS, Probe, make
 from ragserve.calibration.samkv import (
-    BUDGETS,
-    Candidate,
     ProbeSchedule,
-    best_options,
     better,
     find,
     heads_of,
@@ -118,58 +115,15 @@ def test_other_heads_take_over_where_they_find_more() -> None:
     assert heads_of(noisy, [[0, 0]]) == [[0, 0]], "better by chance only"
 
 
-def candidate(recall: list[float], kept: float = 0.05, **options: Any) -> Candidate:
-    return Candidate(
-        {"selection": "shared", **options}, [[value] * 3 for value in recall], [[kept, 0.15, 0.3]]
-    )
-
-
 def test_a_default_stays_unless_something_is_better_by_more_than_chance() -> None:
     low, high, noisy = [0.1] * 8, [0.4, 0.5] * 4, [0.0, 0.9, 0.0, 0.1] * 2
     assert better(high, low)
     assert not better(noisy, low)
     assert not better(low, low)
 
-    def scored(scoring: str) -> dict[str, Any]:
-        return {
-            "score_positions": "original",
-            "experimental": {"scoring": scoring, "question_query": "last"},
-        }
-
-    group = [candidate(low, **scored("raw")), candidate(noisy, **scored("zscore"))]
-    assert best_options(group) == ("shared", {"shared": scored("raw")})
-    group.append(candidate(high, **scored("softmax")))
-    assert best_options(group) == ("shared", {"shared": scored("softmax")})
-    none = Candidate({"selection": "none"}, [[1.0] * 3] * 8, [[0.2, 0.2, 0.2]])
-    assert none.scores() == pytest.approx([1 / 3] * 8), "it keeps more than two of the budgets"
-    assert best_options([none, *group])[0] == "shared"
-
-
-def test_sentences_are_compared_by_attention_alone_too() -> None:
-    """Where words find all that is asked for, and options of attention are all the same, what attention finds
-    by itself decides.
-    """
-    same = [1.0] * 8
-    group = []
-    for query, alone in (("last", 0.2), ("mean", 0.6)):
-        group += [
-            candidate(same, selection="sentences", experimental={"question_query": query}),
-            candidate(
-                [alone] * 8,
-                selection="sentences",
-                experimental={"question_query": query, "lexical_weight": 0.0},
-            ),
-        ]
-    assert best_options([*group, candidate([0.5] * 8)]) == (
-        "sentences",
-        {"sentences": {"experimental": {"question_query": "mean"}}},
-    )
-
 
 class Engine:
-    """Answers as an engine whose last layer is stable, whose head 1.1 finds everything, and whose keys near
-    the question do.
-    """
+    """Answers as an engine whose last layer is stable and whose head 1.1 finds everything."""
 
     def __init__(self, with_found: float = 0.5) -> None:
         """``with_found``: recall where P decides over the stable layers that were found; 0.5 over the
@@ -182,47 +136,32 @@ class Engine:
         assert operation == "probe"
         self.asked.append(body)
         count = len(body["questions"])
-        if "budgets" not in body:
+        if "stable" not in body:
             heads = [[[0.1, 0.2], [0.3, 1.0]]] * count
             return {
                 "heads": heads,
                 "stable": [[0.0, 2.0], [1.0, 3.0]],
                 "built_in": {"stable": [0], "heads": [[0, 0]]},
             }
-        rows = [
-            {
-                "options": {
-                    "selection": "shared",
-                    "score_positions": where,
-                    "experimental": {"scoring": "raw"},
-                },
-                "recall": [[r] * 3] * count,
-                "kept": [0.05, 0.15, 0.3],
-            }
-            for where, r in (("original", 0.3), ("adjacent", 0.8))
-        ]
         recalls = {"built_in": 0.5, "found": self._with_found}
-        proportion = {name: {"recall": [value] * count, "kept": 0.2} for name, value in recalls.items()}
-        return {"rows": rows, "proportion": proportion}
+        return {
+            "proportion": {name: {"recall": [value] * count, "kept": 0.2} for name, value in recalls.items()}
+        }
 
 
 def test_an_engine_is_asked_about_every_set_and_the_best_is_chosen(probe: Probe) -> None:
     engine, lines = Engine(), []
     found = asyncio.run(find(engine, [probe, probe], lines.append))  # type: ignore[arg-type]
-    assert (found.stable, found.heads, found.selection) == ([1], [[1, 1]], "shared")
-    assert found.options == {"shared": {"score_positions": "adjacent", "experimental": {"scoring": "raw"}}}
-    assert [("budgets" in body, body.get("heads")) for body in engine.asked] == [(False, None)] * 2 + [
-        (True, [[1, 1]])
-    ] * 2
-    assert engine.asked[2]["budgets"] == list(BUDGETS)
+    assert (found.stable, found.heads) == ([1], [[1, 1]])
+    assert [body.get("stable") for body in engine.asked] == [None, None, [1], [1]]
     assert engine.asked[0]["questions"][0]["needed"] == probe.questions[0].needed
     assert len(lines) == 5
     written = json.loads(json.dumps(found.figures))
     assert written["heads"]["1.1"] == 1.0
-    assert [row["score"] for row in written["selections"]] == [0.3, 0.8]
+    assert written["proportion"]["found"] == {"kept": 0.2, "recall": 0.5}
     text = "\n".join(table(found))
-    assert "chosen: selection=shared" in text
-    assert text.index("positions=adjacent") < text.index("positions=original"), "best first"
+    assert "stable layers 1 (built in: 0)" in text
+    assert "retrieval heads 1.1 (built in: 0.0)" in text
 
 
 def test_stable_layers_that_find_less_are_not_taken(probe: Probe) -> None:

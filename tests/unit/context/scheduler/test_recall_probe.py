@@ -15,7 +15,7 @@ from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.scheduler.recall_probe import ProbeEngine, answer, candidates
+from sglang_ext.context.scheduler.recall_probe import ProbeEngine, answer
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
@@ -64,55 +64,22 @@ def measure(engine: ProbeEngine, **more: Any) -> dict[str, Any]:
 def test_recall_is_the_share_of_needed_tokens_that_is_kept(
     engine: ProbeEngine,
 ) -> None:
-    found = measure(engine, heads=[[1, 0]], stable=[0], budgets=[10 / 360, 0.5, 1.0])
-    rows = found["rows"]
-    assert [row["options"] for row in rows] == candidates(), (
-        "all of them, whatever the running engine's profile says"
-    )
-    for row in rows:
-        options, recall, kept = row["options"], row["recall"], row["kept"]
-        assert recall[0] == recall[1], "the same question twice"
-        if options["selection"] == "none":
-            assert recall[0] == [0.0] * 3, "what is needed lies between initial and local blocks"
-            continue
-        assert kept[1:] == pytest.approx([0.5, 1.0])
-        assert recall[0][2] == 1.0
-        if options["selection"] == "sentences":
-            assert kept[0] == pytest.approx(10 / 360)
-            if "lexical_weight" not in options["experimental"]:
-                assert recall[0][1] > 0.8, (
-                    "the rare word finds the sentence, for all that random weights look at"
-                )
-    assert set(found["proportion"]) == {"built_in", "found"}
-    assert len(found["proportion"]["found"]["recall"]) == 2
+    found = measure(engine, stable=[0])["proportion"]
+    assert set(found) == {"built_in", "found"}, "whatever the running engine's profile says"
+    for row in found.values():
+        assert row["recall"][0] == row["recall"][1], "the same question twice"
+        assert 0 <= row["recall"][0] <= 1
+        assert 0 < row["kept"] <= 1
+    built_in = measure(engine, stable=[LAYERS - 1])["proportion"]
+    assert built_in["found"] == built_in["built_in"] == found["built_in"]
 
 
-def test_the_heads_given_are_those_that_choose(engine: ProbeEngine) -> None:
-    """By attention alone, one head's sentences are another's no more; by itself a head finds what the survey
-    says of it.
-    """
-    budget = [0.05]
+def test_a_survey_covers_every_head_and_layer(engine: ProbeEngine) -> None:
     survey = measure(engine)
     assert torch.tensor(survey["heads"]).shape == (2, LAYERS, KV_HEADS)
+    assert survey["heads"][0] == survey["heads"][1], "the same question twice"
     assert len(survey["built_in"]["heads"]) == 1
     assert survey["built_in"]["stable"] == [LAYERS - 1]
-    alone = {
-        "selection": "sentences",
-        "score_positions": "original",
-        "experimental": {
-            "scoring": "keys",
-            "question_query": "last",
-            "lexical_weight": 0.0,
-            "title_weight": 0.0,
-        },
-    }
-    for layer in range(LAYERS):
-        for head in range(KV_HEADS):
-            rows = measure(engine, heads=[[layer, head]], budgets=budget)["rows"]
-            recall = next(row["recall"] for row in rows if row["options"] == alone)
-            assert recall[0][0] == pytest.approx(survey["heads"][0][layer][head], abs=0.11), (
-                "but for keys of eight bits"
-            )
 
 
 def test_a_probe_without_documents_or_questions_is_refused(

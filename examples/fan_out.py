@@ -1,4 +1,4 @@
-"""Measurements that each need a process, and perhaps a GPU, of their own."""
+"""Run measurements that each need a process, and perhaps a GPU, of their own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 
 
 def fan_out(commands: Mapping[str, Sequence[str]], gpus: int) -> list[str]:
-    """Run the commands, ``gpus`` at a time, each on a GPU of its own (with 1, one after the other); names of
-    those that failed.
-    """
+    """Run the commands, ``gpus`` at a time, each on its own GPU; returns the names of those that failed."""
     waiting = list(commands.items())
     running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
     failed = []
