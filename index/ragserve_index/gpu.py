@@ -41,7 +41,7 @@ class GpuMirror:
         self._copies: WeakKeyDictionary[Structure, tuple[int, Any]] = WeakKeyDictionary()
 
     def search(self, structure: Structure, queries: Floats, k: int) -> Results:
-        """As :meth:`Structure.search` without a selection. The caller holds the index's read lock."""
+        """Search as :meth:`Structure.search` without a selection. The caller holds the index's read lock."""
         if structure.name not in ON_GPU or k > MAX_K:
             return structure.search(queries, k)
         with self._lock:

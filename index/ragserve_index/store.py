@@ -35,7 +35,7 @@ from ragserve_index.types import (
 
 
 class IndexStore:
-    """One data directory. Thread-safe, and safe with other processes that use the same directory.
+    """The store of a data directory. Thread-safe, and safe with other processes that use the same directory.
 
     Raises the errors of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
     ``chunk_not_found``), InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and
@@ -297,7 +297,7 @@ class IndexStore:
             return registry.namespace(connection, name)
 
     def _chosen(self, name: str | None) -> list[registry.Namespace]:
-        """One namespace, or all."""
+        """The named namespace, or all."""
         if name is not None:
             return [self._namespace(name)]
         with self.database.read() as connection:

@@ -138,8 +138,8 @@ class TierStore:
             return on_host, "host" if on_host else "absent"
 
     def room(self) -> dict[str, Any]:
-        """What a warm-up paces itself by: the lowest tier, its budget, the write queue in page bytes, and
-        faults so far.
+        """Figures by which a warm-up paces itself: the lowest tier, its budget, the write queue in page
+        bytes, and faults so far.
         """
         with self._tiers.open() as tiers:
             disk = tiers.disk is not None

@@ -1,4 +1,4 @@
-"""One namespace's index in this process: opened from its file, kept up with the registry, rebuilt, saved.
+"""A namespace's index in this process: opened from its file, kept up with the registry, rebuilt, saved.
 
 The registry is the truth and the index follows it. A version is applied as a whole under the write lock, so
 that a search, which holds the read lock, always sees one committed version. Three locks, always taken in this
