@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
@@ -96,8 +96,12 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 def _help(name: str) -> str:
     field = Settings.model_fields[name]
-    default = "" if field.default in (None, ...) or name in _OBJECTS else f" [default: {field.default}]"
-    return (field.description or "") + default
+    parts = [field.description or ""]
+    if get_origin(field.annotation) is Literal:
+        parts.append(f"One of {', '.join(map(str, get_args(field.annotation)))}.")
+    if field.default not in (None, ...) and name not in _OBJECTS:
+        parts.append(f"Default: {field.default}.")
+    return " ".join(parts)
 
 
 def _flag_type(annotation: Any) -> Any:

@@ -65,8 +65,9 @@ class FilePlanner:
         except RagserveError as error:
             return PlannedFile(source, Failed(str(error), error.code))
         metadata = {"url": source, **self._metadata}
-        parts = {"ext": got.ext, "url": got.url, "charset": got.charset}
-        return self._planned(source, str(got.path), got.filename, metadata, **parts)
+        return self._planned(
+            source, str(got.path), got.filename, metadata, ext=got.ext, url=got.url, charset=got.charset
+        )
 
     def _planned(
         self,

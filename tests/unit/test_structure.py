@@ -15,6 +15,7 @@ import pytest
 from ragserve.bench import curves
 from ragserve.bench.readme import rewritten
 from ragserve.config import Settings
+from sglang_ext.protocol import SGLANG_VERSION
 
 REPO = Path(__file__).resolve().parents[2]
 ROOMS = {
@@ -268,6 +269,12 @@ def test_the_build_ships_every_package() -> None:
     for room, folder in ROOMS.items():
         assert (folder / "py.typed").exists(), room
         assert "py.typed" in config["package-data"][room]
+
+
+def test_the_pinned_sglang_is_the_one_that_the_hooks_are_written_for() -> None:
+    for name in ("cpu.txt", "product.txt"):
+        pins = (REPO / "requirements" / name).read_text().split()
+        assert f"sglang=={SGLANG_VERSION}" in pins, name
 
 
 def test_readme_tables_are_in_sync() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ragserve_index import JobStore
 from ragserve_index.types import Job
 
-OUTCOMES = ("indexed", "unchanged", "failed", "skipped", "removed", "warmed")
+_FILES = ("total", "indexed", "unchanged", "failed", "skipped", "removed", "warmed")
 
 
 class Interrupted(Exception):
@@ -41,10 +41,12 @@ class Progress:
         return self.indexed + self.unchanged + self.failed + self.skipped + self.warmed
 
 
-def progress_of(job: Job, **counts: int) -> Progress:
+def progress_of(job: Job, *, chunks: int = 0, tokens: int = 0) -> Progress:
     """Progress of a job as recorded so far: at its scan, before an interruption, or by another process."""
-    done = {outcome: job.counts.get(outcome, 0) for outcome in OUTCOMES if outcome != "removed"}
-    return Progress(total=job.n_items, **done, **counts)
+    progress = Progress(total=job.n_items, chunks=chunks, tokens=tokens)
+    for outcome in ("indexed", "unchanged", "failed", "skipped", "warmed"):
+        setattr(progress, outcome, job.counts.get(outcome, 0))
+    return progress
 
 
 def failures_of(jobs: JobStore, job_id: str, *states: str) -> tuple[tuple[str, str], ...]:
@@ -74,7 +76,7 @@ class JobReport:
         """The report as plain data; rates are per second of the whole run."""
         counts = {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(self.progress).items()}
         del counts["current"]
-        files = {name: counts.pop(name) for name in ("total", *OUTCOMES)}
+        files = {name: counts.pop(name) for name in _FILES}
         seconds = max(self.seconds, 1e-9)
         return {
             "job_id": self.job_id,

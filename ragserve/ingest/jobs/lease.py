@@ -91,7 +91,7 @@ def run_leased(
     job_id: str,
     work: Callable[[JobRun], None],
     *,
-    finish: Callable[[Job, str, str | None], None] | None = None,
+    finish: Callable[[Job, str, str | None], object] | None = None,
     failures: tuple[str, ...] = ("failed",),
     on_progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
@@ -112,7 +112,7 @@ def run_leased(
         Conflict: It runs elsewhere, was taken over, or is over.
     """
     started = time.monotonic()
-    finish = finish or (lambda job, state, error: jobs.finish(job.job_id, state, error))
+    record = finish or (lambda job, state, error: jobs.finish(job.job_id, state, error))
     stop = stop or threading.Event()
     worker = worker_name()
     job = _claim(jobs, job_id, worker, stop if wait else None)
@@ -132,12 +132,12 @@ def run_leased(
                 ) from None
             state = "cancelled" if lease.cancelled else "interrupted"
         except Exception as failure:
-            finish(job, "failed", str(failure))
+            record(job, "failed", str(failure))
             raise
         if state == "interrupted":
             lease.release()
         else:
-            finish(job, state, None)
+            record(job, state, None)
     seconds = time.monotonic() - started
     return JobReport(job_id, job.namespace, state, seconds, progress, failures_of(jobs, job_id, *failures))
 

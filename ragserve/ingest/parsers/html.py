@@ -11,48 +11,11 @@ from ragserve.ingest.parsers.charset import decode
 
 _META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
-_BLOCKS = frozenset(
-    [
-        "address",
-        "article",
-        "aside",
-        "blockquote",
-        "br",
-        "caption",
-        "dd",
-        "details",
-        "dialog",
-        "div",
-        "dl",
-        "dt",
-        "fieldset",
-        "figcaption",
-        "figure",
-        "footer",
-        "form",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "h6",
-        "header",
-        "hr",
-        "li",
-        "main",
-        "nav",
-        "ol",
-        "p",
-        "pre",
-        "section",
-        "summary",
-        "table",
-        "td",
-        "th",
-        "tr",
-        "ul",
-    ]
+_BLOCK_TAGS = (
+    "address article aside blockquote br caption dd details dialog div dl dt fieldset figcaption figure "
+    "footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section summary table td th tr ul"
 )
+_BLOCKS = frozenset(_BLOCK_TAGS.split())
 # characters; below that, trafilatura has often taken a caption or a cookie notice for the article
 _MIN_MAIN_TEXT = 200
 
