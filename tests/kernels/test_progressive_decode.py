@@ -217,7 +217,7 @@ def test_achieved_weight_against_the_threshold(
             for h in range(2):
                 k = batch.values(batch.k, b, tokens)[:, h].double().cpu()
                 scores = batch.q[b, 2 * h : 2 * h + 2].double().cpu() @ k.T / 8
-                logs = block_logs(scores, torch.arange(94), block_size, 1500)
+                logs = block_logs(scores, torch.arange(n_blocks), block_size, n_tokens)
                 truth.append(torch.softmax(logs, -1))
                 # exact for the first head of the group only: one ranking cannot be right for both
                 order = (
