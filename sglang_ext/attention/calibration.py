@@ -76,7 +76,7 @@ def make_passkeys(
 
 
 class GatedModel:
-    """A frozen Hugging Face causal model that mixes full and streaming attention by gates [layers, kv_heads]."""
+    """A frozen Hugging Face model that mixes full and streaming attention by gates [layers, kv_heads]."""
 
     def __init__(self, path: str, *, device: str = "cpu", sink: int = 64, local: int = 256) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer

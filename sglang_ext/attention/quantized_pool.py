@@ -160,7 +160,7 @@ def cell_bytes(
 ) -> int:
     """Return the bytes of a token's slot with sparse decoding.
 
-    ``plain``: SGLang's count for K and V in all layers. Page statistics are included, and with 8 or 4 bits the
+    ``plain``: SGLang's count for K and V in all layers. Page statistics are included, with 8 or 4 bits the
     scales and the workspace."""
     statistics = plain * (1 / logical_page + 1 / page_size / 2)
     if bits == 16:

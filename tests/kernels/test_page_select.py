@@ -211,13 +211,13 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
 @pytest.mark.parametrize("naive", [False, True], ids=["kernel", "naive"])
 def test_budgets_and_reuse_by_request(device: torch.device, naive: bool) -> None:
     """Every request has its own budget, and one that is not active keeps its selection."""
-    case = Case(device, [200, 90, 333, 64], per_block=2)
+    case = Case(device, [200, 90, 333, 64], per_block=2, heads=2, kv_heads=1)
     budgets = [3, 9, 7, 2]
     with forced_naive(naive):
         alone = [case.select(budget_tokens=16 * budget) for budget in budgets]
         into = PageSelection(
-            torch.full((4, 2, 9), 7, dtype=torch.int32, device=device),
-            torch.full((4, 2), 5, dtype=torch.int32, device=device),
+            torch.full((4, 1, 9), 7, dtype=torch.int32, device=device),
+            torch.full((4, 1), 5, dtype=torch.int32, device=device),
         )
         got = case.select(
             budget_tokens=16 * 9,
@@ -240,7 +240,7 @@ def test_budgets_and_reuse_by_request(device: torch.device, naive: bool) -> None
 def test_layers_in_one_call_are_those_of_a_call_each(device: torch.device, scoring: str, naive: bool) -> None:
     """Into a slice of wider tables, some requests left out, budgets of their own; and ranked."""
     lens, width = [200, 90, 333], 8
-    case = Case(device, lens, per_block=2, scoring=scoring)
+    case = Case(device, lens, per_block=2, scoring=scoring, heads=2, kv_heads=1)
     q = torch.stack([case.q, -case.q, 2 * case.q.flip(0)])
 
     def layered(part: torch.Tensor | None) -> torch.Tensor | None:
@@ -253,8 +253,8 @@ def test_layers_in_one_call_are_those_of_a_call_each(device: torch.device, scori
         "active": torch.tensor([1, 0, 1], dtype=torch.int32, device=device),
     }
     wide = PageSelection(
-        torch.full((3, 5, 2, width), 7, dtype=torch.int32, device=device),
-        torch.full((3, 5, 2), 6, dtype=torch.int32, device=device),
+        torch.full((3, 5, 1, width), 7, dtype=torch.int32, device=device),
+        torch.full((3, 5, 1), 6, dtype=torch.int32, device=device),
     )
     into = PageSelection(wide.blocks[:, :3], wide.counts[:, :3])
     with forced_naive(naive):

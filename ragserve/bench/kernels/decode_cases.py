@@ -73,8 +73,11 @@ class DecodeCase:
         from ragserve_kernels.page_select import KeySummary, page_select
 
         per_page = max(1, self.page // LOGICAL)
-        keys = (layer.k_center, None) if scoring == "center" else (layer.k_max, layer.k_min)
-        return page_select(layer.q, self.paged, KeySummary(*keys, per_page), budget_tokens=budget_tokens)
+        center = scoring == "center"
+        keys = KeySummary(
+            layer.k_center if center else layer.k_max, None if center else layer.k_min, per_page
+        )
+        return page_select(layer.q, self.paged, keys, budget_tokens=budget_tokens)
 
 
 def add_summaries(layer: Layer, page: int) -> None:

@@ -148,7 +148,6 @@ def runtime_of(config: AttentionConfig | None = None) -> tuple[Any, Backend, Sta
 
     config = config or AttentionConfig()
     backend, statistics = Backend(), Statistics()
-    # type: ignore[arg-type]
     runtime = DecodeRuntime(config, StepPlanner(config, 16, 8192), statistics, backend)
     return runtime, backend, statistics
 
