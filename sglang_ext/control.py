@@ -55,7 +55,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     return {
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
-        "recompute_graphs": 0 if composition is None else composition.composer.recompute_graphs,
+        "recompute_graphs": 0 if composition is None else len(composition.composer.graphs or ()),
         "samkv": runtime.profile.digest,
         "strategies": [] if runtime.unsupported else list(STRATEGY_OPTIONS),
         "unsupported": runtime.unsupported,

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 
-class UnsupportedRope(ValueError):
-    """The model's positions cannot be shifted after the fact."""
+class NotComposable(ValueError):
+    """Documents' KV of this model, or in this pool, cannot be composed."""
 
 
 def decoder_layers(model: Any) -> Any:
-    """The decoder layers of an SGLang causal language model. Raises UnsupportedRope for another layout."""
+    """The decoder layers of an SGLang causal language model. Raises NotComposable for another layout."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not len(layers):
-        raise UnsupportedRope(
+        raise NotComposable(
             "composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'"
         )
     return layers

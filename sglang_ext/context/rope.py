@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.model import UnsupportedRope, decoder_layers
+from sglang_ext.model import NotComposable, decoder_layers
 
 # SGLang 0.5.16's classes whose angle is position times a fixed frequency
 _LINEAR = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding")
@@ -50,7 +50,7 @@ class Rotation:
 
 
 def rotation_of(model: Any) -> Rotation:
-    """Return an SGLang model's rotation. Raises UnsupportedRope, with its kind, if positions cannot be
+    """Return an SGLang model's rotation. Raises NotComposable, with its kind, if positions cannot be
     shifted.
     """
     layers = decoder_layers(model)
@@ -58,7 +58,7 @@ def rotation_of(model: Any) -> Rotation:
     rope = embeddings[0]
     kind = type(rope).__name__
     if rope is None or kind not in _LINEAR or any(type(e).__name__ != kind for e in embeddings):
-        raise UnsupportedRope(
+        raise NotComposable(
             "composed contexts need rotary angles that are linear in the position (plain, linear or llama3 "
             f"scaling); this model has {kind}: use strategy 'prefix' or 'full'"
         )
@@ -66,7 +66,7 @@ def rotation_of(model: Any) -> Rotation:
     if kind == "LinearScalingRotaryEmbedding":
         factors = list(rope.scaling_factors)
         if len(factors) != 1:
-            raise UnsupportedRope(
+            raise NotComposable(
                 "this model scales its rotary positions in several ways at once: use strategy 'prefix' or "
                 "'full'"
             )

@@ -39,11 +39,6 @@ class Composer:
         if self._device.type == "cuda":
             warm(model_runner)
 
-    @property
-    def recompute_graphs(self) -> int:
-        """Number of CUDA graphs of the recompute pass; 0 where it is launched layer by layer."""
-        return 0 if self.graphs is None else len(self.graphs)
-
     def fill(
         self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor], *, whole: bool = False
     ) -> StageTimer:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_ext.context.buffers import upload
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.model import decoder_layers
 from sglang_ext.ranks import Ranks
-
-if TYPE_CHECKING:
-    from sglang_ext.context.compose.request import ComposedContext
-    from sglang_ext.context.recompute.graphs import RecomputeGraphs
 
 # Most slots of a context of which nothing is recomputed. For 5,120 the pass takes two thirds of SGLang's
 # extend (H200, 8B model); more was not measured.

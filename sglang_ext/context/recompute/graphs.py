@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ import torch
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.context.buffers import PADDING_SLOT, upload
+from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
+from sglang_ext.context.recompute.layers import run_layers
 from sglang_ext.context.recompute.row_attention import Rows
-
-if TYPE_CHECKING:
-    from sglang_ext.context.recompute.job import RecomputeJob
 
 log = logging.getLogger(__name__)
 # rows; beyond them an 8B model computes longer than it takes to launch
@@ -101,9 +100,6 @@ class RecomputeGraphs:
 
     def __init__(self, model_runner: Any) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture
-
-        from sglang_ext.context.recompute.job import LastQueries
-        from sglang_ext.context.recompute.layers import run_layers
 
         self._pool = model_runner.token_to_kv_pool
         keys = self._pool.get_key_buffer(0)

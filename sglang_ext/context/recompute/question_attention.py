@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.context.buffers import Ints, upload
+from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.ranks import Ranks
-
-if TYPE_CHECKING:
-    from sglang_ext.context.recompute.graphs import RecomputeGraphs
 
 # keys scored in one go: 0.4 GB for 8 KV heads of 128, in bfloat16 and in float32
 _KEYS_AT_ONCE = 65_536

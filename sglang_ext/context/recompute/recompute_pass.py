@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT, Buffers
+from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, RecomputeJob, Watch
 from sglang_ext.context.recompute.layers import run_choosing, run_layers
 from sglang_ext.context.recompute.row_attention import Rows
-
-if TYPE_CHECKING:
-    from sglang_ext.context.recompute.graphs import RecomputeGraphs
 
 _WARM_ROWS = (768, 1280, 2560)  # one for each number of tiles that the attention distinguishes, at 8 KV heads
 _WARM_SLOTS = 512

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +16,7 @@ from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.context.buffers import upload
-
-if TYPE_CHECKING:
-    from sglang_ext.context.recompute.job import RecomputeJob
+from sglang_ext.context.recompute.job import RecomputeJob
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
-from sglang_ext.model import forward_stream
+from sglang_ext.model import NotComposable, forward_stream
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
 from sglang_ext.ranks import Ranks
 
@@ -48,14 +48,10 @@ class AnalysisConfig:
     profile: Profile = field(default_factory=Profile)
 
 
-class UnsupportedPool(ValueError):
-    """The pool's KV cannot be read or written as plain values."""
-
-
 def check_pool(pool: Any) -> None:
-    """Raise UnsupportedPool for quantised KV (`sglang_ext.attention.quantized_pool`)."""
+    """Raise NotComposable for quantised KV (`sglang_ext.attention.quantized_pool`)."""
     if (bits := getattr(pool, "bits", 16)) != 16:
-        raise UnsupportedPool(
+        raise NotComposable(
             f"documents are composed in plain KV, and this server's has {bits} bits: use strategy 'prefix' "
             "or 'full', or --kv-bits 16"
         )
@@ -76,7 +72,7 @@ class Composition:
         config: AnalysisConfig,
         texts: Callable[[], Texts],
     ) -> None:
-        """Raises UnsupportedPool or UnsupportedRope for a model whose KV cannot be composed.
+        """Raises NotComposable for a model or pool whose KV cannot be composed.
 
         Args:
             is_removed: tells of a document key whether it was removed and only waits for its last reader.

@@ -13,9 +13,6 @@ class ReleaseQueue:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def add(self, event: Any, release: Callable[[], None]) -> None:
         """``event``: a recorded torch.cuda.Event, later than those before it."""
         self._waiting.append((event, release))

@@ -16,11 +16,11 @@ import torch
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.request import is_composed
 from sglang_ext.context.scheduler import sglang_req
-from sglang_ext.context.scheduler.composition import AnalysisConfig, Composition, UnsupportedPool
+from sglang_ext.context.scheduler.composition import AnalysisConfig, Composition
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.scheduler.slot_usage import SlotUsage
 from sglang_ext.documents.device import DeviceDocuments
-from sglang_ext.model import UnsupportedRope
+from sglang_ext.model import NotComposable
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, document_key
 from sglang_ext.ranks import Ranks
 
@@ -73,7 +73,7 @@ class ContextRuntime:
                 texts=texts,
             )
             self.documents.on_removed = self.composition.stage.forget
-        except (UnsupportedPool, UnsupportedRope) as error:
+        except NotComposable as error:
             self.unsupported = str(error)
             log.warning("composed contexts are off: %s", error)
 

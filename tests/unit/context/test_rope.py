@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_ext.context.rope import rotation_of
-from sglang_ext.model import UnsupportedRope
+from sglang_ext.model import NotComposable
 
 HEAD, POSITIONS = 16, 512
 
@@ -70,14 +70,14 @@ def test_a_moved_key_is_the_key_at_its_new_place(rope: dict[str, Any] | None) ->
 def test_positions_that_cannot_move_are_refused_by_name_and_with_advice(
     rope: dict[str, Any], kind: str
 ) -> None:
-    with pytest.raises(UnsupportedRope, match=rf"{kind}.*'prefix' or 'full'"):
+    with pytest.raises(NotComposable, match=rf"{kind}.*'prefix' or 'full'"):
         rotation_of(model_with(rope))
 
 
 def test_a_model_that_mixes_kinds_or_is_laid_out_otherwise_is_refused() -> None:
     mixed = model_with(None)
     mixed.model.layers = [*mixed.model.layers, *model_with(LLAMA3).model.layers]
-    with pytest.raises(UnsupportedRope):
+    with pytest.raises(NotComposable):
         rotation_of(mixed)
-    with pytest.raises(UnsupportedRope, match=r"model\.model\.layers"):
+    with pytest.raises(NotComposable, match=r"model\.model\.layers"):
         rotation_of(SimpleNamespace(model=SimpleNamespace()))

@@ -1,0 +1,123 @@
+"""Admission of composed requests: one decision, and nothing locked or reserved behind any but READY."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
+from sglang_ext.context.scheduler.admission import Admission
+from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.protocol import MISSING_PREFIX, ContextPlan, Span
+from sglang_ext.ranks import Ranks
+
+TOTAL = 12  # tokens of the context: system text and one document
+
+
+class Engine:
+    """SGLang's queue, tree and allocator around one request, with ``free`` slots."""
+
+    def __init__(self, free: int = 100, missing: list[int] | None = None, *, running: bool = False) -> None:
+        self.free, self.missing, self.counted = free, missing or [], []
+        self.loading = False
+        plan = ContextPlan("compose", "n", "concat", (Span(0, 4), Span(4, TOTAL)), {})
+        partial = partial_selection(plan, ModelShape(2))
+        self.context = ComposedContext(plan, array("q", range(TOTAL + 3)), ("a", "b"), partial)
+        self.context.decided = partial.settle()
+        self.req: Any = SimpleNamespace(
+            ragserve=self.context,
+            rid="r",
+            origin_input_ids=array("q", [0] * (TOTAL + 3)),
+            output_ids=[],
+            to_finish=None,
+            init_next_round_input=lambda tree: None,
+        )
+        batch = SimpleNamespace(is_empty=lambda: not running)
+        self.adder: Any = SimpleNamespace(
+            can_run_list=[], running_batch=batch, rem_total_tokens=1000, log_hit_tokens=0
+        )
+        allocator = SimpleNamespace(alloc=self.alloc, free=self.give_back, available_size=lambda: self.free)
+        tree: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=4, evict=lambda params: 0)
+        tiers: Any = SimpleNamespace(count=lambda tier, n: self.counted.append((tier, n)))
+        self.admission = Admission(tree, tiers, self, None, Ranks())  # type: ignore[arg-type]
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        if count > self.free:
+            return None
+        self.free -= count
+        return torch.arange(count)
+
+    def give_back(self, slots: torch.Tensor) -> None:
+        self.free += len(slots)
+
+    def resolve(self, context: ComposedContext) -> list[int] | None:
+        context.sources = [DocumentOnDevice(torch.arange(4), "node")] * (2 - len(self.missing))
+        return None if self.loading else self.missing
+
+    def unlock(self, context: ComposedContext) -> None:
+        context.sources = []
+
+    def admit(self, *, accepted: bool = True) -> str:
+        def add() -> Any:
+            if accepted:
+                self.adder.can_run_list.append(self.req)
+            return SimpleNamespace(name="added")
+
+        return str(self.admission.admit(self.adder, self.req, add).name)
+
+
+def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
+    engine = Engine()
+    assert engine.admit() == "added"
+    assert engine.free == 100 - TOTAL
+    assert len(engine.req.prefix_indices) == engine.req.already_computed == TOTAL
+    assert engine.context.sources, "locked until the slots are filled"
+    assert engine.counted == [("device", 2)]
+
+
+def test_what_sglang_declines_is_given_back() -> None:
+    engine = Engine()
+    assert engine.admit(accepted=False) == "added"
+    assert engine.free == 100
+    assert not engine.context.sources
+    assert not len(engine.req.prefix_indices)
+
+
+def test_a_request_waits_for_its_load_without_locks() -> None:
+    engine = Engine()
+    engine.loading = True
+    assert engine.admit() == "CONTINUE"
+    assert not engine.context.sources
+    assert engine.free == 100
+    assert engine.req.to_finish is None
+
+
+@pytest.mark.parametrize("output", [[], [7]], ids=["new", "taken back"])
+def test_missing_documents_end_the_request(output: list[int]) -> None:
+    engine = Engine(missing=[1])
+    engine.req.output_ids = output
+    assert engine.admit() == "added"
+    assert engine.counted == [(None, 1)]
+    assert not engine.context.sources
+    message = engine.req.to_finish.message
+    if output:
+        assert "taken back" in message, "its answer cannot be continued from other KV"
+        assert engine.req.to_finish.status_code == 503
+    else:
+        assert message == MISSING_PREFIX + json.dumps([1])
+
+
+def test_without_room_it_waits_for_others_then_leaves_the_device_then_ends() -> None:
+    assert Engine(free=4, running=True).admit() == "NO_TOKEN"
+    engine = Engine(free=4)
+    assert engine.admit() == "CONTINUE"
+    assert engine.context.below_device, "its own documents are in its way"
+    assert engine.req.to_finish is None
+    engine.resolve = lambda context: []  # type: ignore[method-assign]
+    assert engine.admit() == "added"
+    assert "more than the pool can give" in engine.req.to_finish.message
