@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, no GPU unless there is one, one embedder for the session."""
+"""Settings shared by all tests: no network, no GPU unless the machine has one, reproducible examples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# No deadline: two busy cores make any example slow once. HYPOTHESIS_PROFILE=long looks at ten times as many.
-settings.register_profile("suite", deadline=None, max_examples=25)
-settings.register_profile("long", deadline=None, max_examples=250)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
+"""True under ``scripts/test --exhaustive``: every kill point, long histories, ten times the examples."""
+
+# No deadline: on two busy cores any example is slow once. Only exhaustive runs draw new examples each time.
+settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=250, print_blob=True)
+settings.load_profile("long" if EXHAUSTIVE else "suite")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: spinning threads of several processes on few cores are 10 times slower
+# Set before torch is imported: with more threads than cores, spinning threads are ten times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
-    del os.environ[_name]  # the developer's own settings are not what is tested
+    del os.environ[_name]  # tests must not depend on the developer's own settings
 
 REPO = Path(__file__).resolve().parent.parent
 MODEL = REPO / "examples" / "models" / "ragserve-tiny"
@@ -42,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ragserve.toml in the working directory would change the defaults."""
+    """Run each test in an empty directory: a ragserve.toml there would change the defaults."""
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 

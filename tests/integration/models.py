@@ -1,5 +1,5 @@
-"""Small models with random weights, made on disk: what the embedded one is not (multi-head attention, scaled
-rotary positions).
+"""Small models with random weights, written to disk, for what the embedded model lacks: multi-head attention,
+scaled rotary positions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def random_llama(
     rope: dict[str, Any] | None = None,
     positions: int = 2048,
 ) -> Path:
-    """A two-layer Llama with the embedded model's tokenizer. Weights are drawn wide: with the usual small
-    ones attention is nearly uniform, and an answer would not depend on where a key stands."""
+    """Write a two-layer Llama with the embedded model's tokenizer. The weights are large: with small ones
+    attention is nearly uniform, and an answer would not depend on the positions of keys."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,37 +1,19 @@
-"""Composed contexts on the real engine against plain prefill and a transformers reference, token for token
-and logprob for logprob.
-"""
+"""Composed contexts on the real engine, compared with plain prefill and transformers by tokens and logprobs."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import PLAN_FIELD
 from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
-
-DATA = Path(__file__).parents[1] / "data" / "questions"
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA / f"{name}_8.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def prompt(
-    builder: PromptBuilder, row: dict[str, Any], n_documents: int
-) -> tuple[list[int], list[tuple[int, int]]]:
-    documents = [
-        PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"][:n_documents])
-    ]
-    built = builder.build(row["question"], documents, max_prompt_tokens=8000)
-    return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
 
 
 @pytest.mark.parametrize("n_documents", [2, 5])
@@ -105,8 +87,8 @@ def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, r
 def test_kept_tokens_closed_up_are_a_shorter_prompt(
     server: Any, builder: PromptBuilder, reference: Reference
 ) -> None:
-    """With everything kept computed again the context is plain prefill of the kept tokens; of whole
-    documents, their composition.
+    """With all kept tokens recomputed, the result is that of their plain prefill; with whole documents kept,
+    that of composing these documents.
     """
     ids, spans = prompt(builder, rows("onehop")[1], 3)
     question = ids[spans[-1][1] :]
@@ -220,9 +202,7 @@ def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str
 
 
 def metrics(client: Any) -> dict[str, float]:
-    """Samples of /metrics whose names we test, summed over their other labels: name, or name and our label's
-    value.
-    """
+    """Samples of /metrics by name, or by name and the value of our label, summed over their other labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = {}

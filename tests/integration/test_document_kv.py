@@ -1,4 +1,4 @@
-"""Documents' KV over the product's life on the real engine: removed with its text, whoever removes it."""
+"""The life of documents' KV on the real engine: warmed, counted, and removed with its text by any process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finished(server: Any, response: Any) -> dict[str, Any]:
 
 
 def held(server: Any, namespace: str) -> tuple[int, int]:
-    """Documents of a namespace on host and on disk; the system text is one of them."""
+    """Number of a namespace's documents on host and on disk, the system text included."""
     stat = server.client.get("/rag/cache").json()
     spaces = [stat[tier]["namespaces"].get(namespace, {"documents": 0}) for tier in ("host", "disk")]
     assert stat["disk"]["waiting_documents"] == 0
@@ -144,7 +144,7 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
 
 
 def metric(server: Any, name: str) -> float:
-    """The sum over the processes of one metric with its labels."""
+    """Sum of one metric, given with its labels, over the processes."""
     lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(name)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

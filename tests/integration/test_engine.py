@@ -1,10 +1,7 @@
-"""The real SGLang engine behind the product: what its strategies promise, its own routes, other processes,
-its end.
-"""
+"""The real SGLang engine behind the product: what strategies promise, SGLang's routes, failures to start."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder
 from tests.conftest import MODEL
-
-DATA = Path(__file__).parents[1] / "data" / "questions"
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA / f"{name}_8.jsonl").read_text(encoding="utf-8").splitlines()]
+from tests.integration.prompts import built, rows
 
 
 def body(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -64,10 +56,9 @@ def test_namespaces_share_no_cached_tokens(server: Any) -> None:
     assert ask(server.client, row, namespace="tenant-a")["usage"]["cached"] > 0
 
 
-def test_product_equals_plain_sglang_on_the_same_ids(server: Any) -> None:
+def test_product_equals_plain_sglang_on_the_same_ids(server: Any, builder: PromptBuilder) -> None:
     row = rows("onehop")[5]
-    documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
-    ids = PromptBuilder.load(str(MODEL)).build(row["question"], documents, max_prompt_tokens=8000).input_ids
+    ids, _ = built(builder, row["question"], row["docs"])
     plain = server.client.post(
         "/generate", json={"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
     ).json()
@@ -137,6 +128,13 @@ def test_unreachable_engine_is_a_clear_failure(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "--engine-url" in done.stderr
+
+
+def test_sparse_decoding_must_be_switched_on(server: Any) -> None:
+    question = {"query": "Who?", "documents": [{"text": "Nobody knows."}], "max_new_tokens": 4}
+    refused = server.client.post("/rag/query", json=question | {"decode": {"mode": "dense"}})
+    assert refused.status_code == 400
+    assert "--sparse-attention on" in refused.json()["error"]["message"]
 
 
 def test_resident_memory_stays_small(server: Any) -> None:

@@ -1,4 +1,4 @@
-"""The REST API on the real engine: ingest, ask, stream, chat; and SGLang's own routes on the same address."""
+"""The REST API on the real engine: ingest, ask, stream, chat, and SGLang's own routes on the same address."""
 
 from __future__ import annotations
 

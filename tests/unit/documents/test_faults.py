@@ -17,6 +17,7 @@ import torch
 from sglang_ext.documents import page_format
 from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
 from sglang_ext.documents.tier_store import TierStore
+from tests.conftest import EXHAUSTIVE
 from tests.unit.documents.document_samples import SHAPE, Sample, bytes_under, files_of, flushed, opened
 
 PAGE = SHAPE.page_bytes
@@ -289,7 +290,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_documents_or_none(tmp_path: 
                     document.put(store)
 
     whole = 0
-    for _ in range(25):
+    for _ in range(100 if EXHAUSTIVE else 10):
         pid, reading = _in_child(work)
         assert os.read(reading, 1) == b"r"
         _pause(chance.uniform(0, 0.04))

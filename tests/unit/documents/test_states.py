@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sglang_ext.documents.page_format import ALIGN
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, LoadTicket
+from tests.conftest import EXHAUSTIVE
 from tests.unit.documents.document_samples import FINGERPRINT, SHAPE, Sample, bytes_under, files_of
 
 PAGE = SHAPE.page_bytes
@@ -264,11 +265,9 @@ def _size(path: Path) -> int:
 
 
 TierMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=500 if EXHAUSTIVE else 50,
     stateful_step_count=50,
     deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=list(HealthCheck),
 )
 TestTierMachine = TierMachine.TestCase

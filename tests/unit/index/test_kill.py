@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ragserve_index import IndexStore
+from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, item, make, texts, vectors_of
 
 HERE = Path(__file__).parent
@@ -49,7 +50,7 @@ def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s
 def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
     moments = random.Random(f"{index_type}{mode}")
     committed, edition = -1, 0
-    for _ in range(3):
+    for _ in range(20 if EXHAUSTIVE else 2):
         committed = max(
             committed, run_and_kill(tmp_path, index_type, mode, edition, moments.uniform(0.005, 0.15))
         )
@@ -116,13 +117,13 @@ def child_killed_at(step: int, data_dir: Path) -> bool:
 
 @pytest.mark.parametrize("index_type", ["flat", "hnsw"])
 def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
-    """Every nineteenth line that a write and a save run through, to the end."""
+    """Kill at every line that a write and a save run through, or at every nineteenth in the short form."""
     with make(tmp_path / "base", index_type) as store:
         store.replace_documents("n", [item(name, n) for name, n in OLD.items()])
     seen: set[int] = set()
     step = killed = 0
     while True:
-        step += 19
+        step += 1 if EXHAUSTIVE else 19
         data_dir = tmp_path / str(step)
         shutil.copytree(tmp_path / "base", data_dir)
         alive = not child_killed_at(step, data_dir)

@@ -19,6 +19,7 @@ from ragserve.errors import NotFound
 from ragserve_index import Eq, IndexStore
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.ivf import Ivf
+from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import TYPES, item, make, vectors_of
 
 documents = st.tuples(st.integers(0, 40), st.sampled_from(["en", "de"]))
@@ -174,6 +175,9 @@ def test_stores_follow_the_model(index_type: str, monkeypatch: pytest.MonkeyPatc
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=150 if EXHAUSTIVE else 12,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
