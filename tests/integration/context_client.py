@@ -1,4 +1,4 @@
-"""Composed and plain requests to a server by SGLang's own route, and what came back."""
+"""Composed and plain requests to a server by SGLang's own route, and comparisons of their answers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
+from sglang_ext.protocol import DECODE_FIELD, MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
 from sglang_ext.request_options import ConcatExperiment, SamKvExperiment
 from tests.integration.reference import Generated
 
 NEW = 10
-TOLERANCE = 2e-4  # logprobs in float32; the engine's kernels add up in another order than transformers'
+TOLERANCE = 2e-4  # of float32 log-probabilities: the engine and transformers sum in different orders
 
 
 def generate(
@@ -20,12 +20,16 @@ def generate(
     plan: ContextPlan | None = None,
     n_new: int = NEW,
     timeout: float = 300,
+    decode: dict[str, Any] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
-    """One answer, greedy; with logprobs unless the request is a document's."""
+    """Send one greedy request, with logprobs unless it computes a document. ``decode``: decode options."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True}
+    custom = {DECODE_FIELD: json.dumps(decode)} if decode else {}
     if plan is not None:
-        sampling["custom_params"] = {PLAN_FIELD: plan.to_json()}
+        custom[PLAN_FIELD] = plan.to_json()
+    if custom:
+        sampling["custom_params"] = custom
     body = {
         "input_ids": ids,
         "sampling_params": sampling,
@@ -50,7 +54,7 @@ def nested(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing_of(answer: dict[str, Any]) -> list[int]:
-    """Numbers of the spans that are in no tier, by the answer; none when there is one."""
+    """Indexes of the spans that the answer reports as missing from all tiers; none for a normal answer."""
     message = str(answer.get("error", {}).get("message", ""))
     if not message.startswith(MISSING_PREFIX):
         assert "error" not in answer, answer
@@ -70,10 +74,10 @@ def composed(
     on_document: Callable[[str, list[int]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """As the product does: what is missing is prefilled as documents of their own, and the request sent
-    again.
+    """Send a composed request as the product does: prefill missing documents, then send it again.
 
-    ``on_document(namespace, ids)`` hears of each. Raises LookupError when the documents do not stay cached.
+    ``on_document(namespace, ids)`` is called for each of them. Raises LookupError when the documents do not
+    stay cached.
     """
     plan = plan_of(spans, strategy, namespace, **options)
     for _ in range(tries):
@@ -89,6 +93,12 @@ def composed(
     raise LookupError("the documents do not stay cached")
 
 
+def report(answer: dict[str, Any]) -> dict[str, Any]:
+    """The context report of a composed request's answer."""
+    assert "error" not in answer, answer
+    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
+
+
 def result(answer: dict[str, Any]) -> Generated:
     assert "error" not in answer, answer
     pairs = answer["meta_info"]["output_token_logprobs"]
@@ -96,7 +106,7 @@ def result(answer: dict[str, Any]) -> Generated:
 
 
 def assert_same(got: Generated, want: Generated, tolerance: float = TOLERANCE) -> None:
-    """The same tokens with the same logprobs."""
+    """Assert the same tokens with the same log-probabilities."""
     assert got.ids == want.ids
     worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
     assert worst < tolerance

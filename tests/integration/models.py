@@ -1,5 +1,5 @@
-"""Small models with random weights, made on disk: what the embedded one is not (multi-head attention, scaled
-rotary positions).
+"""Small models with random weights, written to disk, for what the embedded model lacks: multi-head attention,
+scaled rotary positions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def random_llama(
     *,
     heads: int = 4,
     kv_heads: int = 4,
+    head_dim: int = 16,
     rope: dict[str, Any] | None = None,
     positions: int = 2048,
 ) -> Path:
-    """A two-layer Llama with the embedded model's tokenizer. Weights are drawn wide: with the usual small
-    ones attention is nearly uniform, and an answer would not depend on where a key stands."""
+    """Write a two-layer Llama with the embedded model's tokenizer. The weights are large: with small ones
+    attention is nearly uniform, and an answer would not depend on the positions of keys."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,6 +43,7 @@ def random_llama(
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=positions,
         rope_parameters={"rope_theta": 10000.0, **(rope or {"rope_type": "default"})},
         initializer_range=0.3,

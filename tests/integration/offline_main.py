@@ -1,5 +1,5 @@
-"""Run by test_offline inside a network namespace that has nothing but a loopback interface: ingest, serve
-another model, ask.
+"""Ingest, serve another model and ask. test_offline runs this in a network namespace that has only a loopback
+interface.
 """
 
 from __future__ import annotations

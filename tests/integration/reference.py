@@ -1,5 +1,5 @@
-"""The truth for composed contexts, in transformers: documents prefilled alone, keys rotated, caches
-concatenated layer by layer.
+"""Reference for composed contexts, in transformers: prefill each document alone, rotate its keys, concatenate
+the caches layer by layer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Reference:
 
     @torch.no_grad()
     def alone(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V [1, kv_heads, n, head_dim] per layer of a text prefilled from position 0."""
+        """Prefill a text from position 0. K and V of each layer, [1, kv_heads, n, head_dim]."""
         cache = self.model(torch.tensor([ids]), use_cache=True).past_key_values
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     def moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
-        """K rotated by ``shift`` more positions."""
+        """Rotate K by ``shift`` more positions."""
         cos, sin = self.model.model.rotary_emb(k, torch.tensor([[shift]]))
         a, b = k.chunk(2, -1)
         return k * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
@@ -53,16 +53,15 @@ class Reference:
         kept: list[list[int]] | None = None,
         rotate: bool = True,
     ) -> Generated:
-        """Greedy continuation of a prompt whose spans were prefilled alone; ``kept``: positions per layer
-        (default all).
-        """
+        """Continue greedily a prompt whose spans were prefilled alone; ``kept``: positions of each layer,
+        default all."""
         return self._continue(
             ids[spans[-1][1] :], spans[-1][1], self._cache(ids, spans, kept, rotate=rotate), n_new
         )
 
     @torch.no_grad()
     def attention(self, ids: list[int], spans: list[tuple[int, int]]) -> torch.Tensor:
-        """[layers, heads, context tokens]: what the question's last token attends to in the composed context."""
+        """Attention of the question's last token to the composed context, [layers, heads, context tokens]."""
         start = spans[-1][1]
         positions = torch.arange(start, len(ids))[None]
         self.model.set_attn_implementation("eager")
@@ -79,8 +78,8 @@ class Reference:
 
     @torch.no_grad()
     def sensitivity(self, document: list[int], foreign: list[list[int]]) -> torch.Tensor:
-        """[tokens]: how much the values change behind each of the foreign texts, squared and summed (METHODS,
-        section 6).
+        """Context sensitivity, [tokens]: the squared change of the values behind each foreign text, summed
+        (docs/methods.md, section 6).
         """
         alone, moved = self.alone(document), torch.zeros(len(document))
         for text in foreign:
@@ -118,7 +117,7 @@ class Reference:
 
     @torch.no_grad()
     def plain(self, ids: list[int], n_new: int) -> Generated:
-        """Greedy continuation of an ordinary prompt."""
+        """Continue an ordinary prompt greedily."""
         from transformers import DynamicCache
 
         return self._continue(ids, 0, DynamicCache(), n_new)
@@ -141,7 +140,7 @@ class Reference:
 def chosen_sentences(
     reference: Reference, tokenizer: Any, ids: list[int], spans: list[tuple[int, int]], share: float
 ) -> list[int]:
-    """Positions that rule `sentences` recomputes of a context that is kept whole."""
+    """Positions that rule `sentences` recomputes in a context that is kept whole."""
     late = reference.attention(ids, spans)[reference.layers // 2 :].amax(1).sum(0)
     foreign = unrelated_contexts(tokenizer)
     first, end = spans[0][1], spans[-1][1]

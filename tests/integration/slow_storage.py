@@ -1,5 +1,5 @@
-"""A storage backend for SGLang's `dynamic` option whose reads take as long as a file says: what waits for the
-disk can be watched.
+"""A storage backend for SGLang's `dynamic` option with a delay, so that tests can watch requests wait for the
+disk.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class SlowStorage(HiCacheStorage):
-    """One file per value under ``extra["folder"]``. Reading pages first sleeps the seconds in the file
-    ``delay`` there, if it exists.
+    """One file for each value in ``extra["folder"]``. A read first sleeps for the seconds that the file
+    ``delay`` in that folder contains, if there is one.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:

@@ -1,8 +1,8 @@
-"""A server with a tiny random model and tiers so small that all of them evict all the time; and what is true
-of it at any moment.
+"""A server with a tiny random model and tiers so small that all of them evict all the time, and the
+invariants that hold at any moment.
 
-SGLang checks its own slots whenever it is idle, here also while it is busy, and ends the scheduler when one
-is lost: a test that goes on has lost none."""
+SGLang checks its slots whenever it is idle, here also while it is busy, and ends the scheduler when one is
+lost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROFILE: dict[str, Any] = {
         }
     },
 }
-"""Of strategy samkv, beside the model: nothing of it is built in."""
+"""The samkv profile beside the model; every option differs from the built-in one."""
 Document = tuple[int, int]  # namespace, text
 
 
@@ -117,7 +117,7 @@ class Engine:
         assert "error" not in answer, answer
 
     def idle(self) -> dict[str, Any]:
-        """Figures once nothing runs: no slot and no page is held then."""
+        """Wait until no slot is locked and no document pinned; the figures of that moment."""
         deadline = time.monotonic() + 30
         while True:
             figures = self.control("stat")
@@ -128,7 +128,7 @@ class Engine:
             time.sleep(0.02)
 
     def check(self) -> dict[str, Any]:
-        """Every account of every tier is right, and every page on disk is what was stored."""
+        """Check the accounts of all tiers, and every page on disk against what was stored."""
         assert self.server.process.poll() is None, self.server.log.read_text()[-4000:]
         figures = self.idle()
         self.control("check")
@@ -145,7 +145,8 @@ class Engine:
         return ids + QUESTION, spans
 
     def right(self, strategy: str, texts: list[int], got: Generated) -> None:
-        """Compare with transformers; with the first answer where that cannot say."""
+        """Compare an answer with transformers, or with the first answer to the same prompt where
+        transformers has no equivalent."""
         ids, spans = self.prompt(texts)
         known = (strategy, *texts)
         if known not in self.answers:
@@ -158,7 +159,7 @@ class Engine:
         assert_same(got, self.answers[known])
 
     def reset(self) -> None:
-        """Empty, with the usual budgets."""
+        """Empty all tiers and set the usual budgets."""
         self.control("budget", host_bytes=HOST_PAGES * PAGE, disk_bytes=FILES)
         self.control("flush")
         self.control("clear")

@@ -1,5 +1,5 @@
-"""The truth for sparse decoding, in transformers: attention with a mask over the pages that a rule chooses
-from the keys themselves.
+"""Reference for sparse decoding, in transformers: attention masked to the pages that a rule chooses from the
+keys themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "ragserve_sparse_reference"
 
 @dataclass(frozen=True)
 class Chosen:
-    """``pages`` of each KV head of a layer, which serve from ``step`` on; ``newest`` is the latest of them."""
+    """``pages`` of each KV head of a layer, used from ``step`` on. ``newest``: the last page at that step."""
 
     step: int
     newest: int
@@ -31,10 +31,10 @@ class Chosen:
 
 
 class SparseReference(Reference):
-    """Greedy continuations whose decode steps attend as ``decode`` says; prefill is dense.
+    """Greedy decoding with the options ``decode``; prefill is dense.
 
-    With ``bits`` below 16, KV is quantised when it is written: decode steps see nothing else, a prefill sees
-    its own chunk as it is. ``starts``: where the chunks of the prompt begin."""
+    With ``bits`` below 16, KV is quantised when it is written: decode steps read quantised KV only, a prefill
+    chunk reads itself unquantised. ``starts``: where the chunks of the prompt begin."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class SparseReference(Reference):
         ).transpose(1, 2), None
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
-        """x [1, kv_heads, tokens, head_dim] as the pool gives it back."""
+        """Quantise and dequantise x [1, kv_heads, tokens, head_dim], as the pool does."""
         if self.bits == 16:
             return x
         rows = x[0].transpose(0, 1).contiguous()
@@ -132,9 +132,8 @@ class SparseReference(Reference):
         )
 
     def _best(self, q: torch.Tensor, k: torch.Tensor, head: int) -> list[int]:
-        """Pages of one KV head: the first and the newest, and those of the others with the highest upper
-        bound of a score.
-        """
+        """Choose the pages of one KV head: the first, the newest, and the others with the highest upper
+        bounds of a score."""
         group = q.shape[0] // k.shape[0]
         queries = q[head * group : (head + 1) * group]
         last = (k.shape[1] - 1) // self.page
@@ -151,15 +150,13 @@ class SparseReference(Reference):
         return [0, last, *(i + 1 for i in best)]
 
     def _streamed(self, tokens: int) -> torch.Tensor:
-        """Which tokens a streaming head reads: the pages that hold its first and its latest ones."""
+        """Mask of the tokens that a streaming head reads: the pages of its first and of its latest tokens."""
         position = torch.arange(tokens)
         sink = -(-self.sink // self.page) * self.page
         return (position < sink) | (position // self.page >= max(tokens - self.local, 0) // self.page)
 
     def _progressive(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """By the plain operations, over the cache as it is: what is checked is that the engine feeds them the
-        same.
-        """
+        """Call the kernel on the plain cache, to check that the engine calls it with the same inputs."""
         tokens = k.shape[1]
         pages = -(-tokens // self.page)
         padded = [

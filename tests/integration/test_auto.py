@@ -62,9 +62,8 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) 
 
 
 def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
-    """The profile is made up, so that what is cached alone decides: composing is cheap, a document that is
-    nowhere is not.
-    """
+    """In this made-up profile the choice depends only on the cache: composing is cheap, computing a document
+    is not."""
     fingerprint = model_fingerprint(str(MODEL), "")
     files = (server.data_dir / GATE_FILE, server.data_dir / COSTS_FILE)
     texts = [

@@ -1,20 +1,11 @@
-"""Damaged files, a full disk, deletion at a bad moment and death, to the document cache inside the real
-engine.
-"""
+"""The document cache in the real engine: damaged files, a full disk, deletion at a bad moment."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import random
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -81,7 +72,7 @@ def test_a_damaged_document_is_a_miss_counted_logged_and_prefilled_again(
 
 
 def test_a_full_disk_is_counted_and_logged_and_answers_stay_right(fresh: Engine) -> None:
-    """The largest file the scheduler may write stands for the disk's end."""
+    """Simulate a full disk by limiting the size of files that the scheduler may write."""
     scheduler = fresh.scheduler()
     fresh.put((0, 0))
     limits = scheduler.rlimit(psutil.RLIMIT_FSIZE)
@@ -113,7 +104,7 @@ def test_a_full_disk_is_counted_and_logged_and_answers_stay_right(fresh: Engine)
 
 
 def removed_while_it_decodes(engine: Engine, ids: list[int], sampling: dict[str, Any], **fields: Any) -> None:
-    """Send a long request, and remove document 6 of the first namespace once its prompt is in the tree."""
+    """Send a long request and remove document 6 of the first namespace while it decodes."""
     sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True, **sampling}
     body = {"input_ids": ids, "stream": True, "sampling_params": sampling, **fields}
     with engine.client.stream("POST", "/generate", json=body) as stream:
@@ -176,8 +167,8 @@ def test_identical_texts_of_two_namespaces_are_two_documents(fresh: Engine) -> N
 
 
 def test_documents_on_the_device_do_not_keep_a_context_out(fresh: Engine) -> None:
-    """Pool 700: four documents of 100 and a context of 400 do not fit together, but from host the context
-    does alone.
+    """With 700 slots, three documents of 120 tokens and their context do not fit together; the context alone
+    does, loaded from host.
     """
     fresh.control("budget", host_bytes=HOST_PAGES * PAGE)
     ids = [DRAW.randrange(10, 8000) for _ in range(370)]
@@ -185,72 +176,3 @@ def test_documents_on_the_device_do_not_keep_a_context_out(fresh: Engine) -> Non
     got = composed(fresh.client, ids, spans, namespace="left", n_new=NEW)
     assert_same(result(got), fresh.reference.composed(ids, spans, NEW))
     fresh.check()
-
-
-# what ends
-
-
-def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives_its_server(
-    fresh: Engine,
-) -> None:
-    engine = fresh
-    engine.control("budget", disk_bytes=2**30)
-    texts = [5, 6]
-    ids, spans = engine.prompt(texts)
-    composed(engine.client, ids, spans, namespace="left")
-    engine.control("flush")
-    family = _family(engine)
-    writing = threading.Thread(target=_write_until_it_dies, args=(engine.server.url,), daemon=True)
-    writing.start()
-    time.sleep(0.7)
-    engine.scheduler().send_signal(signal.SIGKILL)
-    assert _ended(family, engine.server.process.wait(60)) != 0
-    writing.join(60)
-    engine.down()
-    engine.up()
-    answer = generate(
-        engine.client, ids, plan_of(spans, namespace="left"), n_new=NEW
-    )  # no document request first
-    engine.right("concat", texts, result(answer))
-    assert set(json.loads(answer["meta_info"][PLAN_FIELD][0])["by_tier"]) == {"disk"}
-    figures = engine.check()
-    assert figures["disk"]["namespaces"]["written"]["documents"] > 0, "those that were whole"
-    assert not any((engine.folder / "kv" / "rank-0-of-1" / ".tmp").glob("*"))
-    family = _family(engine)
-    engine.server.process.send_signal(signal.SIGTERM)
-    assert _ended(family, engine.server.process.wait(60)) == 0, "a clean stop"
-
-
-def _write_until_it_dies(url: str) -> None:
-    draw = random.Random(9)
-    with httpx.Client(base_url=url, timeout=60) as client, contextlib.suppress(httpx.HTTPError):
-        while True:
-            generate(
-                client,
-                [draw.randrange(10, 8000) for _ in range(300)],
-                ContextPlan("document", "written"),
-                n_new=1,
-            )
-
-
-def _family(engine: Engine) -> list[psutil.Process]:
-    parent = psutil.Process(engine.server.process.pid)
-    family = [parent, *parent.children(recursive=True)]
-    assert len(family) >= 3, "server, scheduler, detokenizer"
-    return family
-
-
-def _ended(family: list[psutil.Process], status: int) -> int:
-    """The server's exit status, after checking that its engine processes have gone with it."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(map(_alive, family)):
-        time.sleep(0.1)
-    assert [process for process in family if _alive(process)] == []
-    return status
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -1,37 +1,20 @@
-"""Composed contexts on the real engine against plain prefill and a transformers reference, token for token
-and logprob for logprob.
-"""
+"""Composed contexts on the real engine: the tokens and logprobs of plain prefill and of transformers."""
 
 from __future__ import annotations
 
-import json
 import random
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import PLAN_FIELD
-from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.conftest import EXHAUSTIVE
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
+from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
 
-DATA = Path(__file__).parents[1] / "data" / "questions"
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA / f"{name}_8.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def prompt(
-    builder: PromptBuilder, row: dict[str, Any], n_documents: int
-) -> tuple[list[int], list[tuple[int, int]]]:
-    documents = [
-        PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"][:n_documents])
-    ]
-    built = builder.build(row["question"], documents, max_prompt_tokens=8000)
-    return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
+TRIES = 20
 
 
 @pytest.mark.parametrize("n_documents", [2, 5])
@@ -46,9 +29,9 @@ def test_documents_prefilled_alone_equal_concatenated_rotated_caches(
     assert max(abs(a - b) for a, b in zip(exact.logprobs, want.logprobs, strict=True)) > 0.01, (
         "the test must tell them apart"
     )
-    report = json.loads(got["meta_info"][PLAN_FIELD][0])
-    assert report["kept"] == report["document_tokens"] == spans[-1][1] - spans[0][1]
-    assert report["recomputed"] == 0
+    said = report(got)
+    assert said["kept"] == said["document_tokens"] == spans[-1][1] - spans[0][1]
+    assert said["recomputed"] == 0
     assert got["meta_info"]["cached_tokens"] == 0, "composed tokens are no prefix hits"
 
 
@@ -80,7 +63,7 @@ def test_recomputing_everything_equals_full(
     ids, spans = prompt(builder, rows("crossdoc")[2], 4)
     answer = composed(server.client, ids, spans, strategy, **options)
     assert_same(result(answer), reference.plain(ids, NEW))
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == spans[-1][1] - spans[0][1]
+    assert report(answer)["recomputed"] == spans[-1][1] - spans[0][1]
 
 
 def test_recomputing_the_last_document_alone_is_exact_for_it(
@@ -105,8 +88,8 @@ def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, r
 def test_kept_tokens_closed_up_are_a_shorter_prompt(
     server: Any, builder: PromptBuilder, reference: Reference
 ) -> None:
-    """With everything kept computed again the context is plain prefill of the kept tokens; of whole
-    documents, their composition.
+    """With all kept tokens recomputed, the result is that of their plain prefill; with whole documents kept,
+    that of composing these documents.
     """
     ids, spans = prompt(builder, rows("onehop")[1], 3)
     question = ids[spans[-1][1] :]
@@ -147,7 +130,7 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
     answer = composed(server.client, ids, spans)
     assert_same(result(answer), first, 1e-6)
     wanted = "host" if tiers == ["device"] else "disk"
-    assert set(json.loads(answer["meta_info"][PLAN_FIELD][0])["by_tier"]) == {wanted}
+    assert set(report(answer)["by_tier"]) == {wanted}
 
 
 @pytest.mark.parametrize(
@@ -220,9 +203,7 @@ def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str
 
 
 def metrics(client: Any) -> dict[str, float]:
-    """Samples of /metrics whose names we test, summed over their other labels: name, or name and our label's
-    value.
-    """
+    """Samples of /metrics by name, or by name and the value of our label, summed over their other labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = {}
@@ -271,15 +252,8 @@ def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(server: Any, bu
 def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None:
     client = server.client
     text = "The observatory of Quillmark was founded in 1902 by Ada Brandt. " * 4
-    job = client.post(
-        "/rag/ingest", json={"namespace": "deletions", "texts": [{"name": "quillmark", "text": text}]}
-    ).json()
-    deadline = time.monotonic() + 60
-    while (
-        client.get(f"/rag/jobs/{job['job_id']}").json()["state"] not in ("done", "failed")
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
+    texts = [{"name": "quillmark", "text": text}]
+    server.finished(client.post("/rag/ingest", json={"namespace": "deletions", "texts": texts}))
     question = {
         "query": "Who founded the observatory of Quillmark?",
         "namespace": "deletions",
@@ -309,3 +283,48 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
     assert "deletions" not in gone["host"]["namespaces"]
     assert "deletions" not in gone["disk"]["namespaces"]
     assert gone["device"]["documents"] == left["device"]["documents"] - 1
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["composed alone", "a plain request among them"])
+def test_requests_of_one_step_get_what_each_gets_alone(
+    server: Any, builder: PromptBuilder, beside: bool
+) -> None:
+    """The scheduler decides which requests share a step; equal timings in their reports show it."""
+    cases = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 2, 3), strict=False)]
+    options: list[dict[str, Any]] = [
+        {"recompute": "all"},
+        {"recompute": "first", "first": 5},
+        {"recompute": "all"},
+    ]
+    plans = [plan_of(spans, **each) for (_, spans), each in zip(cases, options, strict=True)]
+    alone = [
+        composed(server.client, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)
+    ]
+    assert all(report(answer)["one_pass"] for answer in alone)
+    custom: list[Any] = [{PLAN_FIELD: plan.to_json()} for plan in plans]
+    inputs = [ids for ids, _ in cases]
+    if beside:
+        inputs, custom = [inputs[0], cases[1][0][-40:], *inputs[1:]], [custom[0], None, *custom[1:]]
+        alone.insert(1, generate(server.client, inputs[1]))
+    together = False
+    for _ in range(TRIES):
+        sampling = [
+            {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each}
+            for each in custom
+        ]
+        answers = server.client.post(
+            "/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}
+        ).json()
+        for answer, want in zip(answers, alone, strict=True):
+            assert_same(result(answer), result(want))
+        said = [report(answer) for answer, each in zip(answers, custom, strict=True) if each]
+        together |= (
+            not all(each["one_pass"] for each in said)
+            if beside
+            else len({each["compose_ms"] for each in said}) < len(said)
+        )
+        if not beside:
+            assert all(each["one_pass"] for each in said)
+        if together and not EXHAUSTIVE:
+            break
+    assert together, f"no two of them shared a step in {TRIES} tries"

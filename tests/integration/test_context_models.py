@@ -1,24 +1,23 @@
 """Composed contexts with multi-head attention, llama3-scaled rotary positions and two tensor-parallel
-processes, against transformers.
+processes, compared with transformers.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
-from tests.integration.models import LLAMA3, random_llama
+from sglang_ext.protocol import MISSING_PREFIX
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
+from tests.integration.engines import RANKS, Server
 from tests.integration.reference import Reference, chosen_sentences
 
-RANKS = 2
 DRAW = random.Random(11)
 IDS = [DRAW.randrange(10, 8000) for _ in range(420)]
 SPANS = [
@@ -32,39 +31,22 @@ SPANS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("models") / "llama3-mha", rope=LLAMA3)
+def reference(parallel_server: Server) -> Reference:
+    assert parallel_server.model is not None
+    return Reference(parallel_server.model)
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+@pytest.fixture
+def client(parallel_server: Server) -> httpx.Client:
+    return parallel_server.client
 
 
-@pytest.fixture(scope="module")
-def engine(start_server: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    data_dir = tmp_path_factory.mktemp("parallel") / "data"
-    # Without it SGLang wants a NUMA node for each process. 4096 slots, so that a composed context and its
-    # documents fit well.
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS)}
-    with start_server(
-        data_dir=data_dir, model=folder, tp_size=RANKS, max_total_tokens=4096, env=env
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(engine: Any) -> Iterator[Any]:
-    with engine.client() as http:
-        yield http
-
-
-def files(engine: Any, rank: int) -> list[Path]:
-    return sorted((engine.data_dir / "kv" / f"rank-{rank}-of-{RANKS}").glob("[!.]*/*.pages"))
+def files(server: Server, rank: int) -> list[Path]:
+    return sorted((server.data_dir / "kv" / f"rank-{rank}-of-{RANKS}").glob("[!.]*/*.pages"))
 
 
 def settled(client: Any) -> None:
-    """Everything written, then dropped from device and host."""
+    """Drop everything from device and host, after it is written to disk."""
     assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
 
 
@@ -95,9 +77,7 @@ def test_recomputing_everything_equals_plain_prefill(
     assert reference.composed(IDS, SPANS, NEW).ids != exact.ids
     answer = composed(client, IDS, SPANS, strategy, **options)
     assert_same(result(answer), exact)
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (strategy == "concat"), (
-        "on both ranks, or they would hang"
-    )
+    assert report(answer)["one_pass"] == (strategy == "concat"), "on both ranks, or they would hang"
 
 
 def test_each_layer_may_keep_other_tokens(client: Any, reference: Reference) -> None:
@@ -110,23 +90,20 @@ def test_each_layer_may_keep_other_tokens(client: Any, reference: Reference) -> 
 def test_what_one_process_chooses_by_deviation_the_other_chooses_too(
     client: Any, reference: Reference
 ) -> None:
-    """Each has half of the heads; tokens chosen by one half alone would differ, and with them the number of
-    rows in a collective.
-    """
+    """Each process has half of the heads. Tokens chosen by half of the heads alone would differ, and with
+    them the number of rows in a collective."""
     answer = composed(client, IDS, SPANS, "cacheblend", share=0.3)
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == round(
-        0.3 * (SPANS[-1][1] - SPANS[0][1])
-    )
+    assert report(answer)["recomputed"] == round(0.3 * (SPANS[-1][1] - SPANS[0][1]))
     assert result(answer).ids != reference.composed(IDS, SPANS, NEW).ids
 
 
 def test_a_document_that_one_process_lost_is_missing_for_all(
-    engine: Any, client: Any, reference: Reference
+    parallel_server: Server, client: Any, reference: Reference
 ) -> None:
     want = reference.composed(IDS, SPANS, NEW)
     assert_same(result(composed(client, IDS, SPANS)), want)
     settled(client)
-    ours, theirs = files(engine, 0), files(engine, 1)
+    ours, theirs = files(parallel_server, 0), files(parallel_server, 1)
     assert [path.name for path in ours] == [path.name for path in theirs]
     for path in theirs:
         path.unlink()
@@ -138,10 +115,10 @@ def test_a_document_that_one_process_lost_is_missing_for_all(
     assert client.post("/rag/cache/verify", json={}).json()["bad"] == []
 
 
-def test_a_failure_of_the_second_process_is_reported(engine: Any, client: Any) -> None:
-    """The answer to an operation comes from the first process; what is wrong on another must be in it."""
+def test_a_failure_of_the_second_process_is_reported(parallel_server: Server, client: Any) -> None:
+    """The first process answers an operation; its answer must include the failures of the others."""
     settled(client)
-    damaged = files(engine, 1)[0]
+    damaged = files(parallel_server, 1)[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
     bad = client.post("/rag/cache/verify", json={}).json()["bad"]
     assert len(bad) == 1
@@ -150,9 +127,7 @@ def test_a_failure_of_the_second_process_is_reported(engine: Any, client: Any) -
 
 
 def test_samkv_selects_the_same_in_every_process(client: Any, reference: Reference) -> None:
-    """Scores and attention are of half of the heads in each; what they choose decides the number of rows in a
-    collective.
-    """
+    """Each process scores with half of the heads; the choice decides the number of rows in a collective."""
     exact = reference.plain(IDS, NEW)
     assert_same(result(composed(client, IDS, SPANS, "samkv", keep=1.0, recompute="all")), exact, 1e-3)
     for options in (
@@ -169,9 +144,11 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
 
 
 def test_sentences_are_chosen_by_the_heads_of_all_processes(
-    client: Any, reference: Reference, folder: Path
+    parallel_server: Server, client: Any, reference: Reference
 ) -> None:
-    wanted = chosen_sentences(reference, AutoTokenizer.from_pretrained(folder), IDS, SPANS, 0.2)
+    wanted = chosen_sentences(
+        reference, AutoTokenizer.from_pretrained(parallel_server.model), IDS, SPANS, 0.2
+    )
     by_rule, by_name = (
         result(composed(client, IDS, SPANS, recompute=recompute, share=0.2))
         for recompute in ("sentences", wanted)

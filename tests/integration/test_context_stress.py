@@ -1,14 +1,11 @@
-"""Composed and plain requests together under forced retraction, small chunks, pages of 16, a small pool, a
-slow disk and clients that leave at every stage. Sparse decoding is on, for requests that ask for it, so every
-check is also one of all page statistics."""
+"""Composed and plain requests together under forced retraction, small chunks, a small pool, a slow disk, and
+clients that leave at every stage."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,55 +18,20 @@ from transformers import AutoTokenizer
 
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport
-from tests.conftest import MODEL, REPO
+from tests.conftest import EXHAUSTIVE, MODEL
 from tests.integration.context_client import NEW, assert_same, composed, generate, missing_of, plan_of, result
+from tests.integration.engines import STRESS_CHUNK, Server
+from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference, chosen_sentences
 from tests.integration.sparse_reference import SparseReference
-from tests.integration.test_context import prompt, rows
 
-ENGINE = {"chunked_prefill_size": 128}
-STORAGE = {
-    "backend_name": "slow",
-    "module_path": "tests.integration.slow_storage",
-    "class_name": "SlowStorage",
-}
-STRICT = {
-    "SGLANG_TEST_RETRACT": "1",  # every third decode step takes requests back and admits them again
-    # the scheduler dies if a slot is lost or counted twice
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
-}
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("storage")
-
-
-@pytest.fixture(scope="module")
-def small(start_server: Any, storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    data_dir = tmp_path_factory.mktemp("stress") / "data"
-    disk = {"kv_storage": "dynamic", "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)})}
-    sparse = {
-        "sparse_attention": "on",
-        "decode_mode": "dense",
-        "decode_dense_below": 0,
-        "decode_page_size": 16,
-        "decode_logical_page": 4,
-    }
-    flags = sparse | {
-        "engine_args": json.dumps(ENGINE),
-        "max_total_tokens": 6144,
-        "kv_host_bytes": 2**26,
-        **disk,
-    }
-    with start_server(data_dir=data_dir, env=STRICT, **flags) as running:
-        yield running
+MOMENTS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4) if EXHAUSTIVE else (0.02, 0.1)  # seconds until a client leaves
+CROWD, QUEUE = (8, 8) if EXHAUSTIVE else (3, 5)  # prompts of the mixed traffic, and of a full queue
 
 
 @contextmanager
-def slow(storage: Path, seconds: float) -> Iterator[None]:
+def slow(storage: Path | None, seconds: float) -> Iterator[None]:
+    assert storage is not None
     (storage / "delay").write_text(str(seconds))
     try:
         yield
@@ -78,7 +40,7 @@ def slow(storage: Path, seconds: float) -> Iterator[None]:
 
 
 def settled(client: httpx.Client) -> None:
-    """Within seconds nothing is running, and nothing is held in any tier."""
+    """Wait until nothing runs and no tier holds a lock; check all pages and their statistics."""
     deadline = time.monotonic() + 60
     while True:
         figures = client.get("/rag/cache").json()
@@ -92,22 +54,22 @@ def settled(client: httpx.Client) -> None:
 
 
 def test_mixed_traffic_gives_the_answers_of_single_requests_and_loses_nothing(
-    small: Any, builder: PromptBuilder
+    stress_server: Server, builder: PromptBuilder
 ) -> None:
-    prompts = [prompt(builder, row, 3) for row in rows("onehop")[:4]]
-    with small.client() as client:
+    prompts = [prompt(builder, row, 3) for row in rows("onehop")[:CROWD]]
+    with stress_server.running.client() as client:
         alone = [result(composed(client, ids, spans)).ids for ids, spans in prompts]
         plain = [result(generate(client, ids)).ids for ids, _ in prompts]
-        together, plain_together, left = asyncio.run(_crowd(small.url, prompts))
+        together, plain_together, left = asyncio.run(_crowd(stress_server.url, prompts))
         assert together == alone
         assert plain_together == plain
         assert left > 0, "some clients must have left"
         settled(client)
-        assert small.process.poll() is None
+        assert stress_server.running.process.poll() is None
 
 
 async def _crowd(url: str, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]], int]:
-    """All at once: each prompt composed and plain, and as many clients that leave at different moments."""
+    """Send each prompt composed and plain, with three more clients each that leave at different moments."""
     async with httpx.AsyncClient(
         base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)
     ) as client:
@@ -145,7 +107,7 @@ async def _leave(client: httpx.AsyncClient, ids: list[int], plan: ContextPlan | 
 
 
 def stage_of(name: str) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Tiers to evict first, options of the plan and sampling that make one stage long."""
+    """Tiers to evict, plan options and sampling that make one stage long."""
     everywhere = ["device", "host"]
     return {
         "load": (everywhere, {}, {}),
@@ -157,31 +119,36 @@ def stage_of(name: str) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", ["load", "compose", "recompute", "decode"])
 def test_a_client_that_leaves_at_a_stage_leaves_nothing_behind(
-    small: Any, storage: Path, builder: PromptBuilder, stage: str
+    stress_server: Server, builder: PromptBuilder, stage: str
 ) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[6], 5)
     tiers, options, sampling = stage_of(stage)
-    with small.client() as client:
+    with stress_server.running.client() as client:
         want = result(composed(client, ids, spans, **options))
-        for after in (0.02, 0.1, 0.4):
+        for after in MOMENTS:
             assert client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
-            with slow(storage, 0.5 if stage == "load" else 0.0), suppress(httpx.TimeoutException):
+            with (
+                slow(stress_server.storage, 0.5 if stage == "load" else 0.0),
+                suppress(httpx.TimeoutException),
+            ):
                 answer = generate(client, ids, plan_of(spans, **options), timeout=after, **sampling)
                 assert stage != "load", f"{answer} came without waiting for the disk"
             settled(client)
         assert_same(result(composed(client, ids, spans, **options)), want)
 
 
-def test_clients_that_leave_the_queue_leave_nothing_behind(small: Any, builder: PromptBuilder) -> None:
+def test_clients_that_leave_the_queue_leave_nothing_behind(
+    stress_server: Server, builder: PromptBuilder
+) -> None:
     """More contexts than the pool holds: most of them leave before they are admitted."""
-    prompts = [prompt(builder, row, 5) for row in rows("crossdoc")]
-    with small.client() as client:
+    prompts = [prompt(builder, row, 5) for row in rows("crossdoc")[:QUEUE]]
+    with stress_server.running.client() as client:
         ids, spans = prompts[0]
         want = result(composed(client, ids, spans))
 
         async def crowd() -> int:
             async with httpx.AsyncClient(
-                base_url=small.url, limits=httpx.Limits(max_connections=None)
+                base_url=stress_server.url, limits=httpx.Limits(max_connections=None)
             ) as http:
                 await asyncio.gather(*(_ask_or_miss(http, *each) for each in prompts))
                 left = await asyncio.gather(
@@ -205,17 +172,16 @@ async def _ask_or_miss(client: httpx.AsyncClient, ids: list[int], spans: list[tu
 
 
 def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
-    small: Any, builder: PromptBuilder
+    stress_server: Server, builder: PromptBuilder
 ) -> None:
-    """It cannot be composed again. What it has said so far came from composed KV, so it is not continued from
-    another.
-    """
+    """It cannot be composed again, and the tokens that it has came from composed KV, so it must not go on
+    from other KV."""
     prompts = [prompt(builder, row, 2) for row in rows("onehop")[:4]]
-    with small.client() as client:
+    with stress_server.running.client() as client:
         want = [result(composed(client, ids, spans, n_new=60)).ids for ids, spans in prompts]
 
         async def crowd() -> list[Any]:
-            async with httpx.AsyncClient(base_url=small.url, timeout=300) as http:
+            async with httpx.AsyncClient(base_url=stress_server.url, timeout=300) as http:
                 asking = [
                     asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 60)))
                     for ids, spans in prompts
@@ -238,9 +204,9 @@ def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
         settled(client)
 
 
-def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(small: Any) -> None:
-    """Requests of all modes at once: every third step takes one back, whose pages are freed and written
-    again, elsewhere.
+def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(stress_server: Server) -> None:
+    """Requests of all modes at once. Every third step retracts one, whose pages are freed and written again
+    elsewhere.
     """
     chance = random.Random(8)
     lengths = (210, 240, 270, 300, 420, 450)  # the longest prompts are taken back first
@@ -254,10 +220,10 @@ def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(smal
         budget,
         budget,
     ]
-    with small.client() as client:
+    with stress_server.running.client() as client:
         alone = [result(generate(client, ids, n_new=40)).ids for ids in prompts]
         assert client.delete("/rag/cache").status_code == 200
-        answers = asyncio.run(_decoded_while_checked(small.url, prompts, modes))
+        answers = asyncio.run(_decoded_while_checked(stress_server.url, prompts, modes))
         for mode, answer, ids in zip(modes, answers, alone, strict=True):
             assert mode["mode"] == "hierarchical" or answer["output_ids"] == ids, mode
         said = [DecodeReport.from_json(answers[i]["meta_info"][DECODE_FIELD][-1]) for i in (1, 4, 5)]
@@ -302,11 +268,13 @@ async def _decoded_while_checked(
         return [task.result() for task in asking]
 
 
-def test_a_question_longer_than_a_chunk(small: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_a_question_longer_than_a_chunk(
+    stress_server: Server, builder: PromptBuilder, reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("onehop")[5], 2)
     long = ids + ids[spans[1][0] : spans[1][1]] + ids[spans[2][0] : spans[2][1]] + ids[spans[-1][1] :]
-    assert len(long) - spans[-1][1] > 2 * ENGINE["chunked_prefill_size"]
-    with small.client() as client:
+    assert len(long) - spans[-1][1] > 2 * STRESS_CHUNK
+    with stress_server.running.client() as client:
         assert_same(result(composed(client, long, spans)), reference.composed(long, spans, NEW))
         wanted = chosen_sentences(reference, AutoTokenizer.from_pretrained(MODEL), long, spans, 0.1)
         asked, named = (
@@ -317,9 +285,9 @@ def test_a_question_longer_than_a_chunk(small: Any, builder: PromptBuilder, refe
         settled(client)
 
 
-def test_several_answers_to_one_composed_prompt(small: Any, builder: PromptBuilder) -> None:
+def test_several_answers_to_one_composed_prompt(stress_server: Server, builder: PromptBuilder) -> None:
     ids, spans = prompt(builder, rows("onehop")[6], 2)
-    with small.client() as client:
+    with stress_server.running.client() as client:
         want = result(composed(client, ids, spans)).ids
         body = _body(ids, plan_of(spans), len(want))
         body["sampling_params"]["n"] = 3

@@ -1,4 +1,4 @@
-"""Documents' KV over the product's life on the real engine: removed with its text, whoever removes it."""
+"""The life of documents' KV on the real engine: warmed, counted, and removed with its text by any process."""
 
 from __future__ import annotations
 
@@ -20,24 +20,11 @@ def ingest(server: Any, namespace: str, texts: dict[str, str], **fields: Any) ->
         "texts": [{"name": name, "text": text} for name, text in texts.items()],
         **fields,
     }
-    return finished(server, server.client.post("/rag/ingest", json=body))
-
-
-def finished(server: Any, response: Any) -> dict[str, Any]:
-    assert response.status_code == 202, response.text
-    deadline = time.monotonic() + 60
-    while (job := server.client.get(response.headers["location"]).json())["state"] not in (
-        "done",
-        "failed",
-        "cancelled",
-    ):
-        assert time.monotonic() < deadline, job
-        time.sleep(0.05)
-    return dict(job)
+    return server.finished(server.client.post("/rag/ingest", json=body))
 
 
 def held(server: Any, namespace: str) -> tuple[int, int]:
-    """Documents of a namespace on host and on disk; the system text is one of them."""
+    """Number of a namespace's documents on host and on disk, the system text included."""
     stat = server.client.get("/rag/cache").json()
     spaces = [stat[tier]["namespaces"].get(namespace, {"documents": 0}) for tier in ("host", "disk")]
     assert stat["disk"]["waiting_documents"] == 0
@@ -128,13 +115,9 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
         "done",
     )
     ours = {path.name: path.stat().st_size for path in (data / "kv").rglob("*.pages")}
-    finished(
-        server,
-        server.client.post(
-            "/rag/ingest", files=[("files", (n, t)) for n, t in texts.items()], data={"namespace": space}
-        ),
-    )
-    finished(server, server.client.post("/rag/cache/warm", json={"namespace": space}))
+    files = [("files", (n, t)) for n, t in texts.items()]
+    server.finished(server.client.post("/rag/ingest", files=files, data={"namespace": space}))
+    server.finished(server.client.post("/rag/cache/warm", json={"namespace": space}))
     theirs = {path.name: path.stat().st_size for path in (server.data_dir / "kv").rglob(f"{space}/*.pages")}
     assert ours == theirs, "the same keys: a server on that folder finds them"
     assert len(ours) == 3
@@ -144,7 +127,7 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
 
 
 def metric(server: Any, name: str) -> float:
-    """The sum over the processes of one metric with its labels."""
+    """Sum of one metric, given with its labels, over the processes."""
     lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(name)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -181,8 +164,8 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     ]
     done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert (done["state"], done["files"]["warmed"], done["files"]["unchanged"]) == ("done", 3, 3)
-    again = finished(
-        server, server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]})
+    again = server.finished(
+        server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]})
     )
     assert (again["n_items"], again["counts"]["unchanged"]) == (2, 2)
     assert held(server, space) == (7, 7)

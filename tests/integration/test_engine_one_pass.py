@@ -1,5 +1,5 @@
-"""The question in the recompute pass on the real engine: what SGLang's own extend gives, whatever a request
-asks for besides.
+"""The question in the recompute pass on the real engine: the same results as SGLang's own extend, for every
+request option.
 """
 
 from __future__ import annotations
@@ -7,39 +7,28 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
+from tests.integration.engines import STRESS_CHUNK, Server
+from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
-from tests.integration.test_context import prompt, rows
 
-CHUNK = 128
 NAMESPACE = "context"  # of the plans that `generate` is given
-TRIES = 20
 
 
-@pytest.fixture(scope="module")
-def engine(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    args = json.dumps({"chunked_prefill_size": CHUNK, "enable_return_hidden_states": True})
-    with (
-        start_server(data_dir=tmp_path_factory.mktemp("one-pass") / "data", engine_args=args) as running,
-        running.client() as client,
-    ):
-        yield client
+@pytest.fixture
+def engine(stress_server: Server) -> httpx.Client:
+    return stress_server.client
 
 
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    assert "error" not in answer, answer
-    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def case(engine: Any, builder: PromptBuilder) -> tuple[list[int], list[tuple[int, int]]]:
     """A prompt and its spans; the documents are cached."""
     ids, spans = prompt(builder, rows("crossdoc")[2], 4)
@@ -48,9 +37,8 @@ def case(engine: Any, builder: PromptBuilder) -> tuple[list[int], list[tuple[int
 
 
 def in_each_way(client: Any, case: Any, **fields: Any) -> list[dict[str, Any]]:
-    """In the recompute pass; in an extend of its own behind one of all tokens, too; and plain prefill. The
-    same, all three.
-    """
+    """Answers of one prompt with the question in the recompute pass, in an extend after a recompute pass of
+    all tokens, and in a plain prefill."""
     ids, spans = case
     one, two = plan_of(spans, recompute="all"), plan_of(spans, "cacheblend", share=1.0)
     answers = [generate(client, ids, plan, **fields) for plan in (one, two)]
@@ -140,8 +128,8 @@ def test_the_first_tokens_distribution_is_that_of_a_prefill(engine: Any, case: A
 def test_a_row_that_nobody_sees_sends_the_question_by_itself_and_changes_nothing(
     engine: Any, case: Any
 ) -> None:
-    """Recomputing a token that is not kept has no effect but that its row differs from the others', so the
-    pass has no question.
+    """Recomputing a token that is not kept changes no result, but its row differs from the others', so the
+    question is not part of the pass.
     """
     ids, spans = case
     kept = [i for i in range(spans[-1][1]) if i % 7 or i < spans[0][1]]
@@ -166,48 +154,7 @@ def test_a_question_longer_than_a_chunk_is_extended_by_itself(
 ) -> None:
     ids, spans = case
     long = ids + ids[spans[1][0] : spans[2][1]]
-    assert len(long) - spans[-1][1] > CHUNK
+    assert len(long) - spans[-1][1] > STRESS_CHUNK
     answer = generate(engine, long, plan_of(spans, recompute="all"))
     assert not report(answer)["one_pass"]
     assert_same(result(answer), reference.plain(long, NEW))
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["composed alone", "a plain request among them"])
-def test_requests_of_one_step_get_what_each_gets_alone(
-    engine: Any, builder: PromptBuilder, beside: bool
-) -> None:
-    """Which of them share a step is the scheduler's to say; their reports show it: a step has one clock."""
-    cases = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 2, 3), strict=False)]
-    options: list[dict[str, Any]] = [
-        {"recompute": "all"},
-        {"recompute": "first", "first": 5},
-        {"recompute": "all"},
-    ]
-    plans = [plan_of(spans, **each) for (_, spans), each in zip(cases, options, strict=True)]
-    alone = [composed(engine, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)]
-    assert all(report(answer)["one_pass"] for answer in alone)
-    custom: list[Any] = [{PLAN_FIELD: plan.to_json()} for plan in plans]
-    inputs = [ids for ids, _ in cases]
-    if beside:
-        inputs, custom = [inputs[0], cases[1][0][-40:], *inputs[1:]], [custom[0], None, *custom[1:]]
-        alone.insert(1, generate(engine, inputs[1]))
-    together = False
-    for _ in range(TRIES):
-        sampling = [
-            {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each}
-            for each in custom
-        ]
-        answers = engine.post(
-            "/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}
-        ).json()
-        for answer, want in zip(answers, alone, strict=True):
-            assert_same(result(answer), result(want))
-        said = [report(answer) for answer, each in zip(answers, custom, strict=True) if each]
-        together |= (
-            not all(each["one_pass"] for each in said)
-            if beside
-            else len({each["compose_ms"] for each in said}) < len(said)
-        )
-        if not beside:
-            assert all(each["one_pass"] for each in said)
-    assert together, f"no two of them shared a step in {TRIES} tries"

@@ -1,6 +1,4 @@
-"""A model's samkv profile in the real engine: a request that says nothing is served as if it had said what
-the profile says.
-"""
+"""A model's samkv profile in the real engine: it gives the defaults of requests that set no options."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps against transformers with
-quantised KV.
-"""
+"""A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps compared with transformers
+on quantised KV."""
 
 from __future__ import annotations
 
-import json
-import random
 from typing import Any
 
 import pytest
@@ -13,13 +10,14 @@ import pytest
 from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, DecodeReport
 from tests.conftest import MODEL
 from tests.integration.context_client import generate, plan_of, result
+from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated
 from tests.integration.sparse_reference import SparseReference
 
 PAGE, LOGICAL, CHUNK = 64, 16, 256  # as in the fixture
 NEW = 6
-# Quantising changes log-probabilities by about 0.01 here. Where rounding noise moves a number to the next
-# code, by 0.002.
+# Quantising changes log-probabilities by about 0.01 here. Rounding noise that moves a number to the next code
+# changes them by 0.002.
 TOLERANCE = 4e-3
 
 
@@ -28,22 +26,13 @@ def reference() -> SparseReference:
     return SparseReference(MODEL, PAGE, LOGICAL, bits=8)
 
 
-def some_ids(n: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(10, 8000) for _ in range(n)]
-
-
 def ask(client: Any, ids: list[int], **decode: Any) -> dict[str, Any]:
-    custom = {"custom_params": {DECODE_FIELD: json.dumps(decode)}} if decode else {}
-    return generate(
-        client, ids, sampling_params={"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, **custom}
-    )
+    return generate(client, ids, n_new=NEW, decode=decode)
 
 
 def distance(got: Generated, want: Generated) -> float:
-    """Largest difference of a log-probability up to the first token that differs, which counts as 1 if it is
-    among the first three.
-    """
+    """Largest difference of a log-probability before the first token that differs; 1 if that is among the
+    first three."""
     same = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
     return (
         1.0 if same < 3 else max(abs(a - b) for a, b in zip(got.logprobs[:same], want.logprobs, strict=False))
@@ -67,7 +56,7 @@ def test_answers_are_those_of_quantised_kv(
     tokens: int,
     seeds: tuple[int, ...],
 ) -> None:
-    """The prompts come in chunks, of which the later ones read the earlier ones as they were stored."""
+    """Prompts are prefilled in chunks; later chunks read the quantised KV of earlier ones."""
     reference.starts = list(range(0, tokens, CHUNK))
     for seed in seeds:
         ids = some_ids(tokens, seed)

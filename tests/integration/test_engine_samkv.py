@@ -1,10 +1,8 @@
-"""SamKV on the real engine: exact where nothing is left out, truthful about what it loads, and at home in
-every odd plan.
-"""
+"""SamKV on the real engine: exact when it keeps everything, loads only what it reports, and handles odd
+plans."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,36 +11,27 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.answering.prompt import PromptBuilder
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, default_block_tokens
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.samkv import KEEP
 from sglang_ext.documents.page_files import DocumentFiles
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.protocol import ContextPlan
 from sglang_ext.request_options import MIN_TOKENS
 from tests.analyses import local_queries, mean_keys
 from tests.conftest import MODEL
-from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.integration.context_client import NEW, assert_same, composed, generate, report, result
+from tests.integration.prompts import built, prompt, rows
 from tests.integration.reference import Reference
-from tests.integration.test_context import prompt, rows
 
 TOLERANCE = 1e-3  # twice as many kernels as a plain prefill stand between the two
-
-
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 
 
 def long_prompt(
     builder: PromptBuilder, texts: list[str], question: str = "Who founded it?"
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    built = builder.build(
-        question,
-        [PromptDocument(str(i), f"Part {i}", text) for i, text in enumerate(texts)],
-        max_prompt_tokens=8000,
-    )
-    return built.input_ids, [(s.start, s.end) for s in built.segments if s.kind != "question"]
+    return built(builder, question, [(f"Part {i}", text) for i, text in enumerate(texts)])
 
 
 def test_everything_kept_and_recomputed_equals_full(
@@ -57,13 +46,13 @@ def test_everything_kept_and_recomputed_equals_full(
 
 
 def moved(client: Any) -> int:
-    """Page bytes read from disk so far."""
+    """Bytes of pages read from disk so far."""
     return int(client.get("/rag/cache").json()["moved_bytes"]["from_disk"])
 
 
 def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: PromptBuilder) -> None:
-    """Pages hold 16 tokens, blocks of these documents 16: what leaves the disk are the pages of fixed and
-    chosen blocks, no others.
+    """Pages and blocks of these documents hold 16 tokens each: only pages of fixed and chosen blocks are read
+    from disk.
     """
     texts = [
         " ".join(f"The {name} of town {i} measured {i * 7 + j} spans in {1900 + j}." for j in range(40))
@@ -108,13 +97,11 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
 
 
 def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> None:
-    """Nothing is ingested: all documents come with the queries, and are first met by strategies that know
-    them as tokens only.
-    """
+    """Nothing is ingested: documents come with the queries, first for strategies that need no analysis."""
     client = server.client
 
     def ask(strategy: str, **options: Any) -> int:
-        """Analyses made for one query."""
+        """Number of analyses that one query computes."""
         before = client.get("/rag/cache").json()["analyses"]["computed"]
         body = {"query": "Who built the bridge of Arnholm?", "namespace": "unanalysed", "strategy": strategy}
         body |= {
@@ -211,7 +198,7 @@ def test_every_strategy_takes_every_rule(server: Any, builder: PromptBuilder, st
 
 
 def stored(data_dir: Path, namespace: str, ids: list[int]) -> Analysis:
-    """The analysis on disk of a document, found by its token ids; waits for the write queue."""
+    """Wait for the analysis of a document on disk, found by its token ids."""
     folder = data_dir / "kv" / "rank-0-of-1" / namespace
     files = DocumentFiles(data_dir / "kv", rank=0, world=1)
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""Sparse decoding on the real engine: dense as it was, chosen pages as a masked reference, all modes in one
+"""Sparse decoding on two tensor-parallel processes: each mode against a masked reference, all modes in one
 batch.
 """
 
@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from sglang_ext.attention.streaming_heads import save_pattern, streaming_heads
+from sglang_ext.attention.streaming_heads import streaming_heads
 from sglang_ext.protocol import (
     DECODE_FIELD,
     MISSING_PREFIX,
@@ -24,51 +21,29 @@ from sglang_ext.protocol import (
     DecodeReport,
     Span,
 )
-from tests.conftest import MODEL
+from tests.integration import context_client
+from tests.integration.context_client import result
+from tests.integration.engines import GATES, Server
+from tests.integration.engines import PARALLEL_LOGICAL as LOGICAL
+from tests.integration.engines import PARALLEL_PAGE as PAGE
+from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated
 from tests.integration.sparse_reference import SparseReference
 
-PAGE, LOGICAL = 16, 4
 SINK, LOCAL = 64, 256  # the server's defaults
-GATES = torch.rand(10, 2, generator=torch.Generator().manual_seed(5))
 STREAMING = streaming_heads(GATES, 0.5)
 TOLERANCE = 5e-4
 
 
-@pytest.fixture(scope="module")
-def sparse(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server with pages of 16 tokens and two tensor-parallel processes of a KV head each, dense for
-    requests that do not say.
-    """
-    heads = tmp_path_factory.mktemp("heads") / "heads.json"
-    save_pattern(heads, GATES, share=0.5, model="ragserve-tiny")
-    with (
-        start_server(
-            sparse_attention="on",
-            decode_mode="dense",
-            decode_dense_below=0,
-            decode_page_size=PAGE,
-            decode_logical_page=LOGICAL,
-            decode_budget=128,
-            decode_max_budget=256,
-            decode_heads=heads,
-            tp_size=2,
-            engine_args='{"chunked_prefill_size": 256, "enable_mixed_chunk": true}',
-            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"},
-        ) as running,
-        running.client() as client,
-    ):
-        yield SimpleNamespace(client=client, url=running.url)
+@pytest.fixture
+def sparse(parallel_server: Server) -> Server:
+    return parallel_server
 
 
 @pytest.fixture(scope="module")
-def reference() -> SparseReference:
-    return SparseReference(MODEL, PAGE, LOGICAL, STREAMING, SINK, LOCAL)
-
-
-def some_ids(n: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(10, 8000) for _ in range(n)]
+def reference(parallel_server: Server) -> SparseReference:
+    assert parallel_server.model is not None
+    return SparseReference(parallel_server.model, PAGE, LOGICAL, STREAMING, SINK, LOCAL)
 
 
 def generate(
@@ -80,28 +55,9 @@ def generate(
     may_mix: bool = False,
     **decode: Any,
 ) -> dict[str, Any]:
-    """``may_mix``: ask for no logprobs, which SGLang serves in batches of decode rows only."""
-    custom = {DECODE_FIELD: json.dumps(decode)} if decode else {}
-    if plan is not None:
-        custom[PLAN_FIELD] = plan.to_json()
-    sampling = {
-        "temperature": 0,
-        "max_new_tokens": n_new,
-        "ignore_eos": True,
-        "custom_params": custom or None,
-    }
-    logprobs = not may_mix and (plan is None or plan.operation == "compose")
-    return dict(
-        client.post(
-            "/generate", json={"input_ids": ids, "sampling_params": sampling, "return_logprob": logprobs}
-        ).json()
-    )
-
-
-def result(answer: dict[str, Any]) -> Generated:
-    assert "error" not in answer, answer
-    pairs = answer["meta_info"]["output_token_logprobs"]
-    return Generated([token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs])
+    """``may_mix``: ask for no logprobs, so that SGLang may put its decode rows into prefill batches."""
+    fields = {"return_logprob": False} if may_mix else {}
+    return context_client.generate(client, ids, plan, n_new, decode=decode, **fields)
 
 
 def report(answer: dict[str, Any]) -> DecodeReport:
@@ -114,23 +70,24 @@ def worst(got: Generated, want: Generated) -> float:
 
 
 def verify(client: Any) -> None:
-    """Statistics of all cached pages against their keys, and the tiers' accounts."""
+    """Check the statistics of all cached pages against their keys, and the accounts of the tiers."""
     answer = client.post("/rag/cache/verify")
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("tokens", [31, 700])
-def test_dense_the_whole_budget_and_threshold_one_are_the_wrapped_backend(
-    sparse: Any, server: Any, tokens: int
+def test_dense_the_whole_budget_and_threshold_one_are_plain_decoding(
+    sparse: Any, reference: SparseReference, tokens: int
 ) -> None:
     ids = some_ids(tokens, tokens)
-    plain = result(generate(server.client, ids))
-    assert worst(result(generate(sparse.client, ids)), plain) < 5e-5
+    dense = result(generate(sparse.client, ids))
+    reference.decode = DecodeOptions()
+    assert worst(dense, reference.plain(ids, 24)) < TOLERANCE
     whole = generate(sparse.client, ids, mode="hierarchical", budget=8192)
-    assert worst(result(whole), plain) < 5e-5
+    assert worst(result(whole), dense) < 5e-5
     assert report(whole).sparse_steps == 0
     certain = generate(sparse.client, ids, mode="progressive", threshold=1.0, streaming=False)
-    assert worst(result(certain), plain) < TOLERANCE
+    assert worst(result(certain), dense) < TOLERANCE
     assert report(certain).share == report(certain).weight == 1.0
 
 
@@ -173,9 +130,7 @@ def test_decode_steps_read_the_pages_of_the_rule(
 def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(
     sparse: Any, reference: SparseReference
 ) -> None:
-    """Twelve requests at once; some share a prefix, three go away in between; statistics are checked
-    meanwhile.
-    """
+    """Twelve requests at once: some share a prefix, three leave, and statistics are checked meanwhile."""
     chance = random.Random(11)
     shared = some_ids(330, 99)
     modes: list[dict[str, Any]] = [
@@ -292,16 +247,12 @@ def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseRefer
     verify(sparse.client)
 
 
-def test_bad_options_end_the_request_with_a_reason(sparse: Any, server: Any) -> None:
+def test_bad_options_end_the_request_with_a_reason(sparse: Any) -> None:
     for decode, reason in (
         ({"mode": "fast"}, "decode mode 'fast'"),
         ({"mode": "hierarchical", "budget": 512}, "largest is 256"),
     ):
         assert reason in generate(sparse.client, [5] * 40, **decode)["error"]["message"]
-    question = {"query": "Who?", "documents": [{"text": "Nobody knows."}], "max_new_tokens": 4}
-    refused = server.client.post("/rag/query", json=question | {"decode": {"mode": "dense"}})
-    assert refused.status_code == 400
-    assert "--sparse-attention on" in refused.json()["error"]["message"]
 
 
 def test_a_query_says_what_it_read_and_metrics_count_it(sparse: Any) -> None:

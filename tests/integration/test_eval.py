@@ -1,4 +1,4 @@
-"""`ragserve eval` against the real server, on a few rows of the sets that belong to the model."""
+"""`ragserve eval` on the real server, with a few rows of the model's own sets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 
 from ragserve.commands import evaluate
 from ragserve.errors import InvalidRequest, Unavailable
-
-QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "questions"
+from tests.integration.prompts import QUESTIONS
 
 
 def run_eval(*arguments: str) -> Result:
@@ -25,9 +24,8 @@ def run_eval(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("name", ["onehop", "crossdoc"])
 def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_path: Path, name: str) -> None:
-    """98.8 and 99.4 percent over 500 rows; of 8 rows at most one may be lost. Both strategies give the same
-    answers.
-    """
+    """The README says 98.8 and 99.4 percent of 500 rows: at most one of 8 may be wrong. Both strategies give
+    the same answers."""
     report, records = tmp_path / "report.json", tmp_path / "records.jsonl"
     data = str(QUESTIONS / f"{name}_8.jsonl")
     done = run_eval("--data", data, "--url", server.url, "--json", str(report), "--records", str(records))
@@ -79,9 +77,8 @@ def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> N
 
 
 def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: Path) -> None:
-    """Engines of its own: the distribution of the first token shows that recomputing everything is full
-    prefill, and plain reuse not.
-    """
+    """Start an engine: the first token's distribution shows that recomputing everything equals full prefill
+    and that plain reuse does not."""
     report, records, work = tmp_path / "report.json", tmp_path / "records.jsonl", tmp_path / "work"
     data = ",".join(str(QUESTIONS / f"{name}_8.jsonl") for name in ("onehop", "crossdoc"))
     arguments = (

@@ -1,6 +1,5 @@
-"""Without any network, and with a model other than the embedded one: another architecture, vocabulary layout,
-chat template and rotary positions, which here cannot be moved: documents' KV is not composed then, and
-everything else works."""
+"""No network, and another model than the embedded one: another architecture, vocabulary layout, chat template
+and rotary positions. Its positions cannot be shifted, so documents' KV is not composed; all else works."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ CHATML = (
 
 @pytest.fixture
 def other_model(tmp_path: Path) -> Path:
-    """A random two-layer Qwen2 whose template takes messages only: it says nothing sensible, but everything
-    around it must work.
-    """
+    """A random two-layer Qwen2 whose template takes messages only. Its answers mean nothing."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -65,7 +65,7 @@ def test_multi_hop_example(server: Any, documents: None) -> None:
 
 
 def test_fork_join_example(server: Any, documents: None) -> None:
-    """Each passage answers for itself, wrong ones too; the join chooses the right answer among them."""
+    """Every passage gives an answer, right or wrong; the join chooses the right one."""
     done = run_example(server, "fork_join.py")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

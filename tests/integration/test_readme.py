@@ -1,4 +1,4 @@
-"""The README's Python, run as it stands but for the address and the namespace."""
+"""The README's Python, run as written except for the address and the namespace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_readme_python(server: Any, namespaces: None, number: int, says: str) ->
 
 
 def test_readme_curl_bodies_are_accepted(server: Any, namespaces: None) -> None:
-    """The bodies of the README's curl calls, sent to the routes that it names."""
+    """Send the bodies of the README's curl calls to the routes that it names."""
     text = (REPO / "README.md").read_text(encoding="utf-8")
     calls = re.findall(r"curl -sN? localhost:30000(/rag/\w+) [^']*'[^']*' -d '(\{.*?\})'", text, re.DOTALL)
     assert [route for route, _ in calls] == ["/rag/ingest", "/rag/query", "/rag/query", "/rag/query"]

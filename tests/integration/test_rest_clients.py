@@ -1,6 +1,4 @@
-"""A crowd of clients on the real server, half of whom leave: the others are answered and nothing is left
-behind.
-"""
+"""Fifty clients on the real server, half of which leave: the others are answered, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -14,11 +12,14 @@ from typing import Any
 import httpx
 
 CLIENTS = 50
-TEXT = "The lighthouse of Skerryvore was built by Alan Stevenson between 1838 and 1844, on a reef far out in the Atlantic. "
+TEXT = (
+    "The lighthouse of Skerryvore was built by Alan Stevenson between 1838 and 1844, "
+    "on a reef far out in the Atlantic. "
+)
 
 
 def body(client: int, stream: bool) -> dict[str, Any]:
-    """A prompt of its own for each client, so that none is answered from another's prefix."""
+    """A request whose prompt differs for each client, so that none is answered from another's prefix."""
     documents = [
         {"title": f"Log {client}", "text": f"Entry {client}. " + TEXT * 8},
         {"title": "Other", "text": TEXT},
@@ -56,7 +57,10 @@ def test_fifty_clients_of_which_half_leave(server: Any) -> None:
     def leave(number: int) -> None:
         stream = number % 4 == 1
         data = json.dumps(body(number, stream)).encode()
-        head = f"POST /rag/query HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            "POST /rag/query HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(head.encode() + data)
             if stream:

@@ -1,0 +1,135 @@
+"""The engines that tests share, one for each configuration. Starting one costs about 15 seconds of two cores.
+
+A test that needs an engine of its own (because it measures the start, or kills the engine) says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from ragserve.measuring.server import RunningServer, running_server
+from sglang_ext.attention.streaming_heads import save_pattern
+from tests.conftest import REPO
+from tests.integration.models import LLAMA3, random_llama
+
+RANKS = 2
+PARALLEL_PAGE, PARALLEL_LOGICAL = 16, 4
+GATES = torch.rand(
+    2, 4, generator=torch.Generator().manual_seed(5)
+)  # [layers, KV heads] of the parallel engine
+STRESS_CHUNK = 128
+STORAGE = {
+    "backend_name": "slow",
+    "module_path": "tests.integration.slow_storage",
+    "class_name": "SlowStorage",
+}
+SPARSE: dict[str, Any] = {"sparse_attention": "on", "decode_mode": "dense", "decode_dense_below": 0}
+
+
+@dataclass
+class Server:
+    """A running server and its client. ``model``: the model's folder; ``storage``: the folder of its slow
+    disk."""
+
+    running: RunningServer
+    client: httpx.Client
+    model: Path | None = None
+    storage: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    @property
+    def data_dir(self) -> Path:
+        return self.running.data_dir
+
+    def finished(self, response: httpx.Response) -> dict[str, Any]:
+        """Wait for the job that a 202 response names."""
+        assert response.status_code == httpx.codes.ACCEPTED, response.text
+        deadline = time.monotonic() + 120
+        while True:
+            job = dict(self.client.get(response.headers["location"]).json())
+            if job["state"] in ("done", "failed", "cancelled"):
+                return job
+            assert time.monotonic() < deadline, job
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Iterator[Server]:
+    with running_server(data_dir=data_dir, **flags) as running, running.client() as client:
+        yield Server(running, client, flags.get("model"), storage)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[Server]:
+    """The API key "secret", a KV pool of 8 bits in pages of 64, prefill chunks of 256 tokens."""
+    chunks = json.dumps({"chunked_prefill_size": 256})
+    flags = {**SPARSE, "decode_page_size": 64, "kv_bits": 8, "engine_args": chunks}
+    with started(folder / "data", api_key="secret", **flags) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def parallel(folder: Path) -> Iterator[Server]:
+    """Two tensor-parallel processes of two KV heads each, multi-head attention and llama3-scaled rotary
+    positions. Half of the KV heads stream. Pages of 16; prefill chunks of 256 that carry decode rows along.
+    """
+    model = random_llama(folder / "llama3-mha", head_dim=64, rope=LLAMA3)  # sparse decoding needs 64
+    heads = folder / "heads.json"
+    save_pattern(heads, GATES, share=0.5, model="llama3-mha")
+    flags = SPARSE | {
+        "decode_page_size": PARALLEL_PAGE,
+        "decode_logical_page": PARALLEL_LOGICAL,
+        "decode_budget": 128,
+        "decode_max_budget": 256,
+        "decode_heads": heads,
+        "tp_size": RANKS,
+        "max_total_tokens": 8192,  # twelve requests at once, or a composed context and its documents
+        "engine_args": json.dumps({"chunked_prefill_size": 256, "enable_mixed_chunk": True}),
+    }
+    env = {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS)
+    }  # SGLang wants a NUMA node for each otherwise
+    with started(folder / "data", model=model, env=env, **flags) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def stress(folder: Path) -> Iterator[Server]:
+    """Forced retraction, strict memory checks, prefill chunks of 128, a small pool in pages of 16, and a disk
+    whose delay a test sets. Sparse decoding is on for requests that ask for it, so each check of the pages
+    covers their statistics, too."""
+    storage = folder / "storage"
+    storage.mkdir()
+    flags = SPARSE | {
+        "decode_page_size": 16,
+        "decode_logical_page": 4,
+        "engine_args": json.dumps(
+            {"chunked_prefill_size": STRESS_CHUNK, "enable_return_hidden_states": True}
+        ),
+        "max_total_tokens": 6144,
+        "kv_host_bytes": 2**26,
+        "kv_storage": "dynamic",
+        "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)}),
+    }
+    env = {
+        "SGLANG_TEST_RETRACT": "1",  # every third decode step retracts all requests but one
+        # the scheduler dies when a slot is lost or counted twice
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
+    }
+    with started(folder / "data", storage=storage, env=env, **flags) as server:
+        yield server
