@@ -294,7 +294,7 @@ def test_a_command_stops_the_servers_job(settings: Settings, store: IndexStore) 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
-    [({"engine_url": "http://127.0.0.1:1"}, "runs elsewhere"), ({"kv_disk_bytes": 0}, "nothing outlives")],
+    [({"engine_url": "http://127.0.0.1:1"}, "remote engine"), ({"kv_disk_bytes": 0}, "not outlive")],
 )
 def test_settings_with_which_nothing_would_be_left(
     settings: Settings, store: IndexStore, changed: dict[str, Any], says: str
@@ -307,4 +307,4 @@ def test_settings_with_which_nothing_would_be_left(
     with pytest.raises(InvalidRequest, match=says):
         command.check_warm(other)
     with pytest.raises(InvalidRequest, match="needs a server"):
-        command.check_warm(settings, again_and_again=True)
+        command.check_warm(settings, repeated=True)
