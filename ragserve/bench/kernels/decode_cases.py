@@ -1,6 +1,4 @@
-"""Decode batches of Llama-3.1-8B's shape for the kernel benchmarks: paged KV of several layers, so that no
-layer finds its KV in the L2.
-"""
+"""Decode batches of Llama-3.1-8B's shape, with several layers so that none finds its KV in the L2."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ TOKEN_BYTES = 2 * 2 * HEAD_DIM  # K and V of one token and head in bf16
 
 @dataclass
 class Layer:
-    """One layer's KV: pages in random order over the pool, every page of it used."""
+    """One layer's KV: pages in random order over the pool, all of them used."""
 
     q: torch.Tensor
     k: torch.Tensor

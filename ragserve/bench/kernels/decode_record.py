@@ -1,6 +1,4 @@
-"""The queries, keys and values of a real model over long prompts, as decode batches for the kernel
-benchmarks.
-"""
+"""Records a real model's queries, keys and values over long prompts, as decode batches for the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""page_stats: the statistics of whole prompts' pages after their prefill, and of a few pages that became full
-while decoding.
-"""
+"""page_stats: statistics of whole prompts' pages after prefill, and of pages that fill in decode."""
 
 from __future__ import annotations
 

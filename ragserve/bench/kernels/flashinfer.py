@@ -19,7 +19,7 @@ class RivalMissing(Exception):
 
 
 def flashinfer() -> Any:
-    """The module. Raises RivalMissing where it is not installed or refuses to load."""
+    """Return the module. Raise RivalMissing if it is not installed or does not load."""
     try:
         return importlib.import_module("flashinfer")
     except (
@@ -33,8 +33,7 @@ def flashinfer() -> Any:
 
 
 def decode(case: DecodeCase, *, page_size: int, tensor_cores: bool) -> Callable[[int], torch.Tensor]:
-    """Its paged decode over all of ``case``'s KV, planned beforehand: ``call(layer)`` gives ``[batch, heads,
-    head_dim]``.
+    """Plan FlashInfer's paged decode of ``case``; return ``call(layer)`` -> [batch, heads, head_dim].
 
     ``page_size`` is the case's, or 1: SGLang plans FlashInfer with a page per token. ``tensor_cores``: its
     prefill kernel with one query row per head group, which SGLang takes from a group of 4 on, instead of its

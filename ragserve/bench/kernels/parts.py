@@ -1,6 +1,4 @@
-"""A kernel benchmark runs in parts: chosen ones, each written as soon as it is measured, beside what earlier
-runs found for the others.
-"""
+"""Runs a kernel benchmark in parts, each written once measured, beside earlier results of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ Part = Callable[[], list[Row]]
 
 
 def chosen_parts(names: Sequence[str], parts: Sequence[str], what: str) -> list[str]:
-    """``names`` in the order of ``parts``, all of them if none is named.
+    """Return ``names`` in the order of ``parts``; all parts if none is named.
 
     Raises:
         InvalidRequest: a name that is no part of this benchmark.
@@ -87,7 +85,7 @@ def run_parts(
 
 
 def _earlier(out: Path | None, parts: Mapping[str, Part]) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-    """What ``out`` holds of ``parts``: rows, and where each part was measured."""
+    """Return what ``out`` holds of ``parts``: rows, and where each part was measured."""
     if out is None or not out.exists():
         return {}, {}
     try:

@@ -11,7 +11,7 @@ import torch
 
 from ragserve_kernels.page_select import summarise
 from ragserve_kernels.quantize_kv import dequantize_kv
-from sglang_ext.attention.page_stats import Statistics
+from sglang_ext.attention.page_stats import PageStatistics
 from sglang_ext.attention.quantized_pool import QuantizedKVPool, cell_bytes, quantized_pool
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 
@@ -73,7 +73,7 @@ def test_a_decode_step_leaves_the_workspace_alone(pool: QuantizedKVPool) -> None
 
 def test_statistics_are_those_of_the_stored_keys(pool: QuantizedKVPool) -> None:
     table = torch.arange(SLOTS + PAGE, dtype=torch.int32)[None]
-    statistics = Statistics(pool, table, PAGE, 4)
+    statistics = PageStatistics(pool, table, PAGE, 4)
     for number in range(LAYERS):
         pool.store(number, torch.arange(SLOTS + PAGE), *rows(SLOTS + PAGE, number))
     statistics.after_extend([(0, 0, 5 * PAGE)])
@@ -95,7 +95,7 @@ def test_what_a_slot_takes_is_what_the_pool_says(pool: QuantizedKVPool) -> None:
     counted = cell_bytes(
         plain, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=PAGE, logical_page=4, bits=pool.bits
     )
-    statistics = Statistics(pool, torch.zeros(1, 16, dtype=torch.int32), PAGE, 4)
+    statistics = PageStatistics(pool, torch.zeros(1, 16, dtype=torch.int32), PAGE, 4)
     assert counted * (SLOTS + PAGE) == sum(pool.get_kv_size_bytes()) + statistics.bytes
     assert cell_bytes(
         plain, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_size=PAGE, logical_page=4, bits=16
