@@ -269,7 +269,9 @@ def test_readme_tables_are_in_sync() -> None:
         assert rewritten(text, results) == text, "run scripts/readme-tables"
     settings = (REPO / "docs" / "settings.md").read_text(encoding="utf-8")
     missing = [name for name in Settings.model_fields if settings.count(f"| `{name}` |") != 1]
-    assert not missing, f"name them in one section of docs/settings.md, then run scripts/readme-tables: {missing}"
+    assert not missing, (
+        f"name them in one section of docs/settings.md, then run scripts/readme-tables: {missing}"
+    )
     drawn = curves.picture(results)
     assert drawn is None or drawn == (results / curves.PICTURE).read_text(encoding="utf-8"), (
         "run scripts/readme-tables"
