@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
-"""True under ``scripts/test --exhaustive``: every kill point, long histories, ten times the examples."""
+"""True under ``scripts/test --exhaustive``: every kill point, long histories, more random examples."""
 
 # No deadline: on two busy cores any example is slow once. Only exhaustive runs draw new examples each time.
 settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True)

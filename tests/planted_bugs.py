@@ -50,8 +50,8 @@ BUGS = (
     Bug(
         "composed KV enters the exact prefix cache",
         "sglang_ext/documents",
-        "is_insert = is_insert and not _is_private(req)\n",
-        "pass\n",
+        "        if self.is_composed(req):\n",
+        "        if False:\n",
         ("tests/unit/documents/test_radix.py",),
     ),
     Bug(

@@ -74,7 +74,7 @@ def parallel(folder: Path) -> Iterator[Server]:
     """Two tensor-parallel processes of two KV heads each, multi-head attention and llama3-scaled rotary
     positions. Half of the KV heads stream. Pages of 16; prefill chunks of 256 that carry decode rows along.
     """
-    model = random_llama(folder / "llama3-mha", rope=LLAMA3)
+    model = random_llama(folder / "llama3-mha", head_dim=64, rope=LLAMA3)  # sparse decoding needs 64
     heads = folder / "heads.json"
     save_pattern(heads, GATES, share=0.5, model="llama3-mha")
     flags = SPARSE | {

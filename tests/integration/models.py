@@ -26,6 +26,7 @@ def random_llama(
     *,
     heads: int = 4,
     kv_heads: int = 4,
+    head_dim: int = 16,
     rope: dict[str, Any] | None = None,
     positions: int = 2048,
 ) -> Path:
@@ -42,6 +43,7 @@ def random_llama(
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=positions,
         rope_parameters={"rope_theta": 10000.0, **(rope or {"rope_type": "default"})},
         initializer_range=0.3,

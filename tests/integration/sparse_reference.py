@@ -22,7 +22,7 @@ NAME = "ragserve_sparse_reference"
 
 @dataclass(frozen=True)
 class Chosen:
-    """``pages`` of each KV head of a layer, in use from ``step`` on. ``newest``: the last page at that step."""
+    """``pages`` of each KV head of a layer, used from ``step`` on. ``newest``: the last page at that step."""
 
     step: int
     newest: int

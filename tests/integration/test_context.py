@@ -1,4 +1,4 @@
-"""Composed contexts on the real engine, compared with plain prefill and transformers by tokens and logprobs."""
+"""Composed contexts on the real engine: the tokens and logprobs of plain prefill and of transformers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import PLAN_FIELD
-from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.conftest import EXHAUSTIVE
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
+
+TRIES = 20
 
 
 @pytest.mark.parametrize("n_documents", [2, 5])
@@ -289,3 +292,52 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
     assert "deletions" not in gone["host"]["namespaces"]
     assert "deletions" not in gone["disk"]["namespaces"]
     assert gone["device"]["documents"] == left["device"]["documents"] - 1
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["composed alone", "a plain request among them"])
+def test_requests_of_one_step_get_what_each_gets_alone(
+    server: Any, builder: PromptBuilder, beside: bool
+) -> None:
+    """The scheduler decides which requests share a step; equal timings in their reports show it."""
+    cases = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 2, 3), strict=False)]
+    options: list[dict[str, Any]] = [
+        {"recompute": "all"},
+        {"recompute": "first", "first": 5},
+        {"recompute": "all"},
+    ]
+    plans = [plan_of(spans, **each) for (_, spans), each in zip(cases, options, strict=True)]
+    alone = [
+        composed(server.client, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)
+    ]
+    assert all(json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] for answer in alone)
+    custom: list[Any] = [{PLAN_FIELD: plan.to_json()} for plan in plans]
+    inputs = [ids for ids, _ in cases]
+    if beside:
+        inputs, custom = [inputs[0], cases[1][0][-40:], *inputs[1:]], [custom[0], None, *custom[1:]]
+        alone.insert(1, generate(server.client, inputs[1]))
+    together = False
+    for _ in range(TRIES):
+        sampling = [
+            {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each}
+            for each in custom
+        ]
+        answers = server.client.post(
+            "/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}
+        ).json()
+        for answer, want in zip(answers, alone, strict=True):
+            assert_same(result(answer), result(want))
+        said = [
+            json.loads(answer["meta_info"][PLAN_FIELD][0])
+            for answer, each in zip(answers, custom, strict=True)
+            if each
+        ]
+        together |= (
+            not all(each["one_pass"] for each in said)
+            if beside
+            else len({each["compose_ms"] for each in said}) < len(said)
+        )
+        if not beside:
+            assert all(each["one_pass"] for each in said)
+        if together and not EXHAUSTIVE:
+            break
+    assert together, f"no two of them shared a step in {TRIES} tries"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from tests.conftest import MODEL
+from tests.conftest import EXHAUSTIVE, MODEL
 from tests.integration.prompts import built, rows
 
 
@@ -27,12 +27,12 @@ def ask(client: Any, row: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["onehop", "crossdoc"])
 def test_answers_come_from_the_model_and_are_right(server: Any, name: str) -> None:
-    right = 0
-    for row in rows(name):
+    right, asked = 0, rows(name)[: 8 if EXHAUSTIVE else 4]
+    for row in asked:
         answer = ask(server.client, row)
         assert answer["usage"]["prompt"] > 500, "the documents must be in the prompt"
         right += answer["answer"].strip() in row["answers"]
-    assert right >= 7, "the model's README says 98.8 and 99.4 % over 500"
+    assert right >= len(asked) - 1, "the model's README says 98.8 and 99.4 % over 500"
 
 
 def test_full_recomputes_and_equals_prefix_token_for_token(server: Any) -> None:

@@ -21,7 +21,6 @@ from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
 
 NAMESPACE = "context"  # of the plans that `generate` is given
-TRIES = 20
 
 
 @pytest.fixture
@@ -164,44 +163,3 @@ def test_a_question_longer_than_a_chunk_is_extended_by_itself(
     answer = generate(engine, long, plan_of(spans, recompute="all"))
     assert not report(answer)["one_pass"]
     assert_same(result(answer), reference.plain(long, NEW))
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["composed alone", "a plain request among them"])
-def test_requests_of_one_step_get_what_each_gets_alone(
-    engine: Any, builder: PromptBuilder, beside: bool
-) -> None:
-    """The scheduler decides which requests share a step; equal timings in their reports show it."""
-    cases = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 2, 3), strict=False)]
-    options: list[dict[str, Any]] = [
-        {"recompute": "all"},
-        {"recompute": "first", "first": 5},
-        {"recompute": "all"},
-    ]
-    plans = [plan_of(spans, **each) for (_, spans), each in zip(cases, options, strict=True)]
-    alone = [composed(engine, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)]
-    assert all(report(answer)["one_pass"] for answer in alone)
-    custom: list[Any] = [{PLAN_FIELD: plan.to_json()} for plan in plans]
-    inputs = [ids for ids, _ in cases]
-    if beside:
-        inputs, custom = [inputs[0], cases[1][0][-40:], *inputs[1:]], [custom[0], None, *custom[1:]]
-        alone.insert(1, generate(engine, inputs[1]))
-    together = False
-    for _ in range(TRIES):
-        sampling = [
-            {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each}
-            for each in custom
-        ]
-        answers = engine.post(
-            "/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}
-        ).json()
-        for answer, want in zip(answers, alone, strict=True):
-            assert_same(result(answer), result(want))
-        said = [report(answer) for answer, each in zip(answers, custom, strict=True) if each]
-        together |= (
-            not all(each["one_pass"] for each in said)
-            if beside
-            else len({each["compose_ms"] for each in said}) < len(said)
-        )
-        if not beside:
-            assert all(each["one_pass"] for each in said)
-    assert together, f"no two of them shared a step in {TRIES} tries"

