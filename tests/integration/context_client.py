@@ -84,6 +84,12 @@ def composed(
     raise LookupError("the documents do not stay cached")
 
 
+def report(answer: dict[str, Any]) -> dict[str, Any]:
+    """The context report of a composed request's answer."""
+    assert "error" not in answer, answer
+    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
+
+
 def result(answer: dict[str, Any]) -> Generated:
     assert "error" not in answer, answer
     pairs = answer["meta_info"]["output_token_logprobs"]

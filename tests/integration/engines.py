@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,17 @@ class Server:
     @property
     def data_dir(self) -> Path:
         return self.running.data_dir
+
+    def finished(self, response: httpx.Response) -> dict[str, Any]:
+        """Wait for the job that a 202 response names."""
+        assert response.status_code == httpx.codes.ACCEPTED, response.text
+        deadline = time.monotonic() + 120
+        while True:
+            job = dict(self.client.get(response.headers["location"]).json())
+            if job["state"] in ("done", "failed", "cancelled"):
+                return job
+            assert time.monotonic() < deadline, job
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager

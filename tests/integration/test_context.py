@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import PLAN_FIELD
 from tests.conftest import EXHAUSTIVE
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
 
@@ -31,9 +29,9 @@ def test_documents_prefilled_alone_equal_concatenated_rotated_caches(
     assert max(abs(a - b) for a, b in zip(exact.logprobs, want.logprobs, strict=True)) > 0.01, (
         "the test must tell them apart"
     )
-    report = json.loads(got["meta_info"][PLAN_FIELD][0])
-    assert report["kept"] == report["document_tokens"] == spans[-1][1] - spans[0][1]
-    assert report["recomputed"] == 0
+    said = report(got)
+    assert said["kept"] == said["document_tokens"] == spans[-1][1] - spans[0][1]
+    assert said["recomputed"] == 0
     assert got["meta_info"]["cached_tokens"] == 0, "composed tokens are no prefix hits"
 
 
@@ -65,7 +63,7 @@ def test_recomputing_everything_equals_full(
     ids, spans = prompt(builder, rows("crossdoc")[2], 4)
     answer = composed(server.client, ids, spans, strategy, **options)
     assert_same(result(answer), reference.plain(ids, NEW))
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == spans[-1][1] - spans[0][1]
+    assert report(answer)["recomputed"] == spans[-1][1] - spans[0][1]
 
 
 def test_recomputing_the_last_document_alone_is_exact_for_it(
@@ -132,7 +130,7 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
     answer = composed(server.client, ids, spans)
     assert_same(result(answer), first, 1e-6)
     wanted = "host" if tiers == ["device"] else "disk"
-    assert set(json.loads(answer["meta_info"][PLAN_FIELD][0])["by_tier"]) == {wanted}
+    assert set(report(answer)["by_tier"]) == {wanted}
 
 
 @pytest.mark.parametrize(
@@ -254,15 +252,8 @@ def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(server: Any, bu
 def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None:
     client = server.client
     text = "The observatory of Quillmark was founded in 1902 by Ada Brandt. " * 4
-    job = client.post(
-        "/rag/ingest", json={"namespace": "deletions", "texts": [{"name": "quillmark", "text": text}]}
-    ).json()
-    deadline = time.monotonic() + 60
-    while (
-        client.get(f"/rag/jobs/{job['job_id']}").json()["state"] not in ("done", "failed")
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
+    texts = [{"name": "quillmark", "text": text}]
+    server.finished(client.post("/rag/ingest", json={"namespace": "deletions", "texts": texts}))
     question = {
         "query": "Who founded the observatory of Quillmark?",
         "namespace": "deletions",
@@ -309,7 +300,7 @@ def test_requests_of_one_step_get_what_each_gets_alone(
     alone = [
         composed(server.client, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)
     ]
-    assert all(json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] for answer in alone)
+    assert all(report(answer)["one_pass"] for answer in alone)
     custom: list[Any] = [{PLAN_FIELD: plan.to_json()} for plan in plans]
     inputs = [ids for ids, _ in cases]
     if beside:
@@ -326,11 +317,7 @@ def test_requests_of_one_step_get_what_each_gets_alone(
         ).json()
         for answer, want in zip(answers, alone, strict=True):
             assert_same(result(answer), result(want))
-        said = [
-            json.loads(answer["meta_info"][PLAN_FIELD][0])
-            for answer, each in zip(answers, custom, strict=True)
-            if each
-        ]
+        said = [report(answer) for answer, each in zip(answers, custom, strict=True) if each]
         together |= (
             not all(each["one_pass"] for each in said)
             if beside

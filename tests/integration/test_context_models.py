@@ -13,8 +13,8 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
+from sglang_ext.protocol import MISSING_PREFIX
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
 from tests.integration.engines import RANKS, Server
 from tests.integration.reference import Reference, chosen_sentences
 
@@ -77,9 +77,7 @@ def test_recomputing_everything_equals_plain_prefill(
     assert reference.composed(IDS, SPANS, NEW).ids != exact.ids
     answer = composed(client, IDS, SPANS, strategy, **options)
     assert_same(result(answer), exact)
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["one_pass"] == (strategy == "concat"), (
-        "on both ranks, or they would hang"
-    )
+    assert report(answer)["one_pass"] == (strategy == "concat"), "on both ranks, or they would hang"
 
 
 def test_each_layer_may_keep_other_tokens(client: Any, reference: Reference) -> None:
@@ -95,9 +93,7 @@ def test_what_one_process_chooses_by_deviation_the_other_chooses_too(
     """Each process has half of the heads. Tokens chosen by half of the heads alone would differ, and with
     them the number of rows in a collective."""
     answer = composed(client, IDS, SPANS, "cacheblend", share=0.3)
-    assert json.loads(answer["meta_info"][PLAN_FIELD][0])["recomputed"] == round(
-        0.3 * (SPANS[-1][1] - SPANS[0][1])
-    )
+    assert report(answer)["recomputed"] == round(0.3 * (SPANS[-1][1] - SPANS[0][1]))
     assert result(answer).ids != reference.composed(IDS, SPANS, NEW).ids
 
 

@@ -20,20 +20,7 @@ def ingest(server: Any, namespace: str, texts: dict[str, str], **fields: Any) ->
         "texts": [{"name": name, "text": text} for name, text in texts.items()],
         **fields,
     }
-    return finished(server, server.client.post("/rag/ingest", json=body))
-
-
-def finished(server: Any, response: Any) -> dict[str, Any]:
-    assert response.status_code == 202, response.text
-    deadline = time.monotonic() + 60
-    while (job := server.client.get(response.headers["location"]).json())["state"] not in (
-        "done",
-        "failed",
-        "cancelled",
-    ):
-        assert time.monotonic() < deadline, job
-        time.sleep(0.05)
-    return dict(job)
+    return server.finished(server.client.post("/rag/ingest", json=body))
 
 
 def held(server: Any, namespace: str) -> tuple[int, int]:
@@ -128,13 +115,9 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
         "done",
     )
     ours = {path.name: path.stat().st_size for path in (data / "kv").rglob("*.pages")}
-    finished(
-        server,
-        server.client.post(
-            "/rag/ingest", files=[("files", (n, t)) for n, t in texts.items()], data={"namespace": space}
-        ),
-    )
-    finished(server, server.client.post("/rag/cache/warm", json={"namespace": space}))
+    files = [("files", (n, t)) for n, t in texts.items()]
+    server.finished(server.client.post("/rag/ingest", files=files, data={"namespace": space}))
+    server.finished(server.client.post("/rag/cache/warm", json={"namespace": space}))
     theirs = {path.name: path.stat().st_size for path in (server.data_dir / "kv").rglob(f"{space}/*.pages")}
     assert ours == theirs, "the same keys: a server on that folder finds them"
     assert len(ours) == 3
@@ -181,8 +164,8 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     ]
     done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert (done["state"], done["files"]["warmed"], done["files"]["unchanged"]) == ("done", 3, 3)
-    again = finished(
-        server, server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]})
+    again = server.finished(
+        server.client.post("/rag/cache/warm", json={"namespace": space, "documents": names[:2]})
     )
     assert (again["n_items"], again["counts"]["unchanged"]) == (2, 2)
     assert held(server, space) == (7, 7)

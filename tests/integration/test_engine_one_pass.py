@@ -15,7 +15,7 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, result
+from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
 from tests.integration.engines import STRESS_CHUNK, Server
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
@@ -26,11 +26,6 @@ NAMESPACE = "context"  # of the plans that `generate` is given
 @pytest.fixture
 def engine(stress_server: Server) -> httpx.Client:
     return stress_server.client
-
-
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    assert "error" not in answer, answer
-    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ plans."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,13 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.samkv import KEEP, LEAST
 from sglang_ext.documents.page_files import DocumentFiles
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.protocol import ContextPlan
 from tests.conftest import MODEL
-from tests.integration.context_client import NEW, assert_same, composed, generate, result
+from tests.integration.context_client import NEW, assert_same, composed, generate, report, result
 from tests.integration.prompts import built, prompt, rows
 from tests.integration.reference import Reference
 
 TOLERANCE = 1e-3  # twice as many kernels as a plain prefill stand between the two
-
-
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 
 
 def long_prompt(

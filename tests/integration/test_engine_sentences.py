@@ -4,16 +4,14 @@ gets wrong.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import PLAN_FIELD
 from tests.conftest import MODEL
-from tests.integration.context_client import NEW, composed, result
+from tests.integration.context_client import NEW, composed, report, result
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference, chosen_sentences
 
@@ -24,10 +22,6 @@ NAMESPACE = "sentences"
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
-
-
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(answer["meta_info"][PLAN_FIELD][0]))
 
 
 def test_the_engine_chooses_what_transformers_and_the_definition_say(

@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 
 from ragserve.commands import evaluate
 from ragserve.errors import InvalidRequest, Unavailable
-
-QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "questions"
+from tests.integration.prompts import QUESTIONS
 
 
 def run_eval(*arguments: str) -> Result:

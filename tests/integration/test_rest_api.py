@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from tests.integration.prompts import rows
 
-ROWS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[1] / "data" / "questions" / "onehop_8.jsonl")
-    .read_text(encoding="utf-8")
-    .splitlines()[:2]
-]
+ROWS = rows("onehop")[:2]
 NAMESPACE = "rest-api"
 
 
@@ -30,11 +24,7 @@ def namespace(server: Any) -> str:
         for title, text in row["docs"]
     ]
     response = server.client.post("/rag/ingest", json={"namespace": NAMESPACE, "texts": texts})
-    assert response.status_code == 202, response.text
-    deadline = time.monotonic() + 120
-    while (job := server.client.get(response.headers["location"]).json())["state"] not in ("done", "failed"):
-        assert time.monotonic() < deadline, job
-        time.sleep(0.1)
+    job = server.finished(response)
     assert job["counts"]["indexed"] == len(texts), job
     return NAMESPACE
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import signal
 import threading
@@ -12,8 +11,8 @@ import time
 import httpx
 import psutil
 
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan
-from tests.integration.context_client import composed, generate, plan_of, result
+from sglang_ext.protocol import ContextPlan
+from tests.integration.context_client import composed, generate, plan_of, report, result
 from tests.integration.small_engine import NEW, Engine
 
 
@@ -42,7 +41,7 @@ def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives
         engine.client, ids, plan_of(spans, namespace="left"), n_new=NEW
     )  # no document request first
     engine.right("concat", texts, result(answer))
-    assert set(json.loads(answer["meta_info"][PLAN_FIELD][0])["by_tier"]) == {"disk"}
+    assert set(report(answer)["by_tier"]) == {"disk"}
     figures = engine.check()
     assert figures["disk"]["namespaces"]["written"]["documents"] > 0, "those that were whole"
     assert not any((engine.folder / "kv" / "rank-0-of-1" / ".tmp").glob("*"))
