@@ -259,8 +259,8 @@ def small_disk(tmp_path: Path) -> Path:
 def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
     folder: Path, tmp_path: Path, small_disk: Path
 ) -> None:
-    for i in range(48):
-        (folder / f"book{i:02d}.txt").write_text(f"Line of book {i}, with number {i * 31}. " * 730)
+    for i in range(70):
+        (folder / f"book{i:02d}.txt").write_text(f"Line of book {i}, with number {i * 31}. " * 500)
     ingest = f"{' '.join(COMMAND)} ingest {folder} --json --chunk-tokens 8192 --data-dir {small_disk}"
     script = f"""
         mount -t tmpfs -o size=1300k none {small_disk}
@@ -279,7 +279,7 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
     assert "disk" in errors
     assert "Traceback" not in errors
     full, freed = contents(tmp_path / "full"), contents(tmp_path / "freed")
-    assert len(full) < len(freed) == 50
+    assert len(full) < len(freed) == 72
     for found in (full, freed):
         for source, chunks in found.items():
             assert "".join(text for text, _, _ in chunks) == Path(source).read_text()
