@@ -132,7 +132,7 @@ def _ours(
             def search(text: str) -> list[str]:
                 # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were
                 # there several.
-                hits = store.search("bench", model.encode([text]), _DEPTH).hits[0]
+                hits = store.search("bench", model.encode_queries([text]), _DEPTH).hits[0]
                 return list(dict.fromkeys(hit.chunk.source for hit in hits))
 
             rankings, query_ms = _timed(collection, search)

@@ -59,20 +59,14 @@ class Embedder:
         self.max_tokens: int | None = self._model.max_seq_length
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Documents to float32 [n, dim], L2-normalised. Batches hold texts of similar length, so little is
-        spent on padding.
-        """
+        """Embed documents, batched by length to save padding. Float32 [n, dim], L2-normalised."""
         return self._finish(
             self._model.encode_document(list(texts), batch_size=self._batch_size, show_progress_bar=False),
             len(texts),
         )
 
-    def encode_query(self, text: str) -> npt.NDArray[np.float32]:
-        """A question to float32 [dim], L2-normalised, with the model's query prompt where it has one."""
-        return self.encode_queries([text])[0]
-
     def encode_queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Questions to float32 [n, dim], as `encode_query` does one."""
+        """Embed questions with the model's query prompt, if it has one. Float32 [n, dim], L2-normalised."""
         return self._finish(
             self._model.encode_query(list(texts), batch_size=self._batch_size, show_progress_bar=False),
             len(texts),

@@ -24,12 +24,12 @@ _SEARCH_THREADS = 2
 
 
 class QueryEmbedder(Protocol):
-    """What retrieval needs of the embedder."""
+    """The query side of an embedder. Many models embed questions and documents differently."""
 
     name: str
 
-    def encode(self, texts: list[str]) -> np.ndarray:
-        """float32 [len(texts), dim], L2-normalised."""
+    def encode_queries(self, texts: list[str]) -> np.ndarray:
+        """Embed questions. Float32 [len(texts), dim], L2-normalised."""
         ...
 
 
@@ -99,7 +99,7 @@ class Retriever:
                     continue
                 try:
                     vectors = await loop.run_in_executor(
-                        self._embed_thread, self._embedder.encode, [text for text, _ in batch]
+                        self._embed_thread, self._embedder.encode_queries, [text for text, _ in batch]
                     )
                 except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who asked
                     for _, future in batch:
