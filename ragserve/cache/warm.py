@@ -31,7 +31,6 @@ KIND = "warm"
 _GROUP_TOKENS = 4096
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
-_RESERVED_TOKENS = 8  # of the engine's context, which SGLang keeps to itself
 T = TypeVar("T")
 
 
@@ -134,7 +133,7 @@ class Warmer:
     @property
     def max_tokens(self) -> int:
         """Of a document that the engine can take."""
-        return self._engine.info.max_prompt_tokens - _RESERVED_TOKENS
+        return self._engine.info.max_prompt_tokens
 
     def check(self) -> None:
         """Raises InvalidRequest where nothing would ever be read from the cache."""
