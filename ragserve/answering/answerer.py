@@ -53,7 +53,7 @@ class InlineDocument:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One question. With ``documents``, nothing is retrieved: they are the context, in their order."""
+    """A question. With ``documents``, nothing is retrieved: they are the context, in their order."""
 
     question: str
     namespace: str

@@ -80,6 +80,11 @@ async def drain(receive: Receive) -> None:
                     return
 
 
+def media_type(request: Request) -> str:
+    """The Content-Type without its parameters; empty without one."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 class JsonRoute(APIRoute):
     """Parses the body with `parse_json` before FastAPI validates it."""
 
@@ -88,8 +93,7 @@ class JsonRoute(APIRoute):
 
         async def parsed(request: Request) -> Response:
             if request.method in ("POST", "PUT", "PATCH"):
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if kind != "application/json":
+                if (kind := media_type(request)) != "application/json":
                     raise UnsupportedMediaType(
                         f"This route takes JSON, not {kind or 'a body without Content-Type'}.",
                         hint="Set Content-Type: application/json.",

@@ -6,10 +6,11 @@ import errno
 import logging
 import sqlite3
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -26,6 +27,7 @@ from ragserve.errors import (
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
+M = TypeVar("M", bound=BaseModel)
 
 
 class MethodNotAllowed(RagserveError):
@@ -69,6 +71,14 @@ def invalid(errors: Sequence[Any]) -> InvalidRequest:
         else "See /docs for the fields and their limits."
     )
     return InvalidRequest("; ".join(described) + ".", hint=hint, param=_path(errors[0]["loc"]) or None)
+
+
+def validated(model: type[M], data: Any) -> M:
+    """Validate data that FastAPI has not. Raises InvalidRequest."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise invalid(error.errors(include_input=False, include_url=False)) from None
 
 
 def response(error: RagserveError, request_id: str) -> Response:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from ragserve.api import errors, examples
-from ragserve.api.body import RequestModel, parse_json
-from ragserve.api.errors import UnsupportedMediaType
+from ragserve.api import examples
+from ragserve.api.body import RequestModel, media_type, parse_json
+from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import IngestTexts, JobDetail, JobItemView, JobList, JobView, Metadata
 from ragserve.api.services import Services, Svc
@@ -19,7 +19,6 @@ from ragserve.config import Namespace
 from ragserve_index.types import Job
 
 router = APIRouter(tags=["ingest"])
-M = TypeVar("M", bound=RequestModel)
 JobId = Annotated[str, Path(min_length=1, max_length=128, description="As returned by POST /rag/ingest.")]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 ItemState = Literal["pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped"]
@@ -104,7 +103,7 @@ async def ingest(request: Request, svc: Svc) -> Response:
     An unreadable file fails alone, with the reason in the job's items. A file or text of an existing name
     replaces it; unchanged content costs a hash. Uploaded files are identified by their filename. With `warm`,
     a second job of kind `warm` follows."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(request)
     if kind == "application/json":
         job = await _texts(await parse_json(await request.body()), svc)
     elif kind == "multipart/form-data":
@@ -123,7 +122,7 @@ async def ingest(request: Request, svc: Svc) -> Response:
 async def _texts(data: Any, svc: Services) -> Job:
     from ragserve.ingest.ingestor import SubmittedText
 
-    body = _validated(IngestTexts, data)
+    body = validated(IngestTexts, data)
     if body.warm:
         svc.warm_ups()
     texts = [
@@ -139,20 +138,13 @@ async def _files(request: Request, svc: Services) -> Job:
     async with upload_form(
         request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes
     ) as form:
-        fields = _validated(UploadFields, form.fields)
+        fields = validated(UploadFields, form.fields)
         if fields.warm:
             svc.warm_ups()
         uploads = [Upload(filename=str(file.filename), stream=file.file) for file in form.files]
         return await asyncio.to_thread(
             svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
         )
-
-
-def _validated(model: type[M], data: Any) -> M:
-    try:
-        return TypeAdapter(model).validate_python(data)
-    except ValidationError as error:
-        raise errors.invalid(error.errors(include_input=False, include_url=False)) from None
 
 
 @router.get(

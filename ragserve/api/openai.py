@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from starlette.responses import JSONResponse
 from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
 from ragserve.answering.prompt import Message
 from ragserve.answering.results import SearchResults
-from ragserve.api import errors, examples
+from ragserve.api import examples
 from ragserve.api.body import parse_json
+from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
     Annotation,
     AnswerMessage,
@@ -34,7 +34,7 @@ from ragserve.api.openai_schemas import (
     UrlCitation,
 )
 from ragserve.api.openapi import documented
-from ragserve.api.query import last_event, to_query
+from ragserve.api.query import compact_json, last_event, to_query
 from ragserve.api.services import RequestId, Services, Svc, services
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.upstream import Upstream
@@ -45,7 +45,6 @@ from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
 PREFIX = "ragserve/"
 _NAMESPACE = TypeAdapter(Namespace)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
-_CHAT_REQUEST = TypeAdapter(ChatRequest)
 _DONE = b"data: [DONE]\n\n"
 
 router = APIRouter(tags=["openai"])
@@ -97,10 +96,7 @@ async def chat(request: Request, request_id: RequestId) -> Response:
         raise TooLarge(
             f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes."
         )
-    try:
-        body = _CHAT_REQUEST.validate_python(data)
-    except ValidationError as error:
-        raise errors.invalid(error.errors(include_input=False, include_url=False)) from None
+    body = validated(ChatRequest, data)
     events = svc.answerer.events(_query(body, svc, request_id))
     try:
         if not body.stream:
@@ -186,7 +182,7 @@ def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
 
 
 def _annotations(final: FinalAnswer) -> list[Annotation]:
-    """One annotation per marker, at its place; without markers, one per citation over the whole answer."""
+    """Annotate each marker at its place; without markers, each citation over the whole answer."""
     cited = {citation.index: citation for citation in final.answer.citations}
     spans = [(marker.index, marker.start, marker.end) for marker in final.markers]
     spans = spans or [(index, 0, len(final.answer.answer)) for index in cited]
@@ -283,7 +279,7 @@ class _Chunks:
 
 
 def _data(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {compact_json(value)}\n\n".encode()
 
 
 def _url(source: str | None) -> str:

@@ -129,8 +129,8 @@ async def stream_events(
         first,
         pump,
         encode=_encode,
-        encode_error=lambda error: _sse("error", _json(error.body(request_id))),
-        end=_sse("done", _json({"request_id": request_id})),
+        encode_error=lambda error: _sse("error", compact_json(error.body(request_id))),
+        end=_sse("done", compact_json({"request_id": request_id})),
     )
 
 
@@ -139,14 +139,15 @@ def _encode(event: Event) -> Iterator[bytes]:
         case SearchResults():
             yield _sse("search_results", event.model_dump_json())
         case MessageDelta():
-            yield _sse("message", _json({"text": event.text}))
+            yield _sse("message", compact_json({"text": event.text}))
         case Citation():
             yield _sse("citation", event.model_dump_json())
         case FinalAnswer():
             yield _sse("final_answer", event.answer.model_dump_json())
 
 
-def _json(value: object) -> str:
+def compact_json(value: object) -> str:
+    """JSON without spaces or escapes."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -29,7 +29,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation.
+    """A generation.
 
     Args:
         rid: Name of the request; the engine makes it unique.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from ragserve.config import Settings
 from ragserve.errors import Unavailable
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # RFC 9110 section 7.6.1
 _HOP_BY_HOP = {
@@ -66,7 +63,7 @@ class ReverseProxy:
                 hint="Is it running?",
                 code="engine_unreachable",
             )
-            await _send_json(send, failure.status, failure.body())
+            await JSONResponse(failure.body(), failure.status)(scope, receive, send)
             return
         streaming = asyncio.current_task()
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, streaming))
@@ -97,10 +94,3 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None
         continue
     if task is not None:
         task.cancel()
-
-
-async def _send_json(send: Send, status: int, body: dict[str, Any]) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
-    )
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
