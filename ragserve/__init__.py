@@ -1,3 +1,61 @@
-"""ragserve: retrieval-augmented generation served by SGLang. Importing this package imports no torch."""
+"""Retrieval-augmented generation served by SGLang.
 
+    from ragserve import Client
+
+    with Client("http://127.0.0.1:30000") as client:
+        print(client.query("Which ocean surrounds Jan Mayen?").answer)
+
+Public names: `Client` (the REST API), `Rag` (retrieval inside SGLang frontend programs) and the errors of
+`ragserve.errors`. Each is imported on first use; importing the package alone loads no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragserve.client import Client
+    from ragserve.errors import (
+        Conflict,
+        EngineError,
+        InvalidRequest,
+        NotFound,
+        PromptTooLong,
+        RagserveError,
+        StorageFull,
+        TooLarge,
+        TooManyRequests,
+        Unauthorized,
+        Unavailable,
+        UnsupportedDocument,
+    )
+    from ragserve.programs import Rag
+
+__all__ = [
+    "Client",
+    "Conflict",
+    "EngineError",
+    "InvalidRequest",
+    "NotFound",
+    "PromptTooLong",
+    "Rag",
+    "RagserveError",
+    "StorageFull",
+    "TooLarge",
+    "TooManyRequests",
+    "Unauthorized",
+    "Unavailable",
+    "UnsupportedDocument",
+]
 __version__ = "0.1.0"
+_MODULES = {"Client": "ragserve.client", "Rag": "ragserve.programs"}  # all others: ragserve.errors
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES.get(name, "ragserve.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,4 @@
-"""A small client of the REST API: what frontend programs and `ragserve eval` use. Errors of the server come
-back as our own.
-"""
+"""Client of the REST API, also for frontend programs and `ragserve eval`. Re-raises the server's errors."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _BY_STATUS: dict[int, type[errors.RagserveError]] = {
 
 
 class Client:
-    """Talks to one server. Thread-safe; close it, or use it in a ``with`` block."""
+    """Connection to one server. Thread-safe; close it, or use it in a ``with`` block."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
@@ -55,9 +53,9 @@ class Client:
         self._http.close()
 
     def call(self, method: str, path: str, **options: Any) -> Any:
-        """The JSON of one request, None for an empty answer. Raises the ``RagserveError`` that the server
-        sent, or ``Unavailable``.
-        """
+        """Send one request and return its JSON; None for an empty answer.
+
+        Raises the server's ``RagserveError``, or ``Unavailable``."""
         try:
             response = self._http.request(method, path, **options)
         except httpx.TransportError as error:
@@ -80,11 +78,11 @@ class Client:
             ) from error
 
     def info(self) -> dict[str, Any]:
-        """What is serving, as ``GET /info`` gives it."""
+        """``GET /info``: versions, model, defaults and limits."""
         return dict(self.call("GET", "/info"))
 
     def query(self, question: str, **fields: Any) -> Answer:
-        """``POST /rag/query`` without streaming; fields as in the API, None left out."""
+        """``POST /rag/query`` without streaming. Fields as in the API; None is left out."""
         return Answer.model_validate(self.call("POST", "/rag/query", json=_given(query=question, **fields)))
 
     def retrieve(self, question: str, **fields: Any) -> list[RetrievedPassage]:
@@ -93,7 +91,7 @@ class Client:
         return [RetrievedPassage.model_validate(row) for row in found["results"]]
 
     def ingest(self, namespace: str, texts: Sequence[Mapping[str, Any]]) -> str:
-        """``POST /rag/ingest`` with ``{name, text, title, metadata}`` each; the job's id."""
+        """``POST /rag/ingest`` of ``{name, text, title, metadata}`` each. Returns the job's id."""
         job = self.call(
             "POST", "/rag/ingest", json={"namespace": namespace, "texts": [dict(text) for text in texts]}
         )
@@ -106,9 +104,8 @@ class Client:
         timeout_s: float = 3600.0,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Wait until a job is done. Raises ``Unavailable`` if it failed, was cancelled or takes longer than
-        ``timeout_s``.
-        """
+        """Wait for a job and return it. Raises ``Unavailable`` if it fails, is cancelled or exceeds
+        ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while True:
             job = dict(self.call("GET", f"/rag/jobs/{job_id}"))
@@ -127,6 +124,7 @@ class Client:
             time.sleep(0.2)
 
     def drop_namespace(self, name: str) -> None:
+        """``DELETE /rag/namespaces/{name}``."""
         self.call("DELETE", f"/rag/namespaces/{name}")
 
 
@@ -143,9 +141,8 @@ def error_of(response: httpx.Response) -> errors.RagserveError:
         body = response.json()["error"]
         message, hint = str(body["message"]), str(body.get("hint") or "")
     except (ValueError, KeyError, TypeError):
-        return kind(
-            f"{response.request.method} {response.request.url} answered {response.status_code}: {response.text[:200]}"
-        )
+        request = response.request
+        return kind(f"{request.method} {request.url} answered {response.status_code}: {response.text[:200]}")
     # The server's message already ends with its hint.
     return kind(
         message.removesuffix(hint).rstrip(), hint=hint, code=body.get("code"), param=body.get("param")

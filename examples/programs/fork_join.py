@@ -1,12 +1,11 @@
-"""One answer from each document, then one from all: fork over what was retrieved, and join by a choice among
-the answers.
+"""Fork over the retrieved passages, one answer each, and join by a choice among the answers.
 
     ragserve ingest examples/corpus/files --namespace demo && ragserve serve &
     python examples/programs/fork_join.py --namespace demo
 
-The forks run at the same time, and SGLang batches them. The join puts all passages into one prompt and lets
-the model choose among the forks' answers by likelihood (`sgl.select`), so it cannot say anything that no
-document said."""
+The forks run concurrently, and SGLang batches them. The join puts all passages into one prompt and lets the
+model choose among the forks' answers by likelihood (`sgl.select`), so the result always comes from a
+document."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from ragserve.errors import RagserveError
 from ragserve.programs import Rag
 
 # isort: split
-import sglang as sgl  # after ragserve.programs, which makes this import work on machines without CUDA
+import sglang as sgl  # after ragserve.programs: this import then also works without CUDA
 
 QUESTION = "Who ruled Iceland before independence?"
 
 
 @sgl.function
 def fork_join(s: Any, rag: Rag, question: str, k: int) -> dict[str, Any]:
-    """The choice as variable ``choice``; returns every passage's answer and the sources of the chosen one."""
+    """Set variable ``choice``; return every passage's answer and the sources of the chosen one."""
     passages = rag.retrieve(question, k=k)
     forks = s.fork(len(passages))
     for fork, passage in zip(forks.states, passages, strict=True):
@@ -54,7 +53,7 @@ def main() -> int:
     api_key = os.environ.get("RAGSERVE_API_KEY")
     rag = Rag(options.url, namespace=options.namespace, api_key=api_key)
     try:
-        rag.retrieve(options.question, k=1)  # a wrong address, key or namespace shows here, in one line
+        rag.retrieve(options.question, k=1)  # report a wrong address, key or namespace in one line
     except RagserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,4 @@
-"""A question that no single document answers: take it apart, and retrieve for each part with what the part
-before it found.
+"""Answer a question that no single document answers: split it, and retrieve for each part in turn.
 
     ragserve ingest examples/corpus/files --namespace demo && ragserve serve &
     python examples/programs/multi_hop.py --namespace demo
@@ -21,7 +20,7 @@ from ragserve.errors import RagserveError
 from ragserve.programs import Rag
 
 # isort: split
-import sglang as sgl  # after ragserve.programs, which makes this import work on machines without CUDA
+import sglang as sgl  # after ragserve.programs: this import then also works without CUDA
 
 QUESTION = "Who is the head of state of the country that ruled Iceland before independence?"
 _CLAUSE = re.compile(
@@ -30,11 +29,9 @@ _CLAUSE = re.compile(
 
 
 def decompose(question: str) -> list[str]:
-    """The single-hop questions in the order in which they must be asked; ``{}`` stands for the answer to the
-    one before.
+    """Split a question into single-hop questions, in order; ``{}`` stands for the previous answer.
 
-    A question without a relative clause comes back as it is; clauses within clauses are taken apart from the
-    inside out."""
+    A question without a relative clause is unchanged; nested clauses are split from the inside out."""
     found = _CLAUSE.match(question.strip())
     if found is None:
         return [question.strip()]
@@ -45,12 +42,11 @@ def decompose(question: str) -> list[str]:
 
 @sgl.function
 def multi_hop(s: Any, rag: Rag, question: str, k: int) -> list[dict[str, Any]]:
-    """Answers as variables ``hop_1``, ``hop_2``, ...; returns what each hop asked, read and answered."""
+    """Set variables ``hop_1``, ``hop_2``, ...; return question, sources and answer of each hop."""
     hops: list[dict[str, Any]] = []
     for number, template in enumerate(decompose(question), 1):
         asked = template.format(hops[-1]["answer"] if hops else "")
-        # Each hop is a prompt of its own: its documents come first, and the next one's do not follow an
-        # answer.
+        # Each hop is a separate prompt, because documents come before any answer.
         with s.copy() as hop:
             context = rag.context(hop, asked, k=k)
             rag.answer(hop, asked, f"hop_{number}", max_tokens=24)
@@ -71,7 +67,7 @@ def main() -> int:
     api_key = os.environ.get("RAGSERVE_API_KEY")
     rag = Rag(options.url, namespace=options.namespace, api_key=api_key)
     try:
-        rag.retrieve(options.question, k=1)  # a wrong address, key or namespace shows here, in one line
+        rag.retrieve(options.question, k=1)  # report a wrong address, key or namespace in one line
     except RagserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

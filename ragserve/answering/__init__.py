@@ -1,1 +1,1 @@
-"""From a question and retrieved chunks to an answer: prompt, strategy choice, citations, accounting."""
+"""Answer a question from retrieved chunks: prompt, strategy choice, citations, accounting."""

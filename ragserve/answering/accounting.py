@@ -1,6 +1,4 @@
-"""The account that an answer gives of itself: tokens per fate, milliseconds per stage, and the same as
-metrics.
-"""
+"""Accounting of an answer: tokens kept, recomputed and reused, milliseconds per stage, and metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from ragserve.metrics import metrics
 def context_use(
     strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int, choice: StrategyChoice | None = None
 ) -> ContextUse:
-    """What the engine reports of a composed context; for exact strategies, which document tokens lie in the
-    prefix that it had cached.
+    """Account for the document tokens of an answer.
 
-    ``choice`` is what strategy ``auto`` chose.
-    """
+    Composed contexts are reported by the engine. For exact strategies, document tokens within the cached
+    prefix count as reused. ``choice`` is the decision of strategy ``auto``."""
     report, cached = last.context, last.usage.cached
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
@@ -29,7 +26,8 @@ def context_use(
     dropped = retrieved - prompt.documents_kept
     if dropped:
         notes.append(
-            f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, the last ones first."
+            f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, "
+            "the last ones first."
         )
     if last.fallback:
         strategy = "prefix"
@@ -48,22 +46,14 @@ def context_use(
 
 
 def decode_use(last: GenerateChunk) -> DecodeUse | None:
-    """What sparse decode steps read; None where every step of the request was meant to be dense."""
-    report = last.decode
-    if report is None:
+    """Pages read by sparse decode steps; None if every step was dense."""
+    if last.decode is None:
         return None
-    return DecodeUse(
-        mode=report.mode,
-        steps=report.steps,
-        sparse_steps=report.sparse_steps,
-        pages=report.pages,
-        share=report.share,
-        weight=report.weight,
-    )
+    return DecodeUse.model_validate(last.decode, from_attributes=True)
 
 
 class Clock:
-    """Milliseconds since the query began."""
+    """Measures a query from its arrival."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -99,6 +89,7 @@ class Clock:
 
 
 def observe(answer: Answer) -> None:
+    """Record an answer's times and tokens as metrics."""
     recorded = metrics()
     t = answer.timings
     stages = {

@@ -1,6 +1,4 @@
-"""A query from question to cited answer, as a stream of events; the JSON, SSE and OpenAI routes only differ
-in how they write them.
-"""
+"""Answer a query as a stream of events, which the JSON, SSE and OpenAI routes only encode differently."""
 
 from __future__ import annotations
 
@@ -38,18 +36,15 @@ if TYPE_CHECKING:
     from ragserve.retrieval.retriever import Retriever
     from ragserve_index.filters import Filter
 
-# SGLang keeps a few positions of the context to itself: an answer must not be cut short by them.
-_RESERVED_TOKENS = 8
-# Prompts from this size on are laid out in a thread, so that others' streams do not stutter.
+# Longer prompts are laid out in a thread, so that other streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
-# A follow-up of fewer words ("And who wrote it?") seldom says what it is about: the user's turn before it is
-# searched for as well.
+# A shorter follow-up ("And who wrote it?") seldom names its subject: retrieval adds the user's previous turn.
 _SHORT_FOLLOW_UP_WORDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class InlineDocument:
-    """Context given with the query."""
+    """A document given with the query."""
 
     text: str
     title: str = ""
@@ -58,7 +53,7 @@ class InlineDocument:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One question. With ``documents`` nothing is retrieved: they are the context, in their order."""
+    """A question. With ``documents``, nothing is retrieved: they are the context, in their order."""
 
     question: str
     namespace: str
@@ -76,14 +71,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class MessageDelta:
-    """A piece of the answer, markers that point nowhere removed."""
+    """A piece of the answer, without invalid markers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """The whole answer; ``markers`` says where in it the citations are named."""
+    """The whole answer, and the places of its citation markers."""
 
     answer: Answer
     markers: tuple[Marker, ...]
@@ -93,7 +88,7 @@ Event = SearchResults | MessageDelta | Citation | FinalAnswer
 
 
 class QueryLimiter:
-    """Queries in flight, over all routes. One over the limit is refused at once rather than left to wait."""
+    """Bounds the queries in flight over all routes. A query over the limit is refused at once, not queued."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -101,7 +96,7 @@ class QueryLimiter:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Raises TooManyRequests when all are taken."""
+        """Occupy a slot for the block. Raises TooManyRequests if none is free."""
         if self.in_flight >= self._limit:
             raise TooManyRequests(
                 f"{self._limit} queries are already being answered.", hint="Retry in a moment."
@@ -117,16 +112,16 @@ class QueryLimiter:
 
 @dataclass(slots=True)
 class _Context:
-    """What goes into the prompt and where it came from."""
+    """Documents for the prompt, and the passages that they come from."""
 
     passages: list[RetrievedPassage]
     documents: list[PromptDocument]
     version: int | None = None
-    timings: RetrievalTimings = field(default_factory=lambda: RetrievalTimings())
+    timings: RetrievalTimings = field(default_factory=RetrievalTimings)
 
 
 class Answerer:
-    """Retrieval, prompt, generation, citations."""
+    """Retrieves, lays out the prompt, generates and cites."""
 
     def __init__(
         self,
@@ -137,9 +132,7 @@ class Answerer:
         gate: Gate | None = None,
         chooser: Chooser | None = None,
     ) -> None:
-        """Without a ``gate`` every strategy of the engine may answer; without a ``chooser`` there is no
-        strategy ``auto``.
-        """
+        """Without ``gate``, unverified strategies may answer; without ``chooser``, `auto` is unknown."""
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
@@ -148,11 +141,11 @@ class Answerer:
         self._limiter = limiter
 
     async def events(self, query: Query) -> AsyncGenerator[Event, None]:
-        """SearchResults, MessageDelta*, Citation*, FinalAnswer.
+        """Yield SearchResults, MessageDelta*, Citation*, FinalAnswer.
 
-        The deltas joined are the answer. Must be read to the end, or closed, by one task; closing or
-        cancelling aborts the generation. Raises any RagserveError; all that the request itself is to blame
-        for, before the first event."""
+        The joined deltas are the answer. One task must read the events to the end or close them; closing or
+        cancelling aborts the generation. Raises any RagserveError; those caused by the request come before
+        the first event."""
         try:
             with self._limiter.slot():
                 async with aclosing(self._events(query)) as events:
@@ -197,7 +190,7 @@ class Answerer:
         clock.engine_ends()
         if last.finish_reason is None or last.finish_reason == "abort":
             raise EngineError(
-                "The engine broke the generation off.", hint="It may be shutting down; retry.", code="aborted"
+                "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
         if text := markers.end():
             pieces.append(text)
@@ -271,11 +264,11 @@ class Answerer:
         )
 
     async def _prompt(self, query: Query, context: _Context) -> Prompt:
-        room = self._engine.info.max_prompt_tokens - query.sampling.max_new_tokens - _RESERVED_TOKENS
-        if room < 1:
+        limit, new_tokens = self._engine.info.max_prompt_tokens, query.sampling.max_new_tokens
+        if new_tokens >= limit:
             raise InvalidRequest(
-                f"max_new_tokens {query.sampling.max_new_tokens} leaves no room for a prompt: the engine's context has "
-                f"{self._engine.info.max_prompt_tokens} tokens.",
+                f"max_new_tokens {new_tokens} leaves no room for a prompt: the engine takes {limit} tokens "
+                "of prompt and answer together.",
                 hint="Lower max_new_tokens.",
                 param="max_new_tokens",
             )
@@ -284,7 +277,7 @@ class Answerer:
             return self._prompts.build(
                 query.question,
                 context.documents,
-                max_prompt_tokens=room,
+                max_prompt_tokens=limit - new_tokens,
                 history=query.history,
                 system=query.system,
             )
@@ -311,19 +304,17 @@ class Answerer:
             _own_options(query),
             decode=query.decode,
         )
-        # The protocol's iterators are generators: closing them early is what aborts.
+        # The protocol's iterators are generators: closing them aborts the request.
         return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
 
 
 def _own_options(query: Query) -> dict[str, Any]:
-    """The strategy's own options: without the one that is the gate's."""
+    """The strategy's options, without the gate's `force`."""
     return {name: value for name, value in query.strategy_options.items() if name != FORCE}
 
 
 def retrieval_text(query: Query) -> str:
-    """What is searched for: the question; where it is a short follow-up, the user's previous turn and the
-    question.
-    """
+    """The text to embed: the question, with the user's previous turn before it if it is a short follow-up."""
     if len(query.question.split()) < _SHORT_FOLLOW_UP_WORDS:
         for message in reversed(query.history):
             if message.role == "user":
@@ -332,7 +323,7 @@ def retrieval_text(query: Query) -> str:
 
 
 def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
-    """Hits as they are shown, numbered from 1."""
+    """Convert hits to passages, numbered from 1."""
     return [
         RetrievedPassage(
             index=index,
@@ -352,7 +343,9 @@ def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
 
 
 def _given(documents: Sequence[InlineDocument]) -> _Context:
-    keys = [hashlib.blake2b(f"{d.title}\0{d.text}".encode(), digest_size=16).hexdigest() for d in documents]
+    def key(d: InlineDocument) -> str:
+        return hashlib.blake2b(f"{d.title}\0{d.text}".encode(), digest_size=16).hexdigest()
+
     return _Context(
         passages=[
             RetrievedPassage(
@@ -360,7 +353,5 @@ def _given(documents: Sequence[InlineDocument]) -> _Context:
             )
             for index, d in enumerate(documents, 1)
         ],
-        documents=[
-            PromptDocument(f"text:{key}", d.title, d.text) for key, d in zip(keys, documents, strict=True)
-        ],
+        documents=[PromptDocument(f"text:{key(d)}", d.title, d.text) for d in documents],
     )

@@ -1,6 +1,4 @@
-"""Strategy ``auto``: for each request the exact or verified composed strategy that this machine's cost model
-expects to answer first.
-"""
+"""Strategy `auto`: pick the exact or verified composed strategy with the lowest expected TTFT."""
 
 from __future__ import annotations
 
@@ -15,43 +13,41 @@ from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import StrategySpec, parse
 
 AUTO = "auto"
-MIN_GAIN = 0.05  # composed contexts are approximate: less than this is not worth it
+MIN_GAIN = 0.05  # composed contexts are approximate: a smaller gain is not worth it
 _EXACT = StrategySpec("prefix")
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """What will answer, and why."""
+    """The chosen strategy, and the reason."""
 
     spec: StrategySpec
     reason: str
 
 
 class Chooser:
-    """Chooses for one engine. ``prefix`` does what ``full`` does but for what is cached, so of the exact ones
-    it is the one to choose.
-    """
+    """Chooses for one engine.
 
-    def __init__(self, engine: Engine, gate: Gate, place: Path) -> None:
-        """``place``: the profile that `ragserve calibrate` writes; read again when it changes."""
+    The only exact candidate is ``prefix``: like ``full``, but it reuses the cache."""
+
+    def __init__(self, engine: Engine, gate: Gate, costs_file: Path) -> None:
+        """``costs_file`` is written by `ragserve calibrate` and read again when it changes."""
         self._engine = engine
         self._gate = gate
-        self._place = place
+        self._costs_file = costs_file
         self._stamp = 0
         self._costs: Costs | None = None
 
     def _profile(self) -> Costs | None:
-        stamp = self._place.stat().st_mtime_ns if self._place.exists() else 0
+        stamp = self._costs_file.stat().st_mtime_ns if self._costs_file.exists() else 0
         if stamp != self._stamp:
-            self._costs, self._stamp = COSTS.load(self._place, self._engine.info.fingerprint), stamp
+            self._costs, self._stamp = COSTS.load(self._costs_file, self._engine.info.fingerprint), stamp
         return self._costs
 
     async def choose(self, prompt: Prompt, namespace: str) -> StrategyChoice:
-        """For a prompt that is about to be sent. Without a profile or a verified strategy the answer is
-        exact, which is always right.
+        """Choose for one prompt. Without a cost profile or a verified strategy, the choice is exact.
 
-        Raises InvalidRequest for a broken profile.
-        """
+        Raises InvalidRequest for a broken profile."""
         costs = self._profile()
         if costs is None:
             return StrategyChoice(_EXACT, "no cost profile of this machine: run ragserve calibrate")
@@ -62,7 +58,7 @@ class Chooser:
                 _EXACT, "no composed strategy is both verified (ragserve eval --write-gate) and calibrated"
             )
         if not isinstance(self._engine, CachingEngine):
-            return StrategyChoice(_EXACT, "the engine does not say what it has cached")
+            return StrategyChoice(_EXACT, "the engine does not report its cache")
         pieces = [prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind != "question"]
         tiers = (await self._engine.where(namespace, pieces)).fastest()
         cached = await self._engine.prefix(namespace, prompt.input_ids)
@@ -72,12 +68,11 @@ class Chooser:
             ((label, costs.composed_ms(label, documents)) for label in verified), key=lambda pair: pair[1]
         )
         missing = tiers.count(ABSENT)
-        facts = f"{label} {composed:.0f} ms, prefix {exact:.0f} ms ({cached} of {len(prompt.input_ids)} tokens in the prefix cache"
-        facts += (
-            f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm)"
-            if missing
-            else ")"
+        uncached = f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm"
+        facts = (
+            f"{label} {composed:.0f} ms, prefix {exact:.0f} ms ({cached} of {len(prompt.input_ids)} tokens "
+            f"in the prefix cache{uncached if missing else ''})"
         )
         if composed <= (1 - MIN_GAIN) * exact:
             return StrategyChoice(parse(label)[0], f"expected {facts}")
-        return StrategyChoice(_EXACT, f"expected {facts}: exact unless composed is {MIN_GAIN:.0%} sooner")
+        return StrategyChoice(_EXACT, f"expected {facts}: exact unless composed is {MIN_GAIN:.0%} faster")

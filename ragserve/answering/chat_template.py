@@ -1,13 +1,15 @@
-"""Where the segments of a prompt begin and end, read off the model's chat template.
+"""Find the bounds of a prompt's segments in the model's chat template.
 
 Three forms, tried in this order:
 
-``documents``  the template takes documents (`documents=` argument, as retrieval-trained models do) and writes
-each the same way ``messages``   the template takes messages only: documents go into the first user message,
-before the question ``plain``      the model has no template: headings and blank lines
+* ``documents``: the template takes documents (`documents=`, for retrieval-trained models) and writes each the
+  same way.
+* ``messages``: the template takes messages only; documents go into the first user message, before the
+  question.
+* ``plain``: the model has no template; headings and blank lines.
 
-A template is rendered once with markers in place of the contents and cut at the markers. Pieces are ``(text,
-trusted)``: what the template or we wrote is trusted and may hold special tokens; what users and documents say
+A template is rendered with markers in place of the contents and cut at the markers. Pieces are ``(text,
+trusted)``: text of the template or ours is trusted and may hold special tokens; text of users and documents
 is not, and is tokenised as plain text."""
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ def _mark(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a dialogue, oldest first; the question itself is not among them."""
+    """An earlier message of a dialogue."""
 
     role: Literal["user", "assistant", "system"]
     content: str
 
 
 class ChatLayout:
-    """Pieces of a prompt for one tokenizer, and their token ids."""
+    """Lays out a prompt for one tokenizer, as pieces and token ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -57,10 +59,8 @@ class ChatLayout:
         if self.form == "plain":
             self.stop = ("\n\nQuestion:", "\n### ")
 
-    # pieces
-
     def head(self, system: str | None, *, has_documents: bool) -> list[Piece]:
-        """Everything before the first document (or the question, without documents)."""
+        """Lay out everything before the first document (without documents: before the question)."""
         if self.form == "plain":
             return [*self._start_of_text(), (system or DEFAULT_SYSTEM, system is None), ("\n\n", True)]
         rendered = self._render(
@@ -77,7 +77,7 @@ class ChatLayout:
         return pieces
 
     def document(self, title: str, text: str) -> list[Piece]:
-        """One document, the same wherever it stands."""
+        """Lay out a document, the same at any place."""
         if self.form == "documents":
             return [
                 ({"\ue000title\ue001": title, "\ue000text\ue001": text}.get(piece, piece), trusted)
@@ -92,7 +92,7 @@ class ChatLayout:
         ]
 
     def question(self, question: str, history: Sequence[Message], *, has_documents: bool) -> list[Piece]:
-        """History and question, up to where the answer starts."""
+        """Lay out history and question, up to the start of the answer."""
         if self.form == "plain":
             turns = [(f"{'Question' if m.role == 'user' else 'Answer'}: ", True, m.content) for m in history]
             pieces = [
@@ -118,12 +118,10 @@ class ChatLayout:
         label = [("Question: ", True)] if self.form == "messages" and has_documents else []
         return [*label, *self._pieces(rest, contents)]
 
-    # token ids
-
     def encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Token ids of one segment. Special tokens are recognised in trusted pieces only; plain neighbours
-        are tokenised together.
-        """
+        """Token ids of a segment.
+
+        Special tokens count in trusted pieces only; plain runs are tokenised whole."""
         ids: list[int] = []
         run = ""
         for text, trusted in pieces:
@@ -141,8 +139,6 @@ class ChatLayout:
             return []
         return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
-    # reading the template
-
     def _start_of_text(self) -> list[Piece]:
         token = getattr(self._tokenizer, "bos_token", None)
         return [(token, True)] if token and getattr(self._tokenizer, "add_bos_token", True) else []
@@ -153,43 +149,40 @@ class ChatLayout:
         return [piece for piece in pieces if piece[0]]
 
     def _render(self, system: str | None, history: Sequence[Message], question: str, documents: int) -> str:
-        """The template's text with markers. ``system`` None: the template's own, or ours where it has none."""
+        """Render the template with markers. ``system`` None: the template's own text, or ours."""
         messages = [{"role": m.role, "content": m.content} for m in history] + [
             {"role": "user", "content": question}
         ]
-        docs = [{"title": _mark(f"title{i}"), "text": _mark(f"text{i}")} for i in range(documents)]
         if system is not None:
             messages.insert(0, {"role": "system", "content": _mark("system")})
         elif self.form == "messages":
             messages.insert(0, {"role": "system", "content": DEFAULT_SYSTEM})
-        return self._apply(messages, docs)
+        return self._apply(messages, _documents(documents))
 
     def _apply(self, messages: list[dict[str, str]], docs: list[dict[str, str]]) -> str:
         from jinja2 import TemplateError
 
-        options: dict[str, Any] = {"documents": docs} if docs else {}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **options
-                )
-            )
+            return self._rendered(messages, docs)
         except TemplateError:
             if messages[0]["role"] != "system":
                 raise
-            # Some templates know no system role: its text leads the first user message instead.
+            # No system role in this template: its text leads the first user message instead.
             first, *rest = messages[1:]
             merged = {"role": first["role"], "content": f"{messages[0]['content']}\n\n{first['content']}"}
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [merged, *rest], tokenize=False, add_generation_prompt=True, **options
-                )
+            return self._rendered([merged, *rest], docs)
+
+    def _rendered(self, messages: list[dict[str, str]], docs: list[dict[str, str]]) -> str:
+        options: dict[str, Any] = {"documents": docs} if docs else {}
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
             )
+        )
 
     def _document_form(self) -> list[Piece] | None:
-        """How the template writes one document, or None where it ignores documents or numbers them (ids would
-        depend on the place).
-        """
+        """Pieces of a document in the template; None if it ignores documents or numbers them, as ids would
+        then depend on the place."""
         from jinja2 import TemplateError
 
         try:
@@ -211,17 +204,16 @@ class ChatLayout:
         header = gap[len(trailer) :]
         if not before.endswith(header):
             return None
-        form: list[Piece] = [
+        return [
             (header, True),
             (_mark("title"), False),
             (middle, True),
             (_mark("text"), False),
             (trailer, True),
         ]
-        return form
 
     def _common_start(self, gap: str, after: str) -> str:
-        """The longest common start of two texts that cuts no special token in two."""
+        """The longest common start of two texts that does not split a special token."""
         parts = [
             list(filter(None, self._split.split(text) if self._split else [text])) for text in (gap, after)
         ]
@@ -250,7 +242,7 @@ def _between(text: str, left: str, right: str) -> str | None:
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Text and id of every token that the tokenizer would take out of running text."""
+    """Text and id of every token that the tokenizer would recognise in running text."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     found = {str(token): int(i) for i, token in added.items()}
     found |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))

@@ -1,8 +1,8 @@
-"""Which passages an answer rests on: markers ``[n]`` in its text, and what to cite where there are none.
+"""Find the passages that an answer rests on: by markers ``[n]`` in its text, else by quotation.
 
 A marker is ``[n]`` with one to three digits (context passages are numbered 1..k, k is below 1000; ``[2024]``
-is text). Markers that point to no passage are removed before anything reaches a client, together with the
-blanks in front of them."""
+is text). Markers that point to no passage are removed before text reaches a client, with the blanks before
+them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ class Marker:
 
 
 class MarkerFilter:
-    """Removes markers that point nowhere from a stream of text, and trims it.
+    """Trims a stream of text and removes markers that point to no passage.
 
-    Works character by character on what could still become a marker, so the output is the same however the
-    text is split into deltas. Nothing else is held back but white space, which may precede a marker that
-    goes, or end the answer."""
+    The output does not depend on how the text is split into deltas. Only a possible marker is held back, and
+    white space, which may precede a removed marker or end the answer."""
 
     def __init__(self, n_passages: int) -> None:
         self._n_passages = n_passages
-        self._held = ""  # white space, "[" and "[ddd": everything a later character can still turn into part of a marker
-        self._sent = 0  # characters given out; 0 while only white space has come
+        self._pending = ""  # white space, "[" and "[ddd": may still become part of a marker
+        self._sent = 0  # characters returned; 0 while only white space has come
         self.markers: list[Marker] = []
 
     def feed(self, delta: str) -> str:
-        """The text that is final after ``delta``; may be empty."""
+        """Return the text that is final after ``delta``; may be empty."""
         out: list[str] = []
         for character in delta:
             digits = self._open_digits()
@@ -49,38 +48,32 @@ class MarkerFilter:
                     self._release(character, out)
                     self.markers.append(Marker(index, self._sent - len(digits) - 2, self._sent))
                 else:
-                    self._held = self._held[: -len(digits) - 1].rstrip(" \t")
+                    self._pending = self._pending[: -len(digits) - 1].rstrip(" \t")
             elif character in "0123456789":
                 if digits is not None and len(digits) < _MAX_DIGITS:
-                    self._held += character
+                    self._pending += character
                 else:
                     self._release(character, out)
             elif character == "[" or character.isspace():
-                self._held += character
+                self._pending += character
             else:
                 self._release(character, out)
         return "".join(out)
 
     def end(self) -> str:
-        """What was held back, now that nothing follows; without trailing white space."""
-        text, self._held = self._held.rstrip(), ""
-        if not self._sent:
-            text = text.lstrip()
-        self._sent += len(text)
-        return text
+        """Return the pending text at the end of the stream, without trailing white space."""
+        self._pending = self._pending.rstrip()
+        out: list[str] = []
+        self._release("", out)
+        return out[0]
 
     def _open_digits(self) -> str | None:
-        """The digits after a ``[`` that ends the held text; empty right after it, None where there is no open
-        bracket.
-        """
-        position = len(self._held)
-        while position and self._held[position - 1] in "0123456789":
-            position -= 1
-        return self._held[position:] if position and self._held[position - 1] == "[" else None
+        """Digits after an open bracket at the end of the pending text; None without an open bracket."""
+        _, bracket, digits = self._pending.rpartition("[")
+        return digits if bracket and not digits.strip("0123456789") else None
 
     def _release(self, character: str, out: list[str]) -> None:
-        text = self._held + character
-        self._held = ""
+        text, self._pending = self._pending + character, ""
         if not self._sent:
             text = text.lstrip()
         self._sent += len(text)
@@ -88,11 +81,10 @@ class MarkerFilter:
 
 
 def cite(answer: str, markers: Sequence[Marker], passages: Sequence[str]) -> tuple[list[int], Basis]:
-    """Numbers (from 1, ascending) of the passages to cite, and why these.
+    """Return the numbers (from 1, ascending) of the passages to cite, and the reason.
 
-    ``marker``: those the answer names. Without markers, ``quote``: those that contain the answer verbatim, up
-    to case, white space, Unicode compatibility forms and outer punctuation. Where none does, ``context``: all
-    that the model was given."""
+    ``marker``: the answer names them. Without markers, ``quote``: they contain the answer verbatim, up to
+    case, white space, Unicode compatibility forms and outer punctuation. Else ``context``: all passages."""
     if markers:
         return sorted({marker.index for marker in markers}), "marker"
     wanted = _normalised(answer).strip(" .,;:!?\"'()[]“”‘’")

@@ -1,9 +1,8 @@
-"""The prompt as token ids: system | documents | question, each segment tokenised by itself.
+"""Build the prompt's token ids: system | documents | question, each segment tokenised by itself.
 
-A document's ids then never depend on its neighbours or its place, which is what lets its KV be computed once,
-alone, and reused. The layout comes from the model's chat template where it has one (`layout.py`); text of
-users and documents can never become a special token, so a document cannot end its own segment or speak as the
-system."""
+A document's ids never depend on its neighbours or its place, so its KV can be computed once, alone, and
+reused. The layout comes from the model's chat template if it has one (`chat_template.py`). Text of users and
+documents never becomes a special token, so a document cannot end its own segment or speak as the system."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _CACHED_DOCUMENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PromptDocument:
-    """A document to put into the prompt; ``key`` is handed back in its segment."""
+    """A document for the prompt; ``key`` comes back in its segment."""
 
     key: str
     title: str
@@ -43,9 +42,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids and where the segments are. ``tokens_retrieved`` counts all documents, ``tokens_kept`` those
-    that fitted.
-    """
+    """Token ids with their segments.
+
+    ``tokens_retrieved`` counts all documents, ``tokens_kept`` those that fit."""
 
     input_ids: list[int]
     segments: tuple[Segment, ...]
@@ -63,12 +62,12 @@ class PromptBuilder:
         self._system = system_prompt
         self._layout = ChatLayout(tokenizer)
         self._documents: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
-        self._prefixes: dict[str | None, list[int]] = {}
+        self._heads: dict[bool, list[int]] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def load(cls, tokenizer: str, system_prompt: str | None = None) -> PromptBuilder:
-        """The tokenizer of a model folder or Hugging Face id. Raises Unavailable where there is none."""
+        """Load the tokenizer of a model folder or Hugging Face id. Raises Unavailable on failure."""
         try:
             return cls(load_tokenizer(tokenizer), system_prompt)
         except (OSError, ValueError) as error:
@@ -79,7 +78,7 @@ class PromptBuilder:
             ) from error
 
     def count(self, text: str) -> int:
-        """Tokens of a text on its own, special tokens not recognised."""
+        """Count the tokens of a text alone, special tokens not recognised."""
         return len(self._layout.encode([(text, False)]))
 
     def build(
@@ -93,15 +92,15 @@ class PromptBuilder:
     ) -> Prompt:
         """Lay out one prompt of at most ``max_prompt_tokens``.
 
-        Documents that do not fit are left out from the end on (they come best first), a whole document at a
-        time. Raises PromptTooLong when question, history and system text alone do not fit."""
-        head = self._head(system if system is not None else self._system, has_documents=bool(documents))
+        The first document that does not fit and all after it are left out (the best come first). Raises
+        PromptTooLong if question, history and system text alone do not fit."""
+        head = self._head(self._system if system is None else system, has_documents=bool(documents))
         tail = self._layout.encode(self._layout.question(question, history, has_documents=bool(documents)))
         room = max_prompt_tokens - len(head) - len(tail)
         if room < 0:
             raise PromptTooLong(
-                f"The question (with history and system text) takes {len(head) + len(tail)} tokens and the context has room for "
-                f"{max_prompt_tokens}.",
+                f"The question (with history and system text) takes {len(head) + len(tail)} tokens and the "
+                f"context has room for {max_prompt_tokens}.",
                 hint="Shorten the question or history, or lower max_new_tokens.",
                 param="query",
             )
@@ -121,40 +120,21 @@ class PromptBuilder:
         segments.append(Segment("question", len(ids), len(ids) + len(tail)))
         return Prompt(ids + tail, tuple(segments), kept, retrieved, kept_tokens, self._layout.stop)
 
-    def text(
-        self,
-        part: Literal["system", "document", "question"],
-        *,
-        title: str = "",
-        text: str = "",
-        system: str | None = None,
-    ) -> str:
-        """A segment as text, for clients that send text (SGLang frontend programs). Special tokens in it are
-        spelled out.
-        """
-        if part == "system":
-            pieces = self._layout.head(system if system is not None else self._system, has_documents=True)
-        elif part == "document":
-            pieces = self._layout.document(title, text)
-        else:
-            pieces = self._layout.question(text, (), has_documents=True)
-        return "".join(piece for piece, _ in pieces)
-
     def system_ids(self) -> list[int]:
-        """Token ids before the first document, unless a query brings a system text of its own."""
+        """Token ids before the first document, with the server's system text."""
         return self._head(self._system, has_documents=True)
 
     def document_ids(self, title: str, text: str) -> list[int]:
-        """Token ids of a document's segment, the same in every prompt."""
+        """Token ids of a document's segment; the same in every prompt."""
         return self._document(PromptDocument("", title, text))
 
     def _head(self, system: str | None, *, has_documents: bool) -> list[int]:
-        if system is not None and system != self._system:  # a request's own: not worth keeping
-            return self._layout.encode(self._layout.head(system, has_documents=has_documents))
-        key = f"{has_documents}"
-        if key not in self._prefixes:
-            self._prefixes[key] = self._layout.encode(self._layout.head(system, has_documents=has_documents))
-        return self._prefixes[key]
+        if system == self._system and has_documents in self._heads:
+            return self._heads[has_documents]
+        head = self._layout.encode(self._layout.head(system, has_documents=has_documents))
+        if system == self._system:  # a request's own is not worth keeping
+            self._heads[has_documents] = head
+        return head
 
     def _document(self, document: PromptDocument) -> list[int]:
         key = (document.title, document.text)
@@ -171,7 +151,7 @@ class PromptBuilder:
 
 
 def load_tokenizer(path: str) -> Any:
-    """A Hugging Face tokenizer, from a folder without looking at the network."""
+    """Load a Hugging Face tokenizer; a folder is read without the network."""
     import os
 
     from ragserve.engine.compat import prepare

@@ -1,4 +1,4 @@
-"""What a query gives back: the one shape behind the JSON answer, the SSE events and the OpenAI route."""
+"""Result types of a query, shared by the JSON answer, the SSE events and the OpenAI route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Result(BaseModel):
 
 
 class Passage(Result):
-    """A piece of context. What only indexed passages have is null for documents given in the request."""
+    """A piece of context. Fields of indexed passages are null for documents given in the request."""
 
     index: int = Field(description="Number in the prompt, from 1; markers `[n]` in the answer refer to it.")
     doc_id: str | None = Field(default=None, description="Document in the registry.")
@@ -39,16 +39,16 @@ class RetrievedPassage(Passage):
 
 
 class Citation(Passage):
-    """A passage that the answer rests on."""
+    """A passage that supports the answer."""
 
     basis: Basis = Field(
-        description="Why it is cited: `marker`, the answer names it; `quote`, it contains the answer verbatim; "
-        "`context`, the answer says nothing of its source, so all the context is given."
+        description="Why it is cited: `marker`, the answer names it; `quote`, it contains the answer "
+        "verbatim; `context`, the answer names no source, so all the context is given."
     )
 
 
 class Usage(Result):
-    """Tokens, as the engine counted them."""
+    """Tokens counted by the engine."""
 
     prompt: int = Field(description="Tokens of the prompt.")
     cached: int = Field(description="Prompt tokens found in the exact prefix cache.")
@@ -56,16 +56,17 @@ class Usage(Result):
 
 
 class ContextUse(Result):
-    """What became of the documents between retrieval and decoding."""
+    """Use of the documents between retrieval and decoding."""
 
     strategy: str = Field(
-        description="What answered: `full` (all prefilled anew) and `prefix` (SGLang's cache) are exact, others are composed."
+        description="Strategy that answered: `full` (all prefilled) and `prefix` (SGLang's cache) are exact, "
+        "others are composed."
     )
     choice: str | None = Field(
-        default=None, description="Strategy `auto`: what it chose, with its options, and why."
+        default=None, description="Strategy `auto`: the chosen strategy with its options, and the reason."
     )
     documents_retrieved: int = Field(description="Passages found or given.")
-    documents_kept: int = Field(description="Passages in the prompt; the others did not fit, see `notes`.")
+    documents_kept: int = Field(description="Passages in the prompt; others did not fit, see `notes`.")
     tokens_retrieved: int = Field(description="Document tokens found or given.")
     tokens_kept: int = Field(description="Document tokens that the answer could attend to.")
     tokens_recomputed: int = Field(description="Document tokens whose KV was computed for this query.")
@@ -73,34 +74,34 @@ class ContextUse(Result):
         description="Document tokens whose KV came from a tier of the cache."
     )
     notes: list[str] = Field(
-        default_factory=list, description="What the caller should know, in words: e.g. documents dropped."
+        default_factory=list, description="Remarks for the caller, e.g. dropped documents."
     )
 
 
 class DecodeUse(Result):
-    """What the answer's decode steps attended to, with sparse decoding."""
+    """Pages read by the decode steps, with sparse decoding."""
 
     mode: str = Field(description="`hierarchical` (a token budget) or `progressive` (a threshold).")
     steps: int = Field(description="Decode steps: one per token after the first.")
     sparse_steps: int = Field(description="Of these, steps that did not read all of the context.")
     pages: float = Field(description="Pages of KV read per step, mean over layers and heads.")
-    share: float = Field(description="Pages read, of those the context has.")
+    share: float = Field(description="Share of the context's pages that were read.")
     weight: float | None = Field(
-        description="Estimated share of the attention weight in what was read; null where nobody estimated it."
+        description="Estimated share of the attention weight in the pages read; null without an estimate."
     )
 
 
 class RetrievalTimings(Result):
-    """Milliseconds. Null where a stage did not run."""
+    """Milliseconds. Null if a stage did not run."""
 
     embed_ms: float | None = Field(
-        default=None, description="Embedding the question, waiting for a batch included."
+        default=None, description="Embedding the question, including the wait for a batch."
     )
     search_ms: float | None = Field(default=None, description="Searching the index and reading the passages.")
 
 
 class Timings(RetrievalTimings):
-    """Milliseconds. Null where a stage did not run or the engine does not say."""
+    """Milliseconds. Null if a stage did not run or the engine does not report it."""
 
     prompt_ms: float | None = Field(default=None, description="Laying out the prompt.")
     load_ms: float | None = Field(default=None, description="Composed: waiting for documents from disk.")
@@ -108,10 +109,10 @@ class Timings(RetrievalTimings):
         default=None, description="Composed: filling the context from cached documents."
     )
     recompute_ms: float | None = Field(
-        default=None, description="Composed: computing chosen tokens again, mostly with the question."
+        default=None, description="Composed: recomputing selected tokens, mostly with the question."
     )
     queue_ms: float | None = Field(default=None, description="Waiting in the engine's queue.")
-    prefill_ms: float | None = Field(default=None, description="Prefill in the engine, as it says.")
+    prefill_ms: float | None = Field(default=None, description="Prefill, as reported by the engine.")
     ttft_ms: float | None = Field(
         default=None, description="From the request's arrival to the first generated token."
     )
@@ -122,7 +123,7 @@ class Timings(RetrievalTimings):
 
 
 class SearchResults(Result):
-    """SSE `search_results`: what was found, before the first token."""
+    """SSE `search_results`: the passages found, before the first token."""
 
     namespace: str
     index_version: int | None = Field(
@@ -137,16 +138,14 @@ class SearchResults(Result):
 
 
 class Answer(Result):
-    """The answer with its sources and an account of how it came about."""
+    """The answer with its sources and the accounting of its computation."""
 
     answer: str = Field(description="The model's answer; markers `[n]` refer to passages by `index`.")
     citations: list[Citation]
     usage: Usage
     context: ContextUse
     timings: Timings
-    decode: DecodeUse | None = Field(
-        default=None, description="What was attended to; null without sparse decoding."
-    )
+    decode: DecodeUse | None = Field(default=None, description="Pages read; null without sparse decoding.")
     index_version: int | None = Field(
         description="Version of the namespace that was searched; null for documents given in the request."
     )

@@ -1,4 +1,4 @@
-"""The product's ASGI app, with SGLang's behind it."""
+"""The ASGI app: ragserve's routes in front of SGLang's app."""
 
 from __future__ import annotations
 
@@ -29,10 +29,17 @@ def create_app(
     serve_metrics: bool = False,
     embedder: Callable[[Settings], Any] = load_embedder,
 ) -> FastAPI:
-    """The whole product in front of ``upstream``, which gets every request that no route of ours claims.
+    """Build the app.
 
-    ``upstream_lifespan`` is entered first and left last. ``serve_metrics`` adds /metrics where ``upstream``
-    has none. A part that cannot start fails the app's start-up with its RagserveError."""
+    Args:
+        settings: Settings of the server.
+        engine: Not yet started; the app starts and closes it.
+        upstream: Gets every request that matches none of our routes.
+        upstream_lifespan: Entered first and left last.
+        serve_metrics: Serve /metrics; for an ``upstream`` that does not.
+        embedder: Loads the embedder, in a thread.
+
+    A part that cannot start fails the app's start-up with its RagserveError."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -59,7 +66,7 @@ def create_app(
     if serve_metrics:
         app.include_router(system.metrics_router)
     app.router.default = app.state.upstream
-    # The last one added is the outermost.
+    # The last middleware added is the outermost.
     app.add_middleware(LimitBody, limit_for=_body_limits(settings))
     if settings.api_key is not None:
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
@@ -75,10 +82,9 @@ def _body_limits(settings: Settings) -> Callable[[str, Headers], int | None]:
             return settings.max_upload_bytes * settings.max_upload_files
         if path.startswith("/rag/"):
             return settings.max_body_bytes
-        if (
-            path == "/v1/chat/completions"
-        ):  # may carry images to SGLang's models; ours get max_body_bytes when the model is known
+        if path == "/v1/chat/completions":
+            # May carry images to SGLang's models; ours get max_body_bytes once the model is known.
             return max(settings.max_upload_bytes, settings.max_body_bytes)
-        return None  # SGLang's routes are as SGLang has them
+        return None  # SGLang's own routes are not limited
 
     return limit_for

@@ -1,4 +1,4 @@
-"""JSON bodies: strict UTF-8, bounded depth, no NaN, and an error that says what is wrong and where."""
+"""JSON bodies: strict UTF-8, bounded depth, no NaN, and errors with the place and the reason."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from ragserve.errors import InvalidRequest
 
 # Larger bodies are parsed in a thread.
 _INLINE_BYTES = 2**20
-
-
-# A client that is still sending when it is refused would see its connection reset instead of our answer: read
-# on for a while.
+# A client that is refused while still sending would see a connection reset instead of our answer: read on.
 _DRAIN_BYTES = 8 * 2**20
 _DRAIN_S = 5.0
 
 
 class RequestModel(BaseModel):
-    """Base of all request bodies: a field that we do not know is an error, not ignored."""
+    """Base of all request bodies. Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -49,29 +46,30 @@ NonBlank = Annotated[Text, AfterValidator(_not_blank)]
 
 
 async def parse_json(raw: bytes) -> Any:
-    """Raises InvalidRequest with the reason and the place. Depth is bounded by the parser, at 200 levels."""
+    """Parse a body. Raises InvalidRequest with reason and place; the parser bounds depth at 200 levels."""
     if not raw:
         raise InvalidRequest("The request has no body.", hint="Send a JSON object.", code="invalid_json")
     try:
-        raw.decode("utf-8") if len(raw) < _INLINE_BYTES else await asyncio.to_thread(raw.decode, "utf-8")
+        return _parse(raw) if len(raw) < _INLINE_BYTES else await asyncio.to_thread(_parse, raw)
     except UnicodeDecodeError as error:
         raise InvalidRequest(
             f"The body is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}.",
             hint="Encode the JSON as UTF-8.",
             code="invalid_encoding",
         ) from None
-    try:
-        if len(raw) < _INLINE_BYTES:
-            return pydantic_core.from_json(raw, allow_inf_nan=False)
-        return await asyncio.to_thread(pydantic_core.from_json, raw, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(
             f"The body is not valid JSON: {error}.", hint="Send one JSON object.", code="invalid_json"
         ) from None
 
 
+def _parse(raw: bytes) -> Any:
+    raw.decode("utf-8")  # the JSON parser's own error would not name the byte
+    return pydantic_core.from_json(raw, allow_inf_nan=False)
+
+
 async def drain(receive: Receive) -> None:
-    """Read and forget what the client still sends, for a while. The body must not have come to its end."""
+    """Discard what the client still sends, within limits. Only for an incomplete body."""
     drained = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
@@ -82,21 +80,25 @@ async def drain(receive: Receive) -> None:
                     return
 
 
+def media_type(request: Request) -> str:
+    """The Content-Type without its parameters; empty without one."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 class JsonRoute(APIRoute):
-    """Parses the body with :func:`parse_json` before FastAPI validates it."""
+    """Parses the body with `parse_json` before FastAPI validates it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def parsed(request: Request) -> Response:
             if request.method in ("POST", "PUT", "PATCH"):
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if kind != "application/json":
+                if (kind := media_type(request)) != "application/json":
                     raise UnsupportedMediaType(
                         f"This route takes JSON, not {kind or 'a body without Content-Type'}.",
                         hint="Set Content-Type: application/json.",
                     )
-                # Request.json() answers from here, so the body is parsed once
+                # Request.json() returns this, so the body is parsed once
                 request._json = await parse_json(await request.body())
             return await handler(request)
 

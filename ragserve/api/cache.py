@@ -1,4 +1,4 @@
-"""/rag/cache: what the document cache holds, checks of it, and making room."""
+"""`/rag/cache`: figures of the document cache, verification, warm-up and eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ragserve.api.openapi import documented
 from ragserve.api.schemas import JobView
 from ragserve.api.services import Svc
 from ragserve.config import Namespace
-from ragserve.errors import InvalidRequest
 
 router = APIRouter(prefix="/rag/cache", tags=["cache"])
 
@@ -38,52 +37,39 @@ _WARM: dict[str, Any] = {
 
 
 class WarmRequest(RequestModel):
-    """Whose KV to compute."""
+    """Documents whose KV to compute."""
 
     namespace: Namespace = Field("default", description="The namespace.")
     documents: list[Annotated[Text, Field(min_length=1, max_length=4096)]] | None = Field(
         None,
         min_length=1,
         max_length=10_000,
-        description="doc_id or source of each; all of the namespace if not given.",
+        description="doc_id or source of each; default: all of the namespace.",
     )
-
-
-async def _control(svc: Svc, operation: str, **arguments: Any) -> dict[str, Any]:
-    control = getattr(svc.engine, "control", None)
-    if control is None:
-        raise InvalidRequest(
-            "This server has no document cache: its engine runs elsewhere.",
-            hint="Ask the server that runs the engine.",
-            code="no_document_cache",
-        )
-    return dict(await control(operation, **arguments))
 
 
 @router.get(
     "",
-    summary="What the document cache holds",
+    summary="Show the document cache",
     responses=documented(examples.CACHE, 400, 502, 503, description="Figures per tier"),
 )
 async def stat(svc: Svc) -> dict[str, Any]:
-    """Bytes, budgets and documents per tier (device, host, disk) and namespace; hits, misses, evictions,
-    faults.
-    """
-    return await _control(svc, "stat")
+    """Bytes, budgets and documents per tier (device, host, disk) and namespace; hits, misses, evictions and
+    faults."""
+    return await svc.document_cache().control("stat")
 
 
 @router.post(
     "/verify",
     summary="Check the document cache",
     responses=documented(
-        {"pages": 412, "bad": []}, 400, 502, 503, description="Pages read, and what is wrong with which"
+        {"pages": 412, "bad": []}, 400, 502, 503, description="Pages read, and the faulty ones with reasons"
     ),
 )
 async def verify(svc: Svc) -> dict[str, Any]:
-    """Read every page on disk against its checksum and check the accounting of all tiers. Slow: generation
-    waits meanwhile.
-    """
-    return await _control(svc, "verify")
+    """Check every page on disk against its checksum, and the accounting of all tiers. Slow: generation waits
+    meanwhile."""
+    return await svc.document_cache().control("verify")
 
 
 @router.post(
@@ -98,15 +84,14 @@ async def verify(svc: Svc) -> dict[str, Any]:
         503,
         507,
         success=202,
-        description="Taken; `Location` is the job to watch",
+        description="Accepted; `Location` is the job to watch",
     ),
 )
 async def warm(body: Annotated[WarmRequest, Body(openapi_examples=_WARM)], svc: Svc) -> Response:
-    """A job that computes what is not cached yet and writes it through to the lowest tier, at the disk's
-    pace.
+    """Start a job that computes missing KV and writes it through to the lowest tier, at the disk's pace.
 
-    It survives a restart and is cancelled like any job. A document's item is `warmed`, `unchanged` (it was
-    cached), `failed` or `skipped` (no longer indexed, or the tier's budget is full), with the reason."""
+    It survives a restart and can be cancelled like any job. A document's item is `warmed`, `unchanged` (it
+    was cached), `failed` or `skipped` (no longer indexed, or the tier's budget is full), with the reason."""
     from ragserve.cache.warm import submit_warm
 
     runner = svc.warm_ups()
@@ -123,18 +108,17 @@ async def warm(body: Annotated[WarmRequest, Body(openapi_examples=_WARM)], svc: 
 @router.post(
     "/evict",
     summary="Drop documents from upper tiers",
-    responses=documented({}, 400, 502, 503, description="They are dropped"),
+    responses=documented({}, 400, 502, 503, description="Dropped"),
 )
 async def evict(body: Annotated[EvictRequest, Body(openapi_examples=_EVICT)], svc: Svc) -> dict[str, Any]:
-    """For measurements and to give memory back: the next use of a document comes from the tier below."""
-    return await _control(svc, "evict", tiers=list(body.tiers))
+    """For measurements, and to free memory: the next use of a document reads the tier below."""
+    return await svc.document_cache().control("evict", tiers=list(body.tiers))
 
 
 @router.delete(
-    "", summary="Empty the document cache", responses=documented({}, 400, 502, 503, description="It is empty")
+    "", summary="Empty the document cache", responses=documented({}, 400, 502, 503, description="Empty")
 )
 async def clear(svc: Svc) -> dict[str, Any]:
     """Remove every document's KV from every tier. Documents stay indexed; their KV is computed again when
-    needed.
-    """
-    return await _control(svc, "clear")
+    needed."""
+    return await svc.document_cache().control("clear")

@@ -1,4 +1,4 @@
-"""`/rag/documents` and `/rag/namespaces`: what is indexed."""
+"""`/rag/documents` and `/rag/namespaces`: list, show and remove indexed documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ragserve_index.filters import parse_filter
 from ragserve_index.types import Document, NamespaceInfo
 
 router = APIRouter(tags=["documents"])
-DocId = Annotated[str, Path(min_length=1, max_length=128, description="As citations and listings give it.")]
+DocId = Annotated[str, Path(min_length=1, max_length=128, description="As in citations and listings.")]
 NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
 
 
@@ -40,17 +40,17 @@ class DocumentsPage(Where):
         examples=['{"op":"eq","field":"lang","value":"en"}'],
     )
     source_prefix: Annotated[Text, Field(max_length=4096)] | None = Field(
-        None, description="Only sources that begin so."
+        None, description="Only sources with this prefix."
     )
     limit: int = Field(100, ge=1, le=1000)
     after: Annotated[Text, Field(max_length=128)] | None = Field(
-        None, description="As `next` of the page before."
+        None, description="`next` of the previous page."
     )
 
 
 class ChunksPage(Where):
     limit: int = Field(100, ge=1, le=1000)
-    after: int = Field(0, ge=0, description="As `next` of the page before.")
+    after: int = Field(0, ge=0, description="`next` of the previous page.")
 
 
 @router.get(
@@ -60,13 +60,13 @@ class ChunksPage(Where):
     responses=documented(examples.DOCUMENTS, 400, 404, 503, description="One page, ordered by doc_id"),
 )
 async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> DocumentList:
-    """The documents of a namespace, all or those that a filter matches."""
+    """List the documents of a namespace that match the filter, if any."""
     chosen = None if page.filter is None else parse_filter(page.filter)
     found = await asyncio.to_thread(
         svc.store.documents,
         page.namespace,
         filter=chosen,
-        limit=page.limit + 1,  # one more tells whether there is another page
+        limit=page.limit + 1,  # one more shows if there is another page
         after=page.after,
         source_prefix=page.source_prefix,
     )
@@ -83,7 +83,7 @@ async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> Docume
     responses=documented(examples.DOCUMENT, 400, 404, 503, description="The document"),
 )
 async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
-    """What the registry knows of it; its text is in its chunks."""
+    """Show a document's registry entry; its text is in its chunks."""
     return _document(await asyncio.to_thread(svc.store.document, where.namespace, doc_id))
 
 
@@ -94,7 +94,7 @@ async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) ->
     responses=documented(examples.CHUNKS, 400, 404, 503, description="One page, in the document's order"),
 )
 async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) -> ChunkList:
-    """The pieces that are searched, with their place in the document."""
+    """Show the searched pieces of a document and their places in it."""
     found = await asyncio.to_thread(svc.store.document_chunks, page.namespace, doc_id)
     end = page.after + page.limit
     return ChunkList(
@@ -110,7 +110,7 @@ async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) 
     responses=documented(examples.DOCUMENT, 400, 404, 503, 507, description="What was removed"),
 )
 async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
-    """Queries that begin after the answer do not see it any more, and its KV is gone from every tier."""
+    """Remove a document and its KV in every tier. Queries that begin after the answer do not see it."""
     removed = await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id)
     await svc.evict()
     return _document(removed)
@@ -123,7 +123,7 @@ async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> D
     responses=documented(examples.NAMESPACES, 503, description="All of them, by name"),
 )
 async def namespaces(svc: Svc) -> NamespaceList:
-    """Each with its size and the embedder it was made with."""
+    """List all namespaces with size and embedder."""
     found = await asyncio.to_thread(svc.store.namespaces)
     return NamespaceList(namespaces=[_namespace(one) for one in sorted(found, key=lambda one: one.name)])
 
@@ -135,7 +135,7 @@ async def namespaces(svc: Svc) -> NamespaceList:
     responses=documented(examples.NAMESPACE, 400, 404, 503, description="The namespace"),
 )
 async def namespace(name: NamespaceName, svc: Svc) -> NamespaceView:
-    """Its size, version and embedder."""
+    """Show a namespace's size, version and embedder."""
     return _namespace(await asyncio.to_thread(svc.store.namespace, name))
 
 
@@ -146,7 +146,7 @@ async def namespace(name: NamespaceName, svc: Svc) -> NamespaceView:
     responses=documented(examples.NAMESPACE, 400, 404, 503, 507, description="What was dropped"),
 )
 async def drop(name: NamespaceName, svc: Svc) -> NamespaceView:
-    """All its documents, chunks and vectors go, at once and for good, and all KV that was computed for it."""
+    """Delete all its documents, chunks, vectors and KV, at once and for good."""
     dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
     await svc.evict()
     return _namespace(dropped)

@@ -1,6 +1,4 @@
-"""Every failure as one body: :meth:`RagserveError.body`, from the routes, the middleware and inside streams
-alike.
-"""
+"""Turn every failure, in routes, middleware and streams, into the body of `RagserveError.body`."""
 
 from __future__ import annotations
 
@@ -8,10 +6,11 @@ import errno
 import logging
 import sqlite3
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -28,6 +27,7 @@ from ragserve.errors import (
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
+M = TypeVar("M", bound=BaseModel)
 
 
 class MethodNotAllowed(RagserveError):
@@ -41,7 +41,7 @@ class UnsupportedMediaType(RagserveError):
 
 
 def as_error(error: BaseException, request_id: str) -> RagserveError:
-    """What the client is told. An error that is not ours is logged with its traceback and becomes a bare 500."""
+    """Translate any error for the client. Unknown errors are logged with traceback and become a bare 500."""
     if isinstance(error, RagserveError):
         return error
     if isinstance(error, RequestValidationError):
@@ -50,17 +50,17 @@ def as_error(error: BaseException, request_id: str) -> RagserveError:
         return _http_error(error)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or (isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error)):
-        return StorageFull("The server's disk is full.", hint="Free space where data_dir lies, then retry.")
+        return StorageFull(
+            "The server's disk is full.", hint="Free space on the disk of data_dir, then retry."
+        )
     log.error("request %s failed", request_id, exc_info=error)
     return RagserveError(
-        "Something went wrong in the server.", hint=f"Its log says what, under request id {request_id}."
+        "Something went wrong in the server.", hint=f"See its log, under request id {request_id}."
     )
 
 
 def invalid(errors: Sequence[Any]) -> InvalidRequest:
-    """Validation errors as one: every field with what is wrong, ``param`` the first of them. Input values are
-    not echoed.
-    """
+    """Merge validation errors into one that names every field, ``param`` the first. Never echoes input."""
     described = [f"{_path(error['loc']) or 'body'}: {_what(error)}" for error in errors[:_SHOWN]]
     if len(errors) > _SHOWN:
         described.append(f"and {len(errors) - _SHOWN} more")
@@ -73,8 +73,16 @@ def invalid(errors: Sequence[Any]) -> InvalidRequest:
     return InvalidRequest("; ".join(described) + ".", hint=hint, param=_path(errors[0]["loc"]) or None)
 
 
+def validated(model: type[M], data: Any) -> M:
+    """Validate data that FastAPI has not. Raises InvalidRequest."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise invalid(error.errors(include_input=False, include_url=False)) from None
+
+
 def response(error: RagserveError, request_id: str) -> Response:
-    """The HTTP answer, with the headers that belong to its status."""
+    """Build the HTTP answer, with the headers of its status."""
     headers = {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
@@ -84,9 +92,7 @@ def response(error: RagserveError, request_id: str) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Register one handler for all that a route may raise; what escapes it is caught by the outermost
-    middleware.
-    """
+    """Register one handler for the errors of routes; the outermost middleware catches all others."""
 
     async def handle(request: Request, error: Exception) -> Response:
         request_id = request.state.request_id
@@ -118,17 +124,10 @@ def _http_error(error: HTTPException) -> RagserveError:
 
 def _path(location: Sequence[str | int]) -> str:
     """``("body", "history", 0, "role")`` as ``history[0].role``."""
-    path = ""
-    for part in location:
-        if (
-            part in ("body", "query", "path", "header")
-            and not path
-            and len(location) > 1
-            and part is location[0]
-        ):
-            continue
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return "" if path == "body" else path
+    if location[:1] and location[0] in ("body", "query", "path", "header") and len(location) > 1:
+        location = location[1:]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.removeprefix(".") if location != ("body",) else ""
 
 
 def _what(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""Examples of the OpenAPI document. The tests hold every one of them against its schema."""
+"""Examples of the OpenAPI document; tests validate each against its schema."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ ANSWER: dict[str, Any] = {
 
 
 def _sse(*events: tuple[str, Any]) -> str:
-    """A stream as it is on the wire; events without a name are OpenAI's."""
+    """Format a stream; OpenAI's events have no name."""
     lines = [
         (f"event: {name}\n" if name else "", data if isinstance(data, str) else json.dumps(data))
         for name, data in events

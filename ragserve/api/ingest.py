@@ -1,16 +1,16 @@
-"""`/rag/ingest` and `/rag/jobs`: documents in, as jobs that survive a restart."""
+"""`/rag/ingest` and `/rag/jobs`: ingest documents in jobs that survive a restart."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from ragserve.api import errors, examples
-from ragserve.api.body import RequestModel, parse_json
-from ragserve.api.errors import UnsupportedMediaType
+from ragserve.api import examples
+from ragserve.api.body import RequestModel, media_type, parse_json
+from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import IngestTexts, JobDetail, JobItemView, JobList, JobView, Metadata
 from ragserve.api.services import Services, Svc
@@ -19,8 +19,7 @@ from ragserve.config import Namespace
 from ragserve_index.types import Job
 
 router = APIRouter(tags=["ingest"])
-M = TypeVar("M", bound=RequestModel)
-JobId = Annotated[str, Path(min_length=1, max_length=128, description="As POST /rag/ingest gave it.")]
+JobId = Annotated[str, Path(min_length=1, max_length=128, description="As returned by POST /rag/ingest.")]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 ItemState = Literal["pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped"]
 
@@ -42,7 +41,7 @@ class JobsPage(RequestModel):
 class ItemsPage(RequestModel):
     state: ItemState | None = Field(None, description="Only sources in this state.")
     limit: int = Field(100, ge=1, le=1000)
-    after: int = Field(0, ge=0, description="As `next` of the page before.")
+    after: int = Field(0, ge=0, description="`next` of the previous page.")
 
 
 _FORM_SCHEMA: dict[str, Any] = {
@@ -58,7 +57,7 @@ _FORM_SCHEMA: dict[str, Any] = {
         "namespace": {"type": "string", "default": "default"},
         "metadata": {
             "type": "string",
-            "description": "A JSON object: own fields of all these documents, for filters.",
+            "description": "A JSON object: fields of all these documents, for filters.",
         },
         "warm": {
             "type": "boolean",
@@ -93,25 +92,26 @@ _BODY = {
         503,
         507,
         success=202,
-        description="Taken; `Location` is the job to watch",
+        description="Accepted; `Location` is the job to watch",
     ),
     openapi_extra={"requestBody": _BODY},
 )
 async def ingest(request: Request, svc: Svc) -> Response:
-    """Takes a multipart form of files, or texts as JSON. They are on disk before the answer comes, so a
+    """Take a multipart form of files, or texts as JSON. They are on disk before the answer is sent, so a
     restart resumes the job.
 
-    What cannot be read fails alone, with the reason in the job's items. A file or text of a name that is
-    already there replaces it; unchanged content costs a hash. Uploaded files are identified by their
-    filename. With `warm`, a second job of kind `warm` follows."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    An unreadable file fails alone, with the reason in the job's items. A file or text of an existing name
+    replaces it; unchanged content costs a hash. Uploaded files are identified by their filename. With `warm`,
+    a second job of kind `warm` follows."""
+    kind = media_type(request)
     if kind == "application/json":
         job = await _texts(await parse_json(await request.body()), svc)
     elif kind == "multipart/form-data":
         job = await _files(request, svc)
     else:
         raise UnsupportedMediaType(
-            f"Documents come as multipart/form-data or application/json, not as {kind or 'a body without Content-Type'}.",
+            "Documents come as multipart/form-data or application/json, not as "
+            f"{kind or 'a body without Content-Type'}.",
             hint="Send files as a form, e.g. curl -F files=@a.pdf.",
         )
     svc.runner.wake()
@@ -122,7 +122,7 @@ async def ingest(request: Request, svc: Svc) -> Response:
 async def _texts(data: Any, svc: Services) -> Job:
     from ragserve.ingest.ingestor import SubmittedText
 
-    body = _validated(IngestTexts, data)
+    body = validated(IngestTexts, data)
     if body.warm:
         svc.warm_ups()
     texts = [
@@ -138,20 +138,13 @@ async def _files(request: Request, svc: Services) -> Job:
     async with upload_form(
         request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes
     ) as form:
-        fields = _validated(UploadFields, form.fields)
+        fields = validated(UploadFields, form.fields)
         if fields.warm:
             svc.warm_ups()
         uploads = [Upload(filename=str(file.filename), stream=file.file) for file in form.files]
         return await asyncio.to_thread(
             svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
         )
-
-
-def _validated(model: type[M], data: Any) -> M:
-    try:
-        return TypeAdapter(model).validate_python(data)
-    except ValidationError as error:
-        raise errors.invalid(error.errors(include_input=False, include_url=False)) from None
 
 
 @router.get(
@@ -161,8 +154,8 @@ def _validated(model: type[M], data: Any) -> M:
     responses=documented(examples.JOBS, 400, 503, description="Newest first"),
 )
 async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> JobList:
-    """Ingestions and warm-ups, of the server and of `ragserve ingest` alike."""
-    found = await asyncio.to_thread(svc.jobs.list, page.namespace, page.state, page.limit)
+    """List ingestions and warm-ups, of the server and of `ragserve ingest` alike."""
+    found = await asyncio.to_thread(svc.ingestor.jobs.list, page.namespace, page.state, page.limit)
     return JobList(jobs=[job_view(job) for job in found])
 
 
@@ -173,9 +166,9 @@ async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> JobList:
     responses=documented(examples.JOB, 400, 404, 503, description="The job, with a page of its sources"),
 )
 async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> JobDetail:
-    """The job's state and, for each of its sources, what became of it and why."""
-    found = await asyncio.to_thread(svc.jobs.get, job_id)
-    items = await asyncio.to_thread(svc.jobs.items, job_id, page.state)
+    """Show the job's state and the outcome of each of its sources, with the reason."""
+    found = await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
+    items = await asyncio.to_thread(svc.ingestor.jobs.items, job_id, page.state)
     end = page.after + page.limit
     return JobDetail(
         **job_view(found).model_dump(),
@@ -194,9 +187,9 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> J
     ),
 )
 async def cancel(job_id: JobId, svc: Svc) -> JobView:
-    """What is indexed or warmed already stays. A job that has ended is left as it is."""
-    await asyncio.to_thread(svc.jobs.request_cancel, job_id)
-    return job_view(await asyncio.to_thread(svc.jobs.get, job_id))
+    """Stop a job. What is already indexed or warmed stays; a job that has ended is unchanged."""
+    await asyncio.to_thread(svc.ingestor.jobs.request_cancel, job_id)
+    return job_view(await asyncio.to_thread(svc.ingestor.jobs.get, job_id))
 
 
 def job_view(job: Job) -> JobView:

@@ -1,6 +1,6 @@
-"""Around every request, ours and SGLang's: its id, the API key, the size of its body. Plain ASGI, so that
-streams stay streams.
-"""
+"""Middleware for all requests, ours and SGLang's: request id, API key, body size.
+
+Plain ASGI, to keep streams."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestContext:
-    """Gives each request an id (a client's own ``X-Request-Id`` if it is sane), counts it, and answers what
-    nobody caught with a 500.
-    """
+    """Gives each request an id (a client's valid ``X-Request-Id``), counts it, answers uncaught errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -51,7 +49,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # it left while sending its body: nobody to answer
+            return  # it left while sending its body
         except Exception as error:
             if status:  # too late for another answer: the server cuts the connection
                 raise
@@ -59,14 +57,13 @@ class RequestContext:
                 scope, receive, send_with_id
             )
         finally:
-            # our routes by their template, everything of SGLang under one label: clients cannot invent label
-            # values
+            # our routes by template, SGLang's under one label: clients cannot create label values
             route = getattr(scope.get("route"), "path", "upstream")
             metrics().requests.labels(route, str(status or 499)).inc()
 
 
 class RequireKey:
-    """401 for every request without the API key, but on exactly /health."""
+    """Answers 401 to requests without the API key, except on /health."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -81,7 +78,7 @@ class RequireKey:
             raise Unauthorized(
                 "The API key is wrong."
                 if Headers(scope=scope).get("authorization")
-                else "This server wants an API key.",
+                else "This server requires an API key.",
                 hint="Send it as the header 'Authorization: Bearer KEY'.",
             )
 
@@ -92,9 +89,8 @@ class RequireKey:
 
 
 class LimitBody:
-    """413 for bodies over ``limit_for(path, headers)`` bytes: at once where the client gives a length, else
-    once it has sent too much.
-    """
+    """Answers 413 to bodies over ``limit_for(path, headers)`` bytes: at once if the client gives a length,
+    else when it has sent too much."""
 
     def __init__(self, app: ASGIApp, limit_for: Callable[[str, Headers], int | None]) -> None:
         self._app = app
@@ -130,7 +126,7 @@ class LimitBody:
 
 
 async def _refuse(error: RagserveError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer before reading anything: a client that sent ``Expect: 100-continue`` then never sends its body."""
+    """Answer before reading: a client that sent ``Expect: 100-continue`` then never sends its body."""
     answer = errors.response(error, scope["state"]["request_id"])
     answer.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})

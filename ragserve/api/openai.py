@@ -1,9 +1,8 @@
-"""`/v1/chat/completions` and `/v1/models`: a namespace is a model. Models of other names are SGLang's."""
+"""`/v1/chat/completions` and `/v1/models`: each namespace is a model; other models are SGLang's."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import JSONResponse
 
-from ragserve.answering.answerer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
 from ragserve.answering.prompt import Message
 from ragserve.answering.results import SearchResults
-from ragserve.api import errors, examples
+from ragserve.api import examples
 from ragserve.api.body import parse_json
+from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
     Annotation,
     AnswerMessage,
@@ -34,7 +34,7 @@ from ragserve.api.openai_schemas import (
     UrlCitation,
 )
 from ragserve.api.openapi import documented
-from ragserve.api.query import last_event
+from ragserve.api.query import compact_json, last_event, to_query
 from ragserve.api.services import RequestId, Services, Svc, services
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.upstream import Upstream
@@ -45,7 +45,6 @@ from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
 PREFIX = "ragserve/"
 _NAMESPACE = TypeAdapter(Namespace)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
-_CHAT_REQUEST = TypeAdapter(ChatRequest)
 _DONE = b"data: [DONE]\n\n"
 
 router = APIRouter(tags=["openai"])
@@ -79,12 +78,12 @@ _BODY = {
     openapi_extra={"requestBody": _BODY},
 )
 async def chat(request: Request, request_id: RequestId) -> Response:
-    """The last message is the question, earlier ones are the history; a system message replaces the server's
+    """Answer the last message; earlier ones are the history, and a system message replaces the server's
     system text.
 
-    Citations are `annotations` of the message and, whole, the top-level `citations`; when streaming, both
-    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang as
-    they are."""
+    Citations are `annotations` of the message and, in full, the top-level `citations`; when streaming, both
+    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang
+    unchanged."""
     upstream: Upstream = request.app.state.upstream
     raw = await request.body()
     data = await parse_json(raw)
@@ -97,11 +96,8 @@ async def chat(request: Request, request_id: RequestId) -> Response:
         raise TooLarge(
             f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes."
         )
-    try:
-        body = _CHAT_REQUEST.validate_python(data)
-    except ValidationError as error:
-        raise errors.invalid(error.errors(include_input=False, include_url=False)) from None
-    events = svc.answerer.events(to_query(body, svc, request_id))
+    body = validated(ChatRequest, data)
+    events = svc.answerer.events(_query(body, svc, request_id))
     try:
         if not body.stream:
             final = await until_disconnect(request, last_event(events))
@@ -120,13 +116,12 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     responses=documented(examples.MODELS, 502, 503, description="One model per namespace, then SGLang's"),
 )
 async def models(request: Request, svc: Svc) -> Response:
-    """Every namespace is a model to chat with; the models of SGLang answer without documents."""
+    """List a model for every namespace; the models of SGLang answer without documents."""
     upstream: Upstream = request.app.state.upstream
     namespaces, others = await asyncio.gather(asyncio.to_thread(svc.store.namespaces), upstream.models())
     ours = [Model(id=PREFIX + one.name).model_dump() for one in namespaces]
-    return JSONResponse(
-        {"object": "list", "data": [*ours, *others]}
-    )  # SGLang's as they are: they have fields of their own
+    # SGLang's unchanged: they have fields of their own
+    return JSONResponse({"object": "list", "data": [*ours, *others]})
 
 
 @router.get(
@@ -139,7 +134,7 @@ async def model(
     request: Request,
     model_id: Annotated[str, Path(description="`ragserve/NAMESPACE`, or a model of SGLang.")],
 ) -> Response:
-    """A namespace's model; other names go to SGLang."""
+    """Show a namespace's model; other names go to SGLang."""
     if not model_id.startswith(PREFIX):
         upstream: Upstream = request.app.state.upstream
         return upstream.replay(b"")
@@ -150,10 +145,10 @@ async def model(
     return Response(Model(id=model_id).model_dump_json(), media_type="application/json")
 
 
-def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
-    """The dialogue as a query. Raises InvalidRequest where its last message is not a question, NotFound for
-    an impossible namespace.
-    """
+def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
+    """Turn a dialogue into a query.
+
+    Raises InvalidRequest if its last message is not a question, NotFound for an invalid namespace."""
     system = "\n\n".join(message.text for message in body.messages if message.role in ("system", "developer"))
     dialogue = [message for message in body.messages if message.role in ("user", "assistant")]
     last = dialogue.pop() if dialogue else None
@@ -165,17 +160,17 @@ def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
         _NAMESPACE.validate_python(namespace)
     except ValidationError:
         raise _no_model(body.model) from None
-    settings = svc.settings
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
-    return Query(
+    return to_query(
+        body,
+        svc.settings,
+        request_id=request_id,
         question=last.text,
         namespace=namespace,
-        k=body.k or settings.top_k,
-        strategy=strategy.name,
-        strategy_options=strategy.options,
+        history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
+        system=system or None,
         sampling=Sampling(
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or settings.max_new_tokens,
+            max_new_tokens=body.max_completion_tokens or body.max_tokens or svc.settings.max_new_tokens,
             temperature=body.temperature or 0.0,
             top_p=1.0 if body.top_p is None else body.top_p,
             stop=tuple(stop),
@@ -183,20 +178,11 @@ def to_query(body: ChatRequest, svc: Services, request_id: str) -> Query:
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
         ),
-        request_id=request_id,
-        filter=body.filter,
-        system=system or None,
-        history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
-        documents=None
-        if body.documents is None
-        else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
     )
 
 
 def _annotations(final: FinalAnswer) -> list[Annotation]:
-    """One per marker, where it stands; one per citation over the whole answer where the answer has no
-    markers.
-    """
+    """Annotate each marker at its place; without markers, each citation over the whole answer."""
     cited = {citation.index: citation for citation in final.answer.citations}
     spans = [(marker.index, marker.start, marker.end) for marker in final.markers]
     spans = spans or [(index, 0, len(final.answer.answer)) for index in cited]
@@ -250,7 +236,7 @@ def _extras(final: FinalAnswer) -> Extras:
 
 
 class _Chunks:
-    """Writes events as OpenAI's stream does."""
+    """Encodes events as OpenAI's stream."""
 
     def __init__(self, body: ChatRequest, request_id: str) -> None:
         self._request_id = request_id
@@ -293,7 +279,7 @@ class _Chunks:
 
 
 def _data(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {compact_json(value)}\n\n".encode()
 
 
 def _url(source: str | None) -> str:

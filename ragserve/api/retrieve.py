@@ -1,4 +1,4 @@
-"""`POST /rag/retrieve`: the search of `/rag/query` without the answer."""
+"""`POST /rag/retrieve`: search like `/rag/query`, without an answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def retrieve(
     svc: Svc,
     request_id: RequestId,
 ) -> Response:
-    """Exactly the passages that `/rag/query` would put before the model, in the same order."""
+    """Find the passages that `/rag/query` would give to the model, in the same order."""
     start = time.perf_counter()
     svc.check_question(body.query)
     with svc.limiter.slot():

@@ -1,4 +1,4 @@
-"""What the routes work with: opened when the server starts, closed in the opposite order when it stops."""
+"""The parts of a running server: opened at its start, closed in reverse order at its end."""
 
 from __future__ import annotations
 
@@ -27,66 +27,73 @@ if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
     from ragserve.retrieval.embedder import Embedder
-    from ragserve_index import IndexStore, JobStore
+    from ragserve_index import IndexStore
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """One per running server."""
+    """Everything that routes use. One per server."""
 
     settings: Settings
     engine: Engine
     store: IndexStore
-    jobs: JobStore
     embedder: Embedder
-    prompts: PromptBuilder
     retriever: Retriever
     ingestor: Ingestor
     runner: JobRunner
     limiter: QueryLimiter
     answerer: Answerer
-    warm_runner: JobRunner | None  # None where the engine has no document cache
-    evict: Callable[
-        [], Coroutine[Any, Any, None]
-    ]  # the KV of all that has been removed so far, from every tier
+    warm_runner: JobRunner | None  # None if the engine has no document cache
+    evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
+
+    def document_cache(self) -> CachingEngine:
+        """The engine, as a document cache. Raises InvalidRequest if it has none."""
+        if not isinstance(self.engine, CachingEngine):
+            raise _no_document_cache()
+        return self.engine
 
     def warm_ups(self) -> JobRunner:
-        """Who runs warm-up jobs. Raises InvalidRequest where there is no cache to warm."""
+        """The runner of warm-up jobs. Raises InvalidRequest without a document cache."""
         if self.warm_runner is None:
-            raise InvalidRequest(
-                "This server has no document cache: its engine runs elsewhere.",
-                hint="Ask the server that runs the engine.",
-                code="no_document_cache",
-            )
+            raise _no_document_cache()
         return self.warm_runner
 
     def check_question(self, question: str, history_length: int = 0, *, param: str = "query") -> None:
-        """Raises InvalidRequest where a limit of the settings is exceeded."""
+        """Raises InvalidRequest if question or history exceed a limit of the settings."""
         limit = self.settings.max_query_chars
         if len(question) > limit:
             raise InvalidRequest(
-                f"The question has {len(question):,} characters; at most {limit:,} are taken.",
+                f"The question has {len(question):,} characters; the limit is {limit:,}.",
                 hint="Shorten it, or raise max_query_chars.",
                 code="query_too_long",
                 param=param,
             )
         if history_length > self.settings.max_history_messages:
             raise InvalidRequest(
-                f"The history has {history_length} messages; at most {self.settings.max_history_messages} are taken.",
-                hint="Send the latest ones only, or raise max_history_messages.",
+                f"The history has {history_length} messages; "
+                f"the limit is {self.settings.max_history_messages}.",
+                hint="Send only the latest, or raise max_history_messages.",
                 param="history" if param == "query" else param,
             )
+
+
+def _no_document_cache() -> InvalidRequest:
+    return InvalidRequest(
+        "This server has no document cache: its engine runs elsewhere.",
+        hint="Ask the server that runs the engine.",
+        code="no_document_cache",
+    )
 
 
 @asynccontextmanager
 async def open_services(
     settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any]
 ) -> AsyncIterator[Services]:
-    """The embedder, which takes longest, loads in a thread while the engine starts. Raises what keeps a part
-    from starting.
-    """
+    """Start all parts; the embedder, the slowest, loads in a thread while the engine starts.
+
+    Raises the error of a part that cannot start."""
     from ragserve.cache.warm import KIND as WARM
     from ragserve.cache.warm import Warmer
     from ragserve.ingest.ingestor import Ingestor
@@ -103,7 +110,7 @@ async def open_services(
         info = await engine.start()
         stack.push_async_callback(engine.close)
         embedder = await embedder_loading
-        # Only now: both import transformers, whose lazy modules two threads at once can find half made.
+        # Only now: both import transformers, whose lazy modules are not thread-safe.
         prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
@@ -133,19 +140,17 @@ async def open_services(
             engine, retriever, prompts, limiter, None if settings.force_strategies else gate, chooser
         )
         yield Services(
-            settings,
-            engine,
-            store,
-            ingestor.jobs,
-            embedder,
-            prompts,
-            retriever,
-            ingestor,
-            runner,
-            limiter,
-            answerer,
-            warm_runner,
-            evict,
+            settings=settings,
+            engine=engine,
+            store=store,
+            embedder=embedder,
+            retriever=retriever,
+            ingestor=ingestor,
+            runner=runner,
+            limiter=limiter,
+            answerer=answerer,
+            warm_runner=warm_runner,
+            evict=evict,
         )
         log.info("shutting down")
 
@@ -154,9 +159,7 @@ async def open_services(
 async def _evictions(
     settings: Settings, store: IndexStore, engine: Engine, prompts: PromptBuilder, info: EngineInfo
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
-    """An engine of ours evicts at once and follows the log; with one elsewhere only files of earlier runs may
-    be left to remove.
-    """
+    """Follow the eviction log with a local engine; with a remote one, only remove files of earlier runs."""
     if info.kind == "local":
         await asyncio.to_thread(note_engine, settings, info.tokenizer)
         evictor = Evictor(store, engine, prompts)
@@ -172,19 +175,19 @@ async def _evictions(
 
 
 def load_embedder(settings: Settings) -> Embedder:
-    """The embedder that the settings name; imports torch."""
+    """Load the embedder of the settings; imports torch."""
     from ragserve.retrieval.embedder import Embedder
 
     return Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
 
 
 async def _settled(task: asyncio.Task[Any]) -> None:
-    """A start that failed elsewhere still waits for the thread, so that nothing is left running."""
+    """Wait for the thread even if another part failed to start, so that nothing is left running."""
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def services(request: Request) -> Services:
-    """Dependency of the routes. Raises Unavailable before and after the server's life."""
+    """Dependency: the server's services. Raises Unavailable during start and stop."""
     found: Services | None = getattr(request.app.state, "services", None)
     if found is None:
         raise Unavailable("The server is starting or stopping.", hint="Retry when /ready answers 200.")
@@ -192,7 +195,7 @@ async def services(request: Request) -> Services:
 
 
 async def request_id(request: Request) -> str:
-    """Dependency: the id that the outermost middleware gave the request."""
+    """Dependency: the request id set by the outermost middleware."""
     return str(request.state.request_id)
 
 

@@ -1,6 +1,4 @@
-"""Answers that take a while: read by one task, streamed as server-sent events, given up as soon as the client
-is gone.
-"""
+"""Long answers: read by one task, streamed as server-sent events, aborted when the client leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from ragserve.errors import RagserveError
 
 T = TypeVar("T")
 _END = object()
-# A slow reader holds at most this many events back from the engine's stream.
+# A slow reader delays at most this many events before the engine's stream is no longer read.
 _QUEUED_EVENTS = 256
 KEEPALIVE_S = 15.0
 
@@ -30,11 +28,9 @@ class ClientGone(ClientDisconnect):
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; raises ClientGone, with ``work`` cancelled and its clean-up done, when the
-    client leaves first.
+    """Await ``work``. If the client leaves first, cancel it, wait for its clean-up and raise ClientGone.
 
-    The request's body must have been read.
-    """
+    The request's body must have been read."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request.receive))
     try:
@@ -47,9 +43,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Pump(Generic[T]):
-    """Reads a stream of events to its end in one task of its own, because cancellation and time-outs belong
-    to the task that reads.
-    """
+    """Reads a stream of events in a task of its own: cancellation and time-outs bind to the reader."""
 
     def __init__(self, events: AsyncGenerator[T, None]) -> None:
         self._events = events
@@ -57,14 +51,14 @@ class Pump(Generic[T]):
         self._task = asyncio.create_task(self._run())
 
     async def next(self) -> T | None:
-        """The next event, or None after the last. Raises what the stream raised."""
+        """Return the next event, or None after the last. Raises the stream's error."""
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
         return None if item is _END else item
 
     async def close(self) -> None:
-        """Stop reading; returns when the stream has cleaned up."""
+        """Stop reading, and wait for the stream's clean-up."""
         await _cancel(self._task)
 
     async def _run(self) -> None:
@@ -79,9 +73,7 @@ class Pump(Generic[T]):
 
 
 async def opened(request: Request, events: AsyncGenerator[T, None]) -> tuple[T | None, Pump[T]]:
-    """The first event, awaited before any status goes out so that a bad request gets its own, and what reads
-    the others.
-    """
+    """Return the first event and a pump for the others. No status is sent before, so errors set their own."""
     pump = Pump(events)
     try:
         return await until_disconnect(request, pump.next()), pump
@@ -91,9 +83,7 @@ async def opened(request: Request, events: AsyncGenerator[T, None]) -> tuple[T |
 
 
 class EventStream(Response, Generic[T]):
-    """Writes ``first`` and what follows it in the pump; comments keep proxies from closing an idle
-    connection.
-    """
+    """Writes ``first`` and the pump's events; comments keep proxies from closing an idle connection."""
 
     media_type = "text/event-stream"
 
@@ -110,8 +100,7 @@ class EventStream(Response, Generic[T]):
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self.headers["Cache-Control"] = "no-store"
-        self.headers["X-Accel-Buffering"] = "no"
+        self.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._request_id = request_id
         self._first = first
         self._pump = pump
@@ -131,7 +120,7 @@ class EventStream(Response, Generic[T]):
             await _write(send, self._end)
         except ClientGone:
             return
-        except Exception as error:  # noqa: BLE001 - the status is out: the stream itself says what happened
+        except Exception as error:  # noqa: BLE001 - the status is out: the stream reports the error
             await _write(send, self._encode_error(as_error(error, self._request_id)))
         finally:
             await _cancel(gone)
@@ -164,7 +153,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel and wait for the clean-up; what a task raised has been read, or no longer matters to anyone."""
+    """Cancel tasks and wait for their clean-up; errors were read before or no longer matter."""
     pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()

@@ -1,4 +1,4 @@
-"""`/info` and `/ready`, and `/metrics` where SGLang does not serve it."""
+"""`/info` and `/ready`, and `/metrics` if SGLang does not serve it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ENGINE_ANSWERS_WITHIN_S = 5.0
 
 @router.get(
     "/info",
-    summary="What is serving",
+    summary="Show versions, model and limits",
     response_model=Info,
     responses=documented(
         examples.INFO, 503, description="Versions, model, engine, embedder, defaults, limits and index"
     ),
 )
 async def info(svc: Svc) -> Info:
-    """All that a client needs to know, and what a bug report should hold."""
+    """Show all that a client needs to know and a bug report should contain."""
     settings, engine = svc.settings, svc.engine.info
     namespaces = await asyncio.to_thread(svc.store.namespaces)
     versions = {"ragserve": __version__, "sglang": engine.version, "python": platform.python_version()}
@@ -79,18 +79,18 @@ async def info(svc: Svc) -> Info:
 
 @router.get(
     "/ready",
-    summary="Whether queries are answered now",
+    summary="Check readiness",
     response_model=Ready,
     responses=documented(examples.READY, 503, description="Ready"),
 )
 async def ready(request: Request, request_id: RequestId) -> Response:
-    """503 until everything a query needs is there; `missing` says what is not, beside the usual error body."""
+    """Answer 503 until queries can be answered; `missing` lists the reasons, beside the usual error body."""
     missing = await _missing(getattr(request.app.state, "services", None))
     if not missing:
         return JSONResponse(Ready(ready=True, missing=[]).model_dump())
     error = Unavailable(
         f"Not ready: {'; '.join(missing)}.",
-        hint="Ask again in a moment; the server's log says more.",
+        hint="Retry in a moment; see the server's log.",
         code="not_ready",
     )
     body = {**Ready(ready=False, missing=missing).model_dump(), **error.body(request_id)}
@@ -118,6 +118,6 @@ async def _missing(svc: Services | None) -> list[str]:
     },
 )
 async def metrics() -> Response:
-    """`ragserve_*`; those of SGLang are on its own address."""
+    """Metrics `ragserve_*`; SGLang serves its own at its own address."""
     body, content_type = await asyncio.to_thread(exposition)
     return Response(body, media_type=content_type)

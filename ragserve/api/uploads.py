@@ -1,4 +1,4 @@
-"""Multipart bodies: files to disk as they arrive, each within its limit, before anything is looked at."""
+"""Multipart bodies: spool files to disk as they arrive, each within its limit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _MAX_FIELD_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class UploadForm:
-    """``fields`` holds the text fields, ``metadata`` parsed from its JSON. Files are open until the form is
-    closed.
-    """
+    """``fields`` holds the text fields, JSON ones parsed. Files are open until the form is closed."""
 
     files: list[UploadFile]
     fields: dict[str, Any]
@@ -33,9 +31,7 @@ class UploadForm:
 
 @asynccontextmanager
 async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) -> AsyncIterator[UploadForm]:
-    """The form of the request. Raises TooLarge for a file over its limit and InvalidRequest for anything
-    malformed.
-    """
+    """Parse a request's form. Raises TooLarge for a file over its limit, InvalidRequest if malformed."""
     complete = False
 
     async def receive() -> Message:
@@ -87,8 +83,9 @@ async def _sorted(form: FormData) -> UploadForm:
             fields[name] = await parse_json(value.encode()) if name in _JSON_FIELDS else value
         else:
             raise InvalidRequest(
-                f"The form has a field {name[:64]!r} that is not known, or of the wrong kind.",
-                hint="Files go into 'files'; 'namespace' is text, 'metadata' a JSON object and 'warm' true or false.",
+                f"The form has a field {name[:64]!r} that is unknown or of the wrong kind.",
+                hint="Files go into 'files'; 'namespace' is text, 'metadata' a JSON object and 'warm' true "
+                "or false.",
                 param=name[:64],
             )
     if not files:

@@ -1,4 +1,4 @@
-"""SGLang's own app behind ours: it gets what no route of ours claims, as if we were not there."""
+"""SGLang's own app behind ours: it gets all requests that match none of our routes, unchanged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragserve.errors import EngineError
 
-# What a server puts into a scope; the rest is our routers' and must not reach another app's.
-_SERVERS_OWN = (
+# Set by the web server; the other keys are our routers' and must not reach another app.
+_SERVER_KEYS = (
     "type",
     "asgi",
     "http_version",
@@ -31,20 +31,20 @@ _SERVERS_OWN = (
 
 
 class Upstream:
-    """An ASGI app that hands requests on."""
+    """ASGI app that passes requests on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({name: scope[name] for name in _SERVERS_OWN if name in scope}, receive, send)
+        await self._app({name: scope[name] for name in _SERVER_KEYS if name in scope}, receive, send)
 
     def replay(self, body: bytes) -> Response:
-        """An answer for a route of ours that has read the body: the other app's, which gets the body again."""
+        """Answer with the other app, replaying a body that our route has already read."""
         return _Replayed(self, body)
 
     async def models(self) -> list[dict[str, Any]]:
-        """The other app's ``/v1/models``. Raises EngineError where it has none."""
+        """Read the other app's ``/v1/models``. Raises EngineError if it has none."""
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=self._app), base_url="http://engine"
         ) as client:
@@ -70,7 +70,7 @@ class _Replayed(Response):
         async def receive_again() -> Message:
             nonlocal given
             if given:
-                return await receive()  # only the client's leaving is still to come
+                return await receive()  # only a disconnect can follow
             given = True
             return {"type": "http.request", "body": self._replayed, "more_body": False}
 

@@ -130,8 +130,9 @@ def _ours(
             build_s = time.perf_counter() - started
 
             def search(text: str) -> list[str]:
-                # the order of documents is that of their best chunks
-                hits = store.search("bench", model.encode([text]), _DEPTH).hits[0]
+                # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were
+                # there several.
+                hits = store.search("bench", model.encode_queries([text]), _DEPTH).hits[0]
                 return list(dict.fromkeys(hit.chunk.source for hit in hits))
 
             rankings, query_ms = _timed(collection, search)

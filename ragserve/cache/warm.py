@@ -31,7 +31,6 @@ KIND = "warm"
 _GROUP_TOKENS = 4096
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
-_RESERVED_TOKENS = 8  # of the engine's context, used by SGLang itself
 T = TypeVar("T")
 
 
@@ -115,7 +114,7 @@ class Warmer:
     @property
     def max_tokens(self) -> int:
         """Longest document that the engine takes, in tokens."""
-        return self._engine.info.max_prompt_tokens - _RESERVED_TOKENS
+        return self._engine.info.max_prompt_tokens
 
     def check(self) -> None:
         """Raise InvalidRequest if the engine never reads the document cache."""

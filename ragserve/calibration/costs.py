@@ -22,7 +22,7 @@ from sglang_ext.protocol import Span
 
 NAMESPACE = "calibration"
 SYSTEM_TOKENS, QUESTION_TOKENS = 16, 32
-_RESERVED_TOKENS = 16
+_RESERVED_TOKENS = 8
 _MIN_TOKENS = 256
 
 

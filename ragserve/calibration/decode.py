@@ -53,7 +53,7 @@ async def measure(
         report: Gets a line for each length.
     """
     room = engine.info.max_total_tokens // batch - tokens - 128
-    longest = min(room, engine.info.max_prompt_tokens - tokens - 16, max_tokens or room)
+    longest = min(room, engine.info.max_prompt_tokens - tokens - 8, max_tokens or room)
     draw = random.Random(0)
     points = []
     for length in lengths(2 * int(options.get("budget", 0)), longest):

@@ -1,6 +1,4 @@
-"""How the product talks to the runtime: one small protocol, with SGLang in this process group (`local`) or
-elsewhere (`remote`).
-"""
+"""The engine protocol: SGLang in this process group (`local`) or elsewhere (`remote`)."""
 
 from __future__ import annotations
 
@@ -10,10 +8,13 @@ from typing import Any, Protocol
 
 from sglang_ext.protocol import ContextReport, DecodeReport, Span
 
+# SGLang keeps a few positions of the context to itself; they must not cut an answer short.
+_RESERVED_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Decoding parameters, with SGLang's names and meaning. temperature 0 is greedy."""
+    """Sampling parameters with SGLang's names and meaning; temperature 0 is greedy."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -28,13 +29,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. ``input_ids`` is the whole prompt; ``namespace`` isolates what is cached between
-    tenants.
+    """A generation.
 
-    A strategy that composes needs ``spans``: the system text and each document, from position 0 without gaps;
-    ``options`` are its own. ``distribution`` asks for that of the first token, which costs time and is for
-    measurements. ``decode``: fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's, for
-    an engine with sparse decoding."""
+    Args:
+        rid: Name of the request; the engine makes it unique.
+        input_ids: Token ids of the whole prompt.
+        namespace: Tenant; cached KV is never shared between namespaces.
+        strategy: Exact (`full`, `prefix`) or the name of a composed strategy.
+        sampling: Sampling parameters.
+        spans: For composed strategies: the system text and each document, from position 0 without gaps.
+        options: Options of the strategy.
+        distribution: Return the distribution of the first token. Costs time; for measurements.
+        decode: Fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's default, for an
+            engine with sparse decoding."""
 
     rid: str
     input_ids: list[int]
@@ -49,7 +56,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """Tokens: of the prompt, of it found in the exact prefix cache, generated."""
+    """Tokens of the prompt, prompt tokens found in the exact prefix cache, and tokens generated."""
 
     prompt: int = 0
     cached: int = 0
@@ -58,7 +65,7 @@ class EngineUsage:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimings:
-    """Milliseconds as the engine measured them; None where it does not say."""
+    """Milliseconds, measured by the engine; None if it reports none."""
 
     queue_ms: float | None = None
     prefill_ms: float | None = None
@@ -66,29 +73,22 @@ class EngineTimings:
 
 @dataclass(frozen=True, slots=True)
 class GenerateChunk:
-    """A piece of the answer. The last one of a stream has ``finish_reason`` (``stop``, ``length`` or
-    ``abort``).
-    """
+    """A piece of the answer. The last has a ``finish_reason``: ``stop``, ``length`` or ``abort``."""
 
     text: str
     usage: EngineUsage
     timings: EngineTimings
     finish_reason: str | None = None
-    context: ContextReport | None = None  # what was composed; None for exact strategies
-    decode: DecodeReport | None = (
-        None  # what sparse decode steps read; on the last chunk only, None for dense requests
-    )
-    fallback: str | None = None  # why an exact strategy answered instead of the one asked for
-    distribution: str | None = (
-        None  # base64 of float32 log-probabilities [vocabulary] of the first token, where it was asked for
-    )
+    context: ContextReport | None = None  # None for exact strategies
+    decode: DecodeReport | None = None  # pages read by sparse decode steps; last chunk only, None if dense
+    fallback: str | None = None  # why an exact strategy answered instead of the requested one
+    # First token's log-probabilities, base64 of float32 [vocabulary]; only if requested
+    distribution: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is serving. ``max_prompt_tokens`` bounds prompt + answer: the smaller of the context and the KV
-    pool.
-    """
+    """Model, device and limits of a running engine."""
 
     kind: str  # "local" | "remote"
     model: str
@@ -99,25 +99,23 @@ class EngineInfo:
     context_length: int
     max_total_tokens: int
     strategies: tuple[str, ...]
-    fingerprint: str = (
-        ""  # of the model's configuration and weights, whatever their precision; empty where it is not known
-    )
-    only_exact: str | None = None  # why there are none but the exact strategies
-    sparse_decode: bool = False  # whether requests may say how their decode steps attend
-    dtype: str = ""  # of weights and KV, as "bfloat16", or "bfloat16, KV fp8_e5m2" where they differ; empty where it is not known
-    # digest of the profile that completes samkv's options (`ragserve.profiles.samkv`); empty without one
-    samkv: str = ""
+    fingerprint: str = ""  # of the model's configuration and weights at any precision; empty if unknown
+    only_exact: str | None = None  # why only exact strategies are available
+    sparse_decode: bool = False  # requests may carry decode options
+    dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
+    samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
 
     @property
     def max_prompt_tokens(self) -> int:
-        return min(self.context_length, self.max_total_tokens)
+        """Tokens for prompt and answer: the smaller of context and KV pool, less SGLang's reserve."""
+        return min(self.context_length, self.max_total_tokens) - _RESERVED_TOKENS
 
 
 class Engine(Protocol):
-    """Thread-compatible with one event loop: all coroutines run on the loop that the server runs on."""
+    """Generates answers. All coroutines run on the server's event loop."""
 
     async def start(self) -> EngineInfo:
-        """Connect or wait until requests are served. Raises ``Unavailable`` where that cannot be."""
+        """Connect, and wait until requests are served. Raises ``Unavailable`` on failure."""
         ...
 
     @property
@@ -126,21 +124,20 @@ class Engine(Protocol):
         ...
 
     async def ready(self) -> bool:
-        """Whether a request sent now would be served."""
+        """Return True if a request sent now would be served."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream an answer. Closing the iterator early, or cancelling the task that reads it, aborts the
-        request in the engine.
+        """Stream an answer. Closing the iterator, or cancelling its reader, aborts the request.
 
         Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
         """
         ...
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
-        """Evict what is cached of these documents (token ids of their segments; None: of the whole namespace)
-        from every tier.
-        """
+        """Evict documents (token ids of their segments; None: the whole namespace) from every tier."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Abort running requests and release connections."""
+        ...

@@ -1,4 +1,4 @@
-"""What a process of ours needs before it imports SGLang; also for frontend programs."""
+"""Prepare a process for the import of SGLang; also for frontend programs."""
 
 from sglang_ext.cpu.torchvision import prepare
 

@@ -1,4 +1,4 @@
-"""What a warm-up wants of an engine beside generation: computing documents ahead, and asking where they are."""
+"""Protocol of an engine with a document cache: compute documents ahead of queries, locate and manage them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ Below = Literal["disk", "host", "writing", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where documents are, in the order asked for, and what room there is.
+    """Location of documents, in the requested order, and the room left.
 
-    ``below``: the lowest tier under the device that has all of a document; ``writing`` is on its way to disk.
-    ``lasting`` is the lowest tier there is. Bytes are of pages; ``budget_bytes`` of the lasting tier, None
-    without a limit. ``faults`` are counted since the start."""
+    Attributes:
+        on_device: True for documents that are wholly on the device; likewise ``on_host``.
+        below: Lowest tier under the device that has all of a document; `writing` is on its way to disk.
+        lasting: Lowest tier of this engine.
+        budget_bytes: Page bytes that the lasting tier may hold; None without a limit.
+        write_room_bytes: Page bytes that the write queue still takes, beside its ``queued_bytes``.
+        block: Tokens of a page, of ``page_bytes``.
+        faults: Counts by kind since the start."""
 
     on_device: tuple[bool, ...]
     on_host: tuple[bool, ...]
@@ -37,22 +42,13 @@ class Whereabouts:
 
     def fastest(self) -> list[str]:
         """The fastest tier that has all of each document: device, host, disk or absent."""
-        both = zip(self.on_device, self.on_host, self.below, strict=True)
         return [
-            "device"
-            if device
-            else "host"
-            if host or below == "writing"
-            else "disk"
-            if below == "disk"
-            else "absent"
-            for device, host, below in both
+            "device" if device else "host" if host or below == "writing" else below
+            for device, host, below in zip(self.on_device, self.on_host, self.below, strict=True)
         ]
 
     def bytes_of(self, n_tokens: int) -> int:
-        """What a document of so many tokens takes of a tier's budget at most: its pages and 3 % for what is
-        stored with them.
-        """
+        """Upper bound of a document's share of a tier's budget: its pages and 3 % for their metadata."""
         return -(-n_tokens // self.block) * self.page_bytes * 103 // 100
 
 
@@ -64,19 +60,21 @@ class CachingEngine(Protocol):
     def info(self) -> EngineInfo: ...
 
     async def warm(self, request: GenerateRequest) -> None:
-        """Compute every span of the request, alone, into all tiers. Those that are on the device already cost
-        next to nothing.
-        """
+        """Compute each span of the request alone, into all tiers.
+
+        Spans on the device cost next to nothing."""
         ...
 
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are in the namespace's exact prefix cache. Asking is no use of
-        them.
-        """
+        """Count a prompt's leading tokens in the namespace's exact prefix cache, without refreshing them."""
         ...
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
-        """Where the documents with these token ids are. Asking is no use of them: their order of eviction
-        stays.
-        """
+        """Locate documents by their token ids, without changing their order of eviction."""
+        ...
+
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Run an operation of the document cache, as `stat` or `evict`.
+
+        Raises EngineError with its reason."""
         ...

@@ -1,6 +1,4 @@
-"""An engine for one piece of work: started in this process group, without a web server, and stopped when the
-work is done.
-"""
+"""SGLang's offline engine: started in this process group for one piece of work, without REST routes."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ T = TypeVar("T")
 
 
 def run_once(settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T]]) -> T:
-    """Start an engine, await ``work(engine)`` and stop it, from the main thread and once in a process.
+    """Start an engine, await ``work(engine)``, stop it and return the result.
 
-    Returns what ``work`` did; raises what it, or the start, raised, when the engine's processes have ended.
-    """
+    Call it from the main thread, once per process. Errors of ``work`` or of the start are raised after the
+    engine's processes have ended."""
     done: list[T] = []
     failure: list[BaseException] = []
 
@@ -31,7 +29,7 @@ def run_once(settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T
                 try:
                     await engine.start()
                     done.append(await work(engine))
-                except Exception as error:  # noqa: BLE001 - raised again below, once the engine's processes have ended
+                except Exception as error:  # noqa: BLE001 - raised again below
                     failure.append(error)
                 finally:
                     engine.stop()

@@ -1,4 +1,4 @@
-"""TCP ports: claim one before SGLang starts, or find a free one."""
+"""TCP ports: check the server's before SGLang starts, or find a free one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from ragserve.errors import Conflict
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback interface that nothing listens on."""
+    return claim_port("127.0.0.1", 0)
 
 
 def claim_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises Conflict where it is taken: better now than after the engine has
-    started.
-    """
+    """Return the port, or a free one for 0.
+
+    Raises Conflict if it is taken: better now than after the engine has started."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,7 +24,7 @@ def claim_port(host: str, port: int) -> int:
         except OSError as error:
             raise Conflict(
                 f"Cannot bind {host}:{port}: {error.strerror}.",
-                hint="Stop what uses it or choose another with --port.",
+                hint="Stop the process that uses it, or choose another port with --port.",
                 code="port_in_use",
             ) from error
         return int(probe.getsockname()[1])

@@ -1,6 +1,4 @@
-"""Composed requests: documents that are not cached are prefilled first, each alone and once, in one batch;
-then it is sent again.
-"""
+"""Composed requests: prefill missing documents, each alone, in one batch; then send the request again."""
 
 from __future__ import annotations
 
@@ -17,73 +15,64 @@ from sglang_ext.protocol import Span
 
 log = logging.getLogger(__name__)
 
-# documents can be evicted again before the request comes to them; after this many tries an exact strategy
-# answers
+# Documents can be evicted before the request is scheduled; after this many tries an exact strategy answers.
 ROUNDS = 3
 
 Run = Callable[[dict[str, Any], int], AsyncGenerator[GenerateChunk, None]]
-"""Sends one payload with a prompt of so many tokens to the engine and streams what comes."""
+"""Sends one payload, given the prompt's tokens, and streams the answer."""
 
 RunTogether = Callable[[Sequence[dict[str, Any]]], Awaitable[None]]
-"""Sends several payloads at once and waits for their ends."""
+"""Sends several payloads at once and waits until all have ended."""
 
-_Name = tuple[str, bool, tuple[int, ...]]
-"""Namespace, whether it is analysed, and token ids: what a prefill under way is known by. A query never waits
-for one with an analysis.
-"""
+_Key = tuple[str, bool, tuple[int, ...]]
+"""Key of a running prefill: namespace, analysed or not, token ids. A query never waits for an analysis."""
 
 
 class Documents:
-    """Prefills documents for the cache. Two requests that want the same document at once share one prefill."""
+    """Prefills documents for the cache. Concurrent requests for the same document share one prefill."""
 
     def __init__(self, run: Run, run_together: RunTogether, new_rid: Callable[[str], str]) -> None:
         self._run = run
         self._run_together = run_together
         self._new_rid = new_rid
-        self._running: dict[_Name, asyncio.Task[None]] = {}
+        self._running: dict[_Key, asyncio.Task[None]] = {}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """A composed request to its end; falls back to strategy ``prefix``, and says so, when its documents
-        do not stay cached.
-        """
+        """Stream a composed request. Falls back to strategy ``prefix`` if its documents do not stay cached;
+        ``GenerateChunk.fallback`` then gives the reason."""
         for _ in range(ROUNDS):
             try:
-                async with aclosing(
-                    self._run(payload(request, self._new_rid(request.rid)), len(request.input_ids))
-                ) as chunks:
+                async with aclosing(self._send(request)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
             except DocumentsMissing as missing:  # always before the first chunk
-                # Analysed when a request needs it: this one, perhaps, and then the engine does so before it
-                # composes.
+                # Not analysed: if this request needs analyses, the engine computes them before composing.
                 await self.prefill(request, [request.spans[i] for i in missing.spans], analyse=False)
-        reason = (
-            f"its documents did not stay in the cache long enough, {ROUNDS} times: give the cache more memory"
-        )
+        reason = f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory"
         log.warning("request %s is answered by strategy prefix: %s", request.rid, reason)
-        exact = replace(request, strategy="prefix")
-        async with aclosing(
-            self._run(payload(exact, self._new_rid(request.rid)), len(request.input_ids))
-        ) as chunks:
+        async with aclosing(self._send(replace(request, strategy="prefix"))) as chunks:
             async for chunk in chunks:
                 yield replace(chunk, fallback=reason)
 
+    def _send(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        return self._run(payload(request, self._new_rid(request.rid)), len(request.input_ids))
+
     async def prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
-        """Compute these documents of a request, all in one batch, and leave them in every tier; ``analyse``:
-        with their analyses.
-        """
-        wanted = {self._name(request, span, analyse): span for span in spans}
+        """Compute documents of a request in one batch and leave them in every tier, with their analyses if
+        ``analyse``."""
+
+        def key(span: Span) -> _Key:
+            return request.namespace, analyse, tuple(request.input_ids[span.start : span.end])
+
+        wanted = {key(span): span for span in spans}
         new = {name: span for name, span in wanted.items() if name not in self._running}
         if new:
             task = asyncio.create_task(self._prefill(request, list(new.values()), analyse=analyse))
             self._running |= dict.fromkeys(new, task)
             task.add_done_callback(lambda _: [self._running.pop(name) for name in new])
-        # Shielded: a client that leaves must not take a document away from the others that wait for it.
+        # Shielded: a client that leaves must not cancel a prefill that others wait for.
         await asyncio.gather(*(asyncio.shield(task) for task in {self._running[name] for name in wanted}))
-
-    def _name(self, request: GenerateRequest, span: Span, analyse: bool) -> _Name:
-        return request.namespace, analyse, tuple(request.input_ids[span.start : span.end])
 
     async def _prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
         name = f"{request.rid}-document"

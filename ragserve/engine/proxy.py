@@ -1,22 +1,19 @@
-"""Every other request of a server in front of a remote SGLang: passed on as it is, streamed both ways."""
+"""Reverse proxy for a remote SGLang: forwards all requests that are not ours, streamed both ways."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from ragserve.config import Settings
 from ragserve.errors import Unavailable
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-# RFC 9110 section 7.6.1, and what the client library sets itself
+# RFC 9110 section 7.6.1
 _HOP_BY_HOP = {
     b"connection",
     b"keep-alive",
@@ -27,11 +24,12 @@ _HOP_BY_HOP = {
     b"transfer-encoding",
     b"upgrade",
 }
+# set by httpx, or not for the engine
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"accept-encoding"}
 
 
 class ReverseProxy:
-    """An ASGI app. Our callers' credentials stay here; the engine gets its own key."""
+    """ASGI app that forwards requests. Callers' credentials stay here; the engine gets its own key."""
 
     def __init__(self, settings: Settings) -> None:
         self._url = (settings.engine_url or "").rstrip("/")
@@ -65,7 +63,7 @@ class ReverseProxy:
                 hint="Is it running?",
                 code="engine_unreachable",
             )
-            await _send_json(send, failure.status, failure.body())
+            await JSONResponse(failure.body(), failure.status)(scope, receive, send)
             return
         streaming = asyncio.current_task()
         watcher = asyncio.create_task(_cancel_on_disconnect(receive, streaming))
@@ -91,17 +89,8 @@ async def _body(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None) -> None:
-    """The request's body has been read: what still arrives is the client's leaving, which must reach the
-    engine.
-    """
+    """Cancel the task when the client leaves, so that the engine aborts. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         continue
     if task is not None:
         task.cancel()
-
-
-async def _send_json(send: Send, status: int, body: dict[str, Any]) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
-    )
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -1,11 +1,10 @@
-"""An SGLang server that runs elsewhere, over its HTTP API."""
+"""Engine over the HTTP API of an SGLang server that runs elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,16 +12,14 @@ import httpx
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
-from ragserve.engine.stream import StreamReader, payload
+from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
 from ragserve.errors import EngineError, InvalidRequest, TooManyRequests, Unavailable
 
 log = logging.getLogger(__name__)
 
 
 class RemoteEngine:
-    """An :class:`~ragserve.engine.base.Engine` over ``settings.engine_url``; strategies ``full`` and
-    ``prefix``.
-    """
+    """An `Engine` over ``settings.engine_url``, with strategies ``full`` and ``prefix``."""
 
     def __init__(self, settings: Settings) -> None:
         if settings.engine_url is None:
@@ -44,12 +41,11 @@ class RemoteEngine:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
-        """Ask the server what it serves. Raises Unavailable where it does not answer."""
+        """Read model and limits from the server. Raises Unavailable if it does not answer."""
         server, model = await self._get("/server_info"), await self._get("/model_info")
         tokenizer = self._settings.tokenizer or model.get("tokenizer_path") or model["model_path"]
         total = int(server["max_total_num_tokens"])
-        # SGLang admits prompts up to max_req_input_len, a few tokens under the smaller of the context and the
-        # pool.
+        # SGLang admits prompts up to max_req_input_len: a few tokens less than context or KV pool.
         context = int(server.get("context_length") or server.get("max_req_input_len") or total)
         self._info = EngineInfo(
             kind="remote",
@@ -77,7 +73,7 @@ class RemoteEngine:
             ) from error
         if not isinstance(body, dict):
             raise Unavailable(
-                f"The engine at {self._url} answered {path} with something else than an object.",
+                f"The engine at {self._url} answered {path} with JSON that is not an object.",
                 code="engine_unreachable",
             )
         return body
@@ -96,8 +92,8 @@ class RemoteEngine:
         return response.status_code == httpx.codes.OK and self._info is not None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """See the protocol. Leaving early closes the connection and tells the server to abort."""
-        rid = f"{request.rid}-{uuid.uuid4().hex[:8]}"
+        """See the protocol. Leaving early closes the connection and asks the server to abort."""
+        rid = new_rid(request.rid)
         reader = StreamReader(len(request.input_ids))
         finished = False
         try:
@@ -123,10 +119,7 @@ class RemoteEngine:
                         "The engine closed the stream before the answer was complete.", hint="See its log."
                     )
         except TimeoutError:
-            raise EngineError(
-                f"No answer within {self._settings.engine_timeout_s:g} s.",
-                hint="Raise --engine-timeout-s or lower max_new_tokens.",
-            ) from None
+            raise timed_out(self._settings.engine_timeout_s) from None
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise Unavailable(
                 f"The engine at {self._url} broke off: {error!r}.", hint="Is it still running?"
@@ -138,9 +131,7 @@ class RemoteEngine:
                 task.add_done_callback(self._aborts.discard)
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
-        """Nothing to do: an engine elsewhere keeps exact prefixes only, which nobody finds without the text,
-        and evicts them by age.
-        """
+        """Do nothing: the engine holds exact prefixes only, found by their text alone and evicted by age."""
 
     async def _abort(self, rid: str) -> None:
         try:

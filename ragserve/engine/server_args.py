@@ -1,4 +1,4 @@
-"""From our settings to SGLang's ServerArgs and the environment that the scheduler processes read."""
+"""Translate settings to SGLang's ServerArgs and to the scheduler processes' environment."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from sglang_ext.protocol import (
 )
 
 log = logging.getLogger(__name__)
-_CPU_POOL_BYTES = 2**30  # default of the KV pool without a GPU; memory is touched only as it fills
+_CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only as it fills
 
 
 def server_args(settings: Settings) -> Any:
-    """SGLang's ServerArgs for these settings; ``settings.engine_args`` has the last word."""
+    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything."""
     from ragserve.engine.compat import prepare
 
-    # With pickle between its processes (the default) SGLang 0.5.16 loses the scheduler's timings on the way
-    # through the detokenizer.
+    # With pickle IPC (the default), SGLang 0.5.16 loses the scheduler's timings in the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
     os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
     os.environ.pop(ATTENTION_CONFIG_VARIABLE, None)
     if settings.sparse_attention == "on":
         os.environ[ATTENTION_CONFIG_VARIABLE] = json.dumps(_attention_config(settings))
-        # SGLang would size the pool by what memory is left at the end; page statistics are as large as the
-        # pool's reservation by then.
+        # SGLang would size the pool by the memory left after graph capture, when page statistics are already
+        # allocated for the reserved pool.
         os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
     prepare()
     import torch
@@ -49,13 +48,12 @@ def server_args(settings: Settings) -> Any:
         "mem_fraction_static": settings.mem_fraction_static,
         "tp_size": settings.tp_size,
         "dtype": settings.dtype,
-        # Metrics feed queue_ms and /metrics; the warm-up is ours, because SGLang's goes over HTTP and knows
-        # no API key but its own.
+        # Metrics feed queue_ms and /metrics. SGLang's warm-up uses HTTP and knows only its own API key.
         "enable_metrics": True,
         "enable_cache_report": True,
         "skip_server_warmup": True,
         "radix_cache_backend": CACHE_BACKEND,
-        # SGLang says much at info; its warnings are what an operator needs unless they debug.
+        # SGLang is verbose at info; operators need its warnings.
         "log_level": "info" if settings.log_level == "debug" else "warning",
         "log_level_http": "warning",
     }
@@ -64,16 +62,15 @@ def server_args(settings: Settings) -> Any:
     if settings.tokenizer:
         options["tokenizer_path"] = settings.tokenizer
     if not torch.cuda.is_available():
-        # PyTorch's CUDA build brings NCCL, and SGLang would then start it between CPU processes: there is no
-        # library here to find.
+        # PyTorch's CUDA build brings NCCL, which SGLang would start between CPU processes: hide the library.
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)
         options |= {
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
-            "disable_overlap_schedule": True,  # nothing to overlap with: CPU streams do nothing
-            # SGLang polls when it has nothing to do, which takes a core from everyone else
+            "disable_overlap_schedule": True,  # CPU streams do nothing
+            # an idle scheduler would otherwise poll and occupy a core
             "sleep_on_idle": True,
         }
         if settings.dtype == "auto":
@@ -87,14 +84,14 @@ def server_args(settings: Settings) -> Any:
 
 
 def _kv_config(settings: Settings) -> dict[str, Any]:
-    """What the document cache of the scheduler processes reads from its environment. Raises InvalidRequest
-    for a broken samkv profile.
-    """
+    """Configure the document cache of the scheduler processes. Raises InvalidRequest for a broken samkv
+    profile."""
     from ragserve.profiles import samkv as samkv_profile
     from sglang_ext.documents.build import model_fingerprint
 
-    config: dict[str, Any] = {"host_bytes": settings.kv_host_bytes, "disk_bytes": settings.kv_disk_bytes}
-    config |= {
+    config: dict[str, Any] = {
+        "host_bytes": settings.kv_host_bytes,
+        "disk_bytes": settings.kv_disk_bytes,
         "analysis": settings.kv_analysis,
         "analysis_bytes": settings.kv_analysis_bytes,
         "block_tokens": settings.kv_block_tokens,
@@ -112,9 +109,7 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
 
 
 def _attention_config(settings: Settings) -> dict[str, Any]:
-    """What sparse decoding in the scheduler processes reads from its environment. Raises PlanError for
-    options it cannot have.
-    """
+    """Configure sparse decoding in the scheduler processes. Raises PlanError for invalid options."""
     options = DecodeOptions(
         mode=settings.decode_mode,
         budget=settings.decode_budget,
@@ -137,32 +132,30 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
 
 
 def _dense_below(settings: Settings) -> int:
-    """The setting, or what `ragserve calibrate-decode` found for this model with the same mode and limits, or
-    the protocol's default.
-    """
+    """Resolve `dense_below`: the setting, else the calibration for this model with the same mode and limits,
+    else the protocol's default."""
     if settings.decode_dense_below is not None:
         return settings.decode_dense_below
+    default = DecodeOptions().dense_below
     if settings.decode_mode == "dense":
-        return DecodeOptions().dense_below
+        return default
     from ragserve.profiles.decode import DECODE, FILE_NAME, options_of
     from sglang_ext.documents.build import model_fingerprint
 
     found = DECODE.load(settings.data_dir / FILE_NAME, model_fingerprint(settings.model, ""))
     if found is None:
-        return DecodeOptions().dense_below
-    if found.options != options_of(settings):
-        log.warning(
-            "decode steps were calibrated with %s: run ragserve calibrate-decode for these settings",
-            found.options,
-        )
-        return DecodeOptions().dense_below
-    return found.dense_below
+        return default
+    if found.options == options_of(settings):
+        return found.dense_below
+    log.warning(
+        "decode steps were calibrated with %s: run ragserve calibrate-decode for these settings",
+        found.options,
+    )
+    return default
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
-    """Slots of the KV pool on a CPU machine: 8 contexts, at most 65,536 and about 1 GiB, at least one
-    context.
-    """
+    """KV slots on a CPU machine: 8 contexts, at most 65,536 tokens and about 1 GiB, at least one context."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model).get_text_config()

@@ -1,9 +1,10 @@
-"""From what SGLang streams (the same over its HTTP API and inside the process) to `GenerateChunk`s."""
+"""Translate requests to SGLang's fields, and its outputs (the same over HTTP and in process) to chunks."""
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -25,19 +26,30 @@ from sglang_ext.protocol import (
 
 
 class DocumentsMissing(Exception):
-    """Documents of a composed request that are in no tier; ``spans`` are their numbers in the plan."""
+    """Documents of a composed request are in no tier. ``spans`` holds their indices in the plan."""
 
     def __init__(self, spans: list[int]) -> None:
         super().__init__(f"{len(spans)} documents are not cached")
         self.spans = spans
 
 
-def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
-    """Fields of SGLang's ``GenerateReqInput``.
+def new_rid(name: str) -> str:
+    """Make an id unique: SGLang refuses that of a running request, and clients may repeat theirs."""
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
-    ``extra_key`` separates the prefix cache: per namespace, so that no tenant's cached tokens answer
-    another's query; and for strategy ``full`` per request, so that nothing is found and everything is
-    prefilled."""
+
+def timed_out(seconds: float) -> EngineError:
+    """The error for an answer that took longer than ``engine_timeout_s``."""
+    return EngineError(
+        f"No answer within {seconds:g} s.", hint="Raise --engine-timeout-s or lower max_new_tokens."
+    )
+
+
+def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
+    """Build the fields of SGLang's ``GenerateReqInput``.
+
+    ``extra_key`` separates prefix caches: per namespace, so that no tenant's cached tokens answer another's
+    query, and per request for strategy ``full``, so that everything is prefilled."""
     s = request.sampling
     sampling: dict[str, Any] = {
         "max_new_tokens": s.max_new_tokens,
@@ -69,9 +81,9 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
 
 
 def document_payload(request: GenerateRequest, span: Span, rid: str, *, analyse: bool) -> dict[str, Any]:
-    """A document request: one document of a composed request prefilled alone, for the cache; ``analyse``: and
-    analysed.
-    """
+    """Build the request that prefills one document of a composed request alone, for the cache.
+
+    ``analyse`` also computes its analysis."""
     ids = request.input_ids[span.start : span.end]
     document = replace(
         request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False
@@ -83,7 +95,7 @@ def document_payload(request: GenerateRequest, span: Span, rid: str, *, analyse:
 
 
 class StreamReader:
-    """Turns SGLang's cumulative outputs into deltas; keeps the clock of one request."""
+    """Turns one request's cumulative outputs into deltas and times its first token."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -92,7 +104,7 @@ class StreamReader:
         self._first: float | None = None
 
     def read(self, out: dict[str, Any]) -> GenerateChunk:
-        """One output of SGLang. Raises what an error output means."""
+        """Translate one output. Raises DocumentsMissing or the RagserveError of an error output."""
         if "error" in out:
             raise _error(out["error"])
         meta = out["meta_info"]
@@ -106,8 +118,8 @@ class StreamReader:
             self._first = time.perf_counter()
         text: str = out.get("text") or ""
         delta, self._sent = text[self._sent :], max(self._sent, len(text))
-        # A composed request has a shorter prompt in the engine: its placeholders for the kept context and the
-        # question.
+        # Not meta_info's prompt tokens: a composed prompt is shorter in the engine (placeholders for the kept
+        # context, and the question).
         usage = EngineUsage(
             self._prompt_tokens, meta.get("cached_tokens", 0), meta.get("completion_tokens", 0)
         )
@@ -123,11 +135,10 @@ class StreamReader:
         )
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
-        """Prefill is what is left of the time to the first token after the queue: its forward pass and the
-        way back.
+        """Split the TTFT into queue and prefill: the forward pass and the way back.
 
-        SGLang says ``queue_time`` 0.0 also where it does not know; it knows when it says when the forward
-        pass began."""
+        SGLang also reports ``queue_time`` 0.0 if it does not know; it does if it reports the start of the
+        forward pass."""
         if "forward_entry_time" not in meta or self._first is None:
             return EngineTimings()
         queue = meta["queue_time"]

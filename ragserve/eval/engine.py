@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 FULL = StrategySpec("full")
 NAMESPACE = "eval"
-_RESERVED_TOKENS = 8  # SGLang admits prompts a few tokens shorter than its context
 
 
 class WarmEngine(Engine, Protocol):
@@ -84,7 +83,7 @@ class _Asking:
         self._name = name
         self._question = question
         documents = [PromptDocument(str(i), d.title, d.text) for i, d in enumerate(question.documents)]
-        room = engine.info.max_prompt_tokens - ask.max_new_tokens - _RESERVED_TOKENS
+        room = engine.info.max_prompt_tokens - ask.max_new_tokens
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
         self._reference: NDArray[np.float64] | None = None
 

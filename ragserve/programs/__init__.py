@@ -1,6 +1,6 @@
 """Retrieval as a primitive inside SGLang frontend programs.
 
-    from ragserve.programs import Rag  # before sglang: makes its import work on machines without CUDA, too
+    from ragserve.programs import Rag  # before sglang: its import then also works without CUDA
     import sglang as sgl
 
     rag = Rag("http://127.0.0.1:30000", namespace="default")

@@ -1,9 +1,8 @@
-"""The server's prompt layout as text, for clients of SGLang that send text: frontend programs.
+"""The server's prompt layout as text, for SGLang frontend programs, which send text.
 
-SGLang tokenises the text of a program's state as one string, and recognises special tokens wherever they
-stand. The server tokenises each segment by itself. For models whose template separates segments by special
-tokens, as most do, the ids are the same and the prefix cache is shared; where not, answers are the same and
-the cache is not."""
+SGLang tokenises the text of a program's state as one string and recognises special tokens anywhere; the
+server tokenises each segment by itself. If the template separates segments by special tokens, as most do, the
+ids are the same and the prefix cache is shared; otherwise only the answers are."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _QUESTION, _ANSWER = "\ue000asked\ue001", "\ue000answered\ue001"
 
 
 class PromptText:
-    """Text of the parts of a prompt. Thread-safe."""
+    """Writes the parts of a prompt as text. Thread-safe."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, system: str | None = None) -> None:
         self._layout = ChatLayout(tokenizer)
@@ -32,8 +31,7 @@ class PromptText:
         )
         found = sorted(filter(None, specials), key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, found))) if found else None
-        # SGLang tokenises with the tokenizer's own additions, so a beginning that the tokenizer writes itself
-        # must not be written twice.
+        # SGLang tokenises with the tokenizer's own additions: a BOS token must not be written twice.
         added = tokenizer("x").input_ids[: 1 if tokenizer.bos_token_id is not None else 0]
         self._written_by_tokenizer = str(tokenizer.bos_token) if added == [tokenizer.bos_token_id] else ""
         self._eos = str(tokenizer.eos_token or "")
@@ -41,9 +39,7 @@ class PromptText:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: str | None, system: str | None) -> PromptText:
-        """From what ``GET /info`` says. Raises ``InvalidRequest`` where the server's tokenizer is not on this
-        machine.
-        """
+        """Build it from ``GET /info``. Raises ``InvalidRequest`` if the tokenizer is not on this machine."""
         name = tokenizer or str(info["tokenizer"])
         try:
             loaded = load_tokenizer(name)
@@ -59,42 +55,40 @@ class PromptText:
         )
 
     def fitting(self, documents: Sequence[tuple[str, str]], reserve: int) -> int:
-        """How many of these ``(title, text)``, from the first on, leave ``reserve`` tokens of the context.
-        Raises ``PromptTooLong``.
-        """
+        """Count the leading ``(title, text)`` documents that leave ``reserve`` tokens of the context.
+
+        Raises ``PromptTooLong`` if not even the system text does."""
         laid_out = [PromptDocument("", title, text) for title, text in documents]
         return self._builder.build(
             "", laid_out, max_prompt_tokens=self._max_prompt_tokens - reserve
         ).documents_kept
 
     def start(self) -> str:
-        """All that comes before the first document."""
+        """Text before the first document."""
         return self._text(self._layout.head(self._system, has_documents=True)).removeprefix(
             self._written_by_tokenizer
         )
 
     def document(self, title: str, text: str) -> str:
-        """One document, the same wherever it stands."""
+        """Text of a document, the same at any place."""
         return self._text(self._layout.document(title, text))
 
     def question(self, question: str) -> str:
-        """The question, up to where the answer begins."""
+        """Text of the question, up to the start of the answer."""
         return self._text(self._layout.question(question, (), has_documents=True))
 
     def follow_up(self, question: str) -> str:
-        """What stands between an answer and the next answer: the end of the turn, and the next question."""
+        """Text between two answers: the end of the turn, and the next question."""
         text = self._after_answer(question)
         if text is None:
             raise InvalidRequest(
-                "The model's chat template does not keep earlier answers, so there is no follow-up in the same state.",
-                hint="Ask in a fork of the state as it was before the first question.",
+                "The model's chat template drops earlier answers, so a state cannot hold a follow-up.",
+                hint="Ask in a fork of the state before the first question.",
             )
         return text
 
     def answer_start(self) -> str:
-        """What the template writes between the place where an answer begins and the answer: nothing, or a
-        space.
-        """
+        """Text that the template writes directly before an answer: nothing, or a space."""
         pieces = self._layout.question(
             _QUESTION, (Message("user", _QUESTION), Message("assistant", _ANSWER)), has_documents=True
         )
@@ -104,24 +98,22 @@ class PromptText:
         return before.removeprefix(asked) if before.startswith(asked) else ""
 
     def answer_end(self) -> str:
-        """The token that ends an answer where the template writes one, else nothing."""
+        """The token that ends an answer if the template writes one, else nothing."""
         after = self._after_answer("")
         return self._eos if self._eos and after is not None and after.startswith(self._eos) else ""
 
     def _after_answer(self, question: str) -> str | None:
-        """What the template writes from the end of an answer to the beginning of the next; None where it
-        drops earlier answers.
-        """
+        """Text between two answers; None if the template drops earlier answers."""
         history = (Message("user", _QUESTION), Message("assistant", _ANSWER))
         pieces = self._layout.question(question, history, has_documents=True)
-        places = [place for place, (text, _) in enumerate(pieces) if _ANSWER in text]
-        return self._text(pieces[places[0] + 1 :]) if len(places) == 1 else None
+        found = [i for i, (text, _) in enumerate(pieces) if _ANSWER in text]
+        return self._text(pieces[found[0] + 1 :]) if len(found) == 1 else None
 
     def _text(self, pieces: Sequence[Piece]) -> str:
         return "".join(text if trusted else self._harmless(text) for text, trusted in pieces)
 
     def _harmless(self, text: str) -> str:
-        """Special tokens in what users and documents say, broken apart, so that they stay words to the model."""
+        """Break special tokens in text of users and documents apart, so that they stay plain words."""
         if self._specials is None:
             return text
         return self._specials.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)

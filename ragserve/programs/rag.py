@@ -17,17 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What was put into a state. ``passages`` are in the order of the prompt and numbered by ``index`` from
-    1; ``dropped`` did not fit.
-    """
+    """Passages in a state, in prompt order, numbered by ``index`` from 1; ``dropped`` ones did not fit."""
 
     passages: tuple[RetrievedPassage, ...]
     dropped: tuple[RetrievedPassage, ...] = ()
 
     def cited(self, answer: str) -> list[RetrievedPassage]:
-        """The passages an answer rests on, by the server's own rule: markers ``[n]``, else those that quote
-        it, else all.
-        """
+        """Passages that an answer rests on, by the server's rule: markers ``[n]``, else quotes, else all."""
         from ragserve.answering.citations import MarkerFilter, cite
 
         markers = MarkerFilter(len(self.passages))
@@ -37,11 +33,10 @@ class Context:
 
 
 class Rag:
-    """One namespace of one server. Thread-safe, so forks of a program may share it.
+    """Retrieval from one namespace of one server. Thread-safe: forks of a program may share it.
 
-    The prompt is laid out as the server lays out /rag/query's, with the tokenizer that the server names; give
-    ``tokenizer`` where that path does not exist on this machine, and ``system`` where the prompt should not
-    begin with the server's own system text."""
+    Prompts are laid out as in /rag/query, with the server's tokenizer and system text. Give ``tokenizer`` if
+    the server's path does not exist on this machine, and ``system`` to replace the system text."""
 
     def __init__(
         self,
@@ -63,13 +58,13 @@ class Rag:
         self._lock = threading.Lock()
 
     def close(self) -> None:
+        """Close the connection to the server."""
         self._client.close()
 
     def endpoint(self) -> Any:
-        """SGLang's ``RuntimeEndpoint`` on the server, sharing the prefix cache with the namespace's queries.
+        """Return SGLang's ``RuntimeEndpoint``, sharing the prefix cache with the namespace's queries.
 
-        A plain ``sgl.RuntimeEndpoint(url, api_key=...)`` works as well, with a prefix cache of its own.
-        """
+        A plain ``sgl.RuntimeEndpoint(url, api_key=...)`` also works, with a separate prefix cache."""
         from ragserve.engine.base import GenerateRequest
         from ragserve.engine.stream import payload
         from ragserve.programs._sglang import endpoint_class
@@ -80,9 +75,7 @@ class Rag:
     def retrieve(
         self, question: str, k: int | None = None, *, filter: Mapping[str, Any] | None = None
     ) -> list[RetrievedPassage]:
-        """The ``k`` passages nearest to the question (the server's ``top_k`` by default), best first.
-        ``filter`` as in the REST API.
-        """
+        """Find the ``k`` nearest passages (default: the server's ``top_k``), best first."""
         return self._client.retrieve(question, namespace=self.namespace, k=k, filter=filter)
 
     def context(
@@ -94,7 +87,7 @@ class Rag:
         filter: Mapping[str, Any] | None = None,
         reserve: int = 256,
     ) -> Context:
-        """Retrieve for ``question`` and begin the state's prompt with what was found; see :meth:`insert`."""
+        """Retrieve for ``question`` and begin the state's prompt with the passages; see `insert`."""
         _must_be_empty(s)
         return self.insert(s, self.retrieve(question, k, filter=filter), reserve=reserve)
 
@@ -104,10 +97,9 @@ class Rag:
         """Begin the state's prompt with the system text and these passages (or ``(title, text)`` pairs), in
         this order.
 
-        Passages that would leave fewer than ``reserve`` tokens of the model's context for questions and
-        answers are dropped from the end on. Raises ``InvalidRequest`` where the state already holds text:
-        documents come first, as the model was trained; give each hop a state of its own (``with s.copy() as
-        hop:``) before anything is in ``s``."""
+        The last passages are dropped if they leave fewer than ``reserve`` tokens of the context for questions
+        and answers. Raises ``InvalidRequest`` if the state already holds text: documents come first, as in
+        the model's training. Give each hop its own state (``with s.copy() as hop:``) while ``s`` is empty."""
         _must_be_empty(s)
         layout = self._layout()
         numbered = [_passage(passage, index) for index, passage in enumerate(passages, 1)]
@@ -118,23 +110,18 @@ class Rag:
     def answer(
         self, s: Any, question: str, name: str = "answer", *, max_tokens: int = 64, **options: Any
     ) -> None:
-        """Append the question, and the answer as variable ``name``, greedy unless ``options`` (those of
-        ``sgl.gen``) say otherwise.
+        """Append the question, and the answer as variable ``name``; greedy by default.
 
-        Read it with :meth:`read`, or as ``s[name]``, which keeps the space that many models begin with.
-        """
+        ``options`` are those of ``sgl.gen``. Read the answer with `read`, or as ``s[name]``, which keeps the
+        leading space of many models."""
         self._generate(s, self._layout().question(question), name, max_tokens, options)
 
     def follow_up(self, s: Any, question: str, name: str, *, max_tokens: int = 64, **options: Any) -> None:
-        """As :meth:`answer`, for the next question on the same documents, after an answer that the state ends
-        with.
-        """
+        """Append a further question on the same documents, after an answer; else like `answer`."""
         self._generate(s, self._layout().follow_up(question), name, max_tokens, options)
 
     def choose(self, s: Any, question: str, choices: Sequence[str], name: str = "choice") -> None:
-        """Append the question and, as variable ``name``, the one of ``choices`` that is likeliest as the
-        whole answer (``sgl.select``).
-        """
+        """Append the question and, as variable ``name``, the likeliest of ``choices`` (``sgl.select``)."""
         import sglang as sgl
 
         from ragserve.programs._sglang import whole_answer
@@ -148,14 +135,11 @@ class Rag:
 
     @staticmethod
     def read(s: Any, name: str) -> str:
-        """A variable of the state without white space around it. Waits for it, and raises what went wrong on
-        the way to it.
-        """
+        """Wait for a variable of the state and return it stripped. Raises the program's error, if any."""
         try:
             return str(s[name]).strip()
         except KeyError:
-            # The interpreter runs in a thread of its own and keeps its error to itself; it sets it just
-            # before it ends.
+            # The interpreter runs in a separate thread and stores its error just before it ends.
             s.stream_executor.worker.join()
             error = s.error()
             if error is None:
@@ -188,7 +172,7 @@ def _must_be_empty(s: Any) -> None:
     if s.text():
         raise InvalidRequest(
             "The state already holds text, and documents come first in a prompt.",
-            hint="Fork before anything is appended (with s.copy() as hop:), and put the next hop's documents into the fork.",
+            hint="Fork the state while it is empty (with s.copy() as hop:), and insert the documents there.",
         )
 
 

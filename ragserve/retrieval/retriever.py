@@ -1,6 +1,4 @@
-"""Question in, passages out: embeds the questions that arrive together in one batch, searches in threads,
-never blocks the event loop.
-"""
+"""Embed concurrent questions in one batch and search in threads, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ _SEARCH_THREADS = 2
 
 
 class QueryEmbedder(Protocol):
-    """What retrieval needs of the embedder."""
+    """The query side of an embedder. Many models embed questions and documents differently."""
 
     name: str
 
-    def encode(self, texts: list[str]) -> np.ndarray:
-        """float32 [len(texts), dim], L2-normalised."""
+    def encode_queries(self, texts: list[str]) -> np.ndarray:
+        """Embed questions. Float32 [len(texts), dim], L2-normalised."""
         ...
 
 
@@ -44,7 +42,7 @@ class Retrieved:
 
 
 class Retriever:
-    """Lives on one event loop. ``close`` waits for the threads."""
+    """Belongs to one event loop. ``close`` waits for the threads."""
 
     def __init__(self, store: IndexStore, embedder: QueryEmbedder) -> None:
         self._store = store
@@ -57,10 +55,9 @@ class Retriever:
     async def retrieve(
         self, namespace: str, question: str, k: int, *, filter: Filter | None = None
     ) -> Retrieved:
-        """The ``k`` nearest passages, or as many as there are.
+        """Find the ``k`` nearest passages, or all if there are fewer.
 
-        Raises ``NotFound`` for an unknown namespace and ``Conflict`` for one embedded with another model.
-        """
+        Raises ``NotFound`` for an unknown namespace and ``Conflict`` for one embedded with another model."""
         start = time.perf_counter()
         vector = await self.embed(question)
         embedded = time.perf_counter()
@@ -71,9 +68,10 @@ class Retriever:
         return Retrieved(hits, version, embed_ms=(embedded - start) * 1e3, search_ms=(done - embedded) * 1e3)
 
     async def embed(self, text: str) -> np.ndarray:
-        """float32 [dim]. Texts that arrive while a batch is being embedded form the next one, so one client
-        never waits for others.
-        """
+        """Embed a question to float32 [dim].
+
+        Questions that arrive while a batch runs form the next batch, so a lone client never waits for
+        others."""
         future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, future))
         if self._worker is None or self._worker.done():
@@ -81,6 +79,7 @@ class Retriever:
         return await future
 
     async def close(self) -> None:
+        """Fail the waiting questions and stop the threads."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
@@ -92,16 +91,16 @@ class Retriever:
         batch: list[tuple[str, asyncio.Future[np.ndarray]]] = []
         try:
             while self._waiting:
-                # who went away while waiting costs nothing
+                # clients that left while waiting are not embedded
                 batch = [(text, future) for text, future in self._waiting[:_MAX_BATCH] if not future.done()]
                 del self._waiting[:_MAX_BATCH]
                 if not batch:
                     continue
                 try:
                     vectors = await loop.run_in_executor(
-                        self._embed_thread, self._embedder.encode, [text for text, _ in batch]
+                        self._embed_thread, self._embedder.encode_queries, [text for text, _ in batch]
                     )
-                except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who asked
+                except Exception as error:  # noqa: BLE001 - handed to the callers
                     for _, future in batch:
                         if not future.done():
                             future.set_exception(error)
@@ -109,7 +108,7 @@ class Retriever:
                     for (_, future), vector in zip(batch, vectors, strict=True):
                         if not future.done():
                             future.set_result(vector)
-        finally:  # closing: nobody is left waiting for ever
+        finally:  # closing: nobody waits forever
             for _, future in [*batch, *self._waiting]:
                 if not future.done():
                     future.set_exception(Unavailable("The server is shutting down.", hint="Retry."))
@@ -120,8 +119,9 @@ class Retriever:
         info = self._store.namespace(namespace)
         if info.embedder != self._embedder.name:
             raise Conflict(
-                f"Namespace {namespace!r} was embedded with {info.embedder!r}, this server embeds with {self._embedder.name!r}.",
-                hint="Start the server with that --embedder, or ingest the documents again into another namespace.",
+                f"Namespace {namespace!r} was embedded with {info.embedder!r}, "
+                f"this server embeds with {self._embedder.name!r}.",
+                hint="Start the server with that --embedder, or ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
         result = self._store.search(namespace, vector[None, :], k, filter=filter)

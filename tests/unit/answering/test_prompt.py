@@ -189,18 +189,6 @@ def test_model_without_a_template(with_template: Any, tokenizer: Any) -> None:
     assert prompt.stop, "without a template the model needs to be told where to stop"
 
 
-def test_text_of_segments_concatenates_to_the_prompt(builder: PromptBuilder, tokenizer: Any) -> None:
-    text = (
-        builder.text("system")
-        + builder.text("document", title="Title 0", text="One.")
-        + builder.text("question", text="Who?")
-    )
-    assert (
-        tokenizer(text, add_special_tokens=False).input_ids
-        == builder.build("Who?", documents("One."), max_prompt_tokens=999).input_ids
-    )
-
-
 def test_missing_tokenizer_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="--tokenizer"):
         PromptBuilder.load(str(tmp_path))

@@ -129,8 +129,8 @@ class WordEmbedder:
                 vectors[row, zlib.crc32(word.encode()) % DIM] += 1
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
-    def encode_query(self, text: str) -> np.ndarray:
-        return self.encode([text])[0]
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+        return self.encode(texts)
 
 
 @dataclass

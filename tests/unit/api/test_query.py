@@ -238,7 +238,7 @@ def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs:
     costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "h", "d")
     COSTS.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint, costs)
     assert (
-        "does not say what it has cached" in chosen().json()["context"]["choice"]
+        "does not report its cache" in chosen().json()["context"]["choice"]
     )  # this one has no document cache
     assert live.engine.requests[-1].strategy == "prefix"
 

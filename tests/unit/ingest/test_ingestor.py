@@ -65,7 +65,7 @@ def test_documents_are_indexed_with_their_metadata(
         "year": 2021,
     }
     assert dict(document.metadata) == expected
-    hits = store.search("sea", embedder.encode_query("words about otters")[None], 1).hits[0]
+    hits = store.search("sea", embedder.encode_queries(["words about otters"]), 1).hits[0]
     assert hits[0].chunk.title == "Otters"
 
 

@@ -36,7 +36,7 @@ def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
 
 
 def test_a_question_is_nearest_to_its_answer(embedder: Embedder) -> None:
-    scores = embedder.encode(TEXTS) @ embedder.encode_query("What is the capital of Iceland?")
+    scores = embedder.encode(TEXTS) @ embedder.encode_queries(["What is the capital of Iceland?"])[0]
     assert int(np.argmax(scores)) == 3
 
 

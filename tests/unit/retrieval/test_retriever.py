@@ -16,6 +16,7 @@ import pytest
 from ragserve.errors import NotFound, Unavailable
 from ragserve.retrieval.retriever import Retriever
 from ragserve_index import IndexStore
+from ragserve_index.types import NewChunk, NewDocument
 from tests.unit.api.scripted_server import WordEmbedder
 
 
@@ -26,11 +27,18 @@ class Gated(WordEmbedder):
         super().__init__()
         self.entered, self.open = threading.Event(), threading.Event()
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         self.entered.set()
         if not self.open.wait(20):
             raise TimeoutError
-        return super().encode(texts)
+        return super().encode_queries(texts)
+
+
+class TwoSided(WordEmbedder):
+    """Embeds questions as the opposite of documents, so that the two sides cannot be mistaken."""
+
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+        return -self.encode(texts)
 
 
 @pytest.fixture
@@ -71,6 +79,20 @@ def test_what_arrives_during_a_batch_forms_the_next(store: IndexStore) -> None:
     assert [len(call) for call in embedder.calls] == [1, 32, 8]
     expected = WordEmbedder().encode(["alone", *(f"text {i}" for i in range(40))])
     assert np.array_equal(np.stack(vectors), expected)
+
+
+def test_questions_are_embedded_with_the_query_side(store: IndexStore) -> None:
+    embedder = TwoSided()
+    store.ensure_namespace("n", embedder=embedder.name, dim=embedder.dim)
+    document = NewDocument("a", "A", "hash", "text/plain", 6)
+    store.replace_documents("n", [(document, [NewChunk("otters", 0, 6, 1)], embedder.encode(["otters"]))])
+
+    async def test(retriever: Retriever) -> None:
+        assert np.array_equal(await retriever.embed("otters"), -embedder.encode(["otters"])[0])
+        found = await retriever.retrieve("n", "otters", 1)
+        assert found.hits[0].score == pytest.approx(-1, abs=1e-5), "the document side would score 1"
+
+    run(store, embedder, test)
 
 
 def test_who_left_is_not_embedded(store: IndexStore) -> None:
