@@ -36,20 +36,20 @@ SCORINGS = {
     "layers": ("attention", "zscore", "softmax", "raw"),
 }
 MIN_TOKENS = 1024  # so few cost next to nothing, and a share of them answers less
-OptionsT = TypeVar("OptionsT", bound="Options")
+OptionsT = TypeVar("OptionsT", bound="RequestOptions")
 
 
 class PlanError(ValueError):
     """A plan that cannot be carried out; the message says what is wrong with it."""
 
 
-class Options(BaseModel):
+class RequestOptions(BaseModel):
     """Base of all options. Values are not converted: ``1`` is not true, and ``"1"`` is no number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class ConcatExperiment(Options):
+class ConcatExperiment(RequestOptions):
     """Switches for ablations of `concat`; not for serving."""
 
     rotate: bool = Field(
@@ -62,7 +62,7 @@ class ConcatExperiment(Options):
     )
 
 
-class SamKvExperiment(Options):
+class SamKvExperiment(RequestOptions):
     """Tuned constants and ablation switches of `samkv`; their defaults were measured together."""
 
     scoring: Literal["keys", "attention", "zscore", "softmax", "raw"] | None = Field(
@@ -89,7 +89,7 @@ class SamKvExperiment(Options):
     )
 
 
-class ComposedOptions(Options):
+class ComposedOptions(RequestOptions):
     """Options that all composed strategies share."""
 
     recompute: Recompute = "none"
@@ -269,7 +269,7 @@ def _without_defaults(schema: dict[str, Any]) -> None:
         field.pop("default", None)
 
 
-class DecodeOptions(Options):
+class DecodeOptions(RequestOptions):
     """How one request's decode steps attend to its KV. An option left out has the server's value."""
 
     model_config = ConfigDict(json_schema_extra=_without_defaults)
@@ -338,18 +338,18 @@ def merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     return both
 
 
-def option_names(model: type[Options]) -> list[str]:
+def option_names(model: type[RequestOptions]) -> list[str]:
     """Names as the command line spells them, ``experimental.rotate`` for a nested one."""
     names: list[str] = []
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
-        nested = isinstance(inner, type) and issubclass(inner, Options)
+        nested = isinstance(inner, type) and issubclass(inner, RequestOptions)
         names += [f"{name}.{each}" for each in option_names(inner)] if nested else [name]
     return names
 
 
 def _sentences(
-    error: ValidationError, model: type[Options], given: Mapping[str, Any], owner: str
+    error: ValidationError, model: type[RequestOptions], given: Mapping[str, Any], owner: str
 ) -> list[str]:
     """One sentence for each option at fault; the alternatives of a union are joined."""
     unknown: list[str] = []

@@ -11,7 +11,7 @@ from ragserve.answering.results import RetrievalTimings, RetrievedPassage
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.config import Namespace, StrategyName
 from ragserve_index.filters import Filter
-from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, Options
+from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
 MAX_K = 64
 MAX_DOCUMENTS = 256
@@ -29,7 +29,7 @@ Metadata = Annotated[
 OptionValue = bool | int | float | str
 
 
-class GateOption(Options):
+class GateOption(RequestOptions):
     """Option that every composed strategy takes over REST."""
 
     force: bool = Field(

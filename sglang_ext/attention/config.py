@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
-from sglang_ext.request_options import DecodeOptions, Options
+from sglang_ext.request_options import DecodeOptions, RequestOptions
 
 
-class AttentionConfig(Options):
+class AttentionConfig(RequestOptions):
     """Sparse decoding of one server."""
 
     options: DecodeOptions = Field(default=DecodeOptions(), description="Defaults of requests.")

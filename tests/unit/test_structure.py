@@ -201,7 +201,7 @@ def test_the_scan_sees_imports_inside_functions(tmp_path: Path) -> None:
     assert allowed("ragserve", "ragserve.engine.local", "sglang_ext.launch")
     assert not allowed("ragserve_index", "ragserve_index.store", "ragserve.config")
     assert allowed("ragserve_index", "ragserve_index.registry", "sglang_ext.protocol.NAMESPACE")
-    assert not allowed("ragserve_index", "ragserve_index.store", "sglang_ext.request_options.Options")
+    assert not allowed("ragserve_index", "ragserve_index.store", "sglang_ext.request_options.RequestOptions")
 
 
 def test_importing_the_product_loads_nothing_heavy() -> None:
