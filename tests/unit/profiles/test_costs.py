@@ -107,6 +107,9 @@ class Cache:
 
     async def warm(self, request: GenerateRequest) -> None: ...
 
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
         return self._prefix
 
@@ -169,7 +172,7 @@ def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
     [
         (Cache(0, *DEVICE), "concat", "verified"),  # calibrated is epic only
         (Cache(0, *DEVICE), "samkv:update=fusion", "verified"),
-        (Exact(), "epic:first=16", "does not say"),
+        (Exact(), "epic:first=16", "does not report"),
     ],
     ids=["not-calibrated", "unknown", "no-cache"],
 )
