@@ -88,7 +88,12 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     tree.token_to_kv_pool_allocator = SimpleNamespace(
         free=lambda freed_slots: freed.extend(freed_slots.tolist())
     )
-    tree.is_composed = lambda req: kind == "composed"
+    tree.observer = SimpleNamespace(
+        is_composed=lambda req: kind == "composed",
+        before_release=lambda req, tokens: None,
+        on_document=lambda req, slots: None,
+        on_finished=lambda: None,
+    )
     request = SimpleNamespace(
         origin_input_ids=array("q", range(100, 106)),
         output_ids=array("q", [7, 8]),
