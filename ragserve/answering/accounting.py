@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from ragserve.answering.auto import StrategyChoice
 from ragserve.answering.prompt import Prompt
-from ragserve.answering.results import Answer, ContextUse, DecodeUse, RetrievalTimings, Timings
+from ragserve.answering.results import Answer, ContextUse, RetrievalTimings, Timings
 from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
 
@@ -45,37 +44,28 @@ def context_use(
     )
 
 
-def decode_use(last: GenerateChunk) -> DecodeUse | None:
-    """Pages read by sparse decode steps; None if every step was dense."""
-    if last.decode is None:
-        return None
-    return DecodeUse.model_validate(last.decode, from_attributes=True)
-
-
 class Clock:
     """Measures a query from its arrival."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._start = now()
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
         self._engine_start = self._engine_end = self._start
         self._first: float | None = None
 
     def engine_starts(self) -> None:
-        self._engine_start = self._now()
+        self._engine_start = time.perf_counter()
 
     def token(self) -> None:
         if self._first is None:
-            self._first = self._now()
+            self._first = time.perf_counter()
 
     def engine_ends(self) -> None:
-        self._engine_end = self._now()
+        self._engine_end = time.perf_counter()
 
     def timings(self, retrieval: RetrievalTimings, prompt_ms: float, last: GenerateChunk) -> Timings:
         engine, report = last.timings, last.context
         return Timings(
-            embed_ms=retrieval.embed_ms,
-            search_ms=retrieval.search_ms,
+            **retrieval.model_dump(),
             prompt_ms=prompt_ms,
             load_ms=report.load_ms if report else None,
             compose_ms=report.compose_ms if report else None,
@@ -84,28 +74,18 @@ class Clock:
             prefill_ms=engine.prefill_ms,
             ttft_ms=None if self._first is None else (self._first - self._start) * 1e3,
             engine_ms=(self._engine_end - self._engine_start) * 1e3,
-            total_ms=(self._now() - self._start) * 1e3,
+            total_ms=(time.perf_counter() - self._start) * 1e3,
         )
 
 
 def observe(answer: Answer) -> None:
     """Record an answer's times and tokens as metrics."""
     recorded = metrics()
-    t = answer.timings
-    stages = {
-        "embed": t.embed_ms,
-        "search": t.search_ms,
-        "prompt": t.prompt_ms,
-        "ttft": t.ttft_ms,
-        "total": t.total_ms,
-    }
-    for stage, milliseconds in stages.items():
+    for stage in ("embed", "search", "prompt", "ttft", "total"):
+        milliseconds = getattr(answer.timings, f"{stage}_ms")
         if milliseconds is not None:
             recorded.query_stage.labels(stage).observe(milliseconds / 1e3)
-    counts = answer.usage.model_dump() | {
-        "retrieved": answer.context.tokens_retrieved,
-        "kept": answer.context.tokens_kept,
-        "recomputed": answer.context.tokens_recomputed,
-    }
-    for kind, count in counts.items():
+    for kind, count in answer.usage.model_dump().items():
         recorded.tokens.labels(kind).inc(count)
+    for kind in ("retrieved", "kept", "recomputed"):
+        recorded.tokens.labels(kind).inc(getattr(answer.context, f"tokens_{kind}"))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ragserve.answering.accounting import Clock, context_use, decode_use, observe
+from ragserve.answering.accounting import Clock, context_use, observe
 from ragserve.answering.auto import AUTO, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.results import (
     Answer,
     Citation,
+    DecodeUse,
     RetrievalTimings,
     RetrievedPassage,
     SearchResults,
@@ -43,15 +43,6 @@ _SHORT_FOLLOW_UP_WORDS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class InlineDocument:
-    """A document given with the query."""
-
-    text: str
-    title: str = ""
-    source: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Query:
     """A question. With ``documents``, nothing is retrieved: they are the context, in their order."""
 
@@ -64,7 +55,7 @@ class Query:
     filter: Filter | None = None
     system: str | None = None
     history: tuple[Message, ...] = ()
-    documents: tuple[InlineDocument, ...] | None = None
+    documents: list[RetrievedPassage] | None = None
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,16 +101,6 @@ class QueryLimiter:
             metrics().in_flight.dec()
 
 
-@dataclass(slots=True)
-class _Context:
-    """Documents for the prompt, and the passages that they come from."""
-
-    passages: list[RetrievedPassage]
-    documents: list[PromptDocument]
-    version: int | None = None
-    timings: RetrievalTimings = field(default_factory=RetrievalTimings)
-
-
 class Answerer:
     """Retrieves, lays out the prompt, generates and cites."""
 
@@ -129,10 +110,10 @@ class Answerer:
         retriever: Retriever,
         prompts: PromptBuilder,
         limiter: QueryLimiter,
-        gate: Gate | None = None,
-        chooser: Chooser | None = None,
+        gate: Gate | None,
+        chooser: Chooser,
     ) -> None:
-        """Without ``gate``, unverified strategies may answer; without ``chooser``, `auto` is unknown."""
+        """Without ``gate``, unverified strategies may answer."""
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
@@ -158,23 +139,23 @@ class Answerer:
     async def _events(self, query: Query) -> AsyncGenerator[Event, None]:
         clock = Clock()
         self._check(query)
-        context = await self._context(query)
+        found, version, retrieval = await self._retrieved(query)
         prompt_start = time.perf_counter()
-        prompt = await self._prompt(query, context)
+        prompt = await self._prompt(query, found)
         choice = None
-        if query.strategy == AUTO and self._chooser is not None:
+        if query.strategy == AUTO:
             choice = await self._chooser.choose(prompt, query.namespace)
             query = replace(query, strategy=choice.spec.name, strategy_options=choice.spec.options)
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
             namespace=query.namespace,
-            index_version=context.version,
-            results=context.passages,
+            index_version=version,
+            results=found,
             documents_kept=prompt.documents_kept,
-            timings=context.timings,
+            timings=retrieval,
             request_id=query.request_id,
         )
-        kept = context.passages[: prompt.documents_kept]
+        kept = found[: prompt.documents_kept]
         markers = MarkerFilter(len(kept))
         pieces: list[str] = []
         last = GenerateChunk("", EngineUsage(), EngineTimings())
@@ -202,15 +183,17 @@ class Answerer:
         ]
         for citation in citations:
             yield citation
-        timings = clock.timings(context.timings, prompt_ms, last)
+        timings = clock.timings(retrieval, prompt_ms, last)
         result = Answer(
             answer=answer,
             citations=citations,
-            usage=Usage(prompt=last.usage.prompt, cached=last.usage.cached, completion=last.usage.completion),
-            context=context_use(query.strategy, prompt, last, len(context.passages), choice),
+            usage=Usage.model_validate(last.usage, from_attributes=True),
+            context=context_use(query.strategy, prompt, last, len(found), choice),
             timings=timings,
-            decode=decode_use(last),
-            index_version=context.version,
+            decode=None
+            if last.decode is None
+            else DecodeUse.model_validate(last.decode, from_attributes=True),
+            index_version=version,
             namespace=query.namespace,
             finish_reason=last.finish_reason,
             request_id=query.request_id,
@@ -226,7 +209,7 @@ class Answerer:
                 hint="Start the server with --sparse-attention on, or leave decode out.",
                 param="decode",
             )
-        if query.strategy == AUTO and self._chooser is not None:
+        if query.strategy == AUTO:
             if _own_options(query):
                 raise InvalidRequest(
                     "Strategy auto takes no options: it chooses them.", param="strategy_options"
@@ -247,23 +230,17 @@ class Answerer:
         if not force:
             self._gate.check(StrategySpec(query.strategy, _own_options(query)).label)
 
-    async def _context(self, query: Query) -> _Context:
+    async def _retrieved(self, query: Query) -> tuple[list[RetrievedPassage], int | None, RetrievalTimings]:
+        """Return the passages for the prompt, the version of the searched namespace, and the stages' times."""
         if query.documents is not None:
-            return _given(query.documents)
+            return query.documents, None, RetrievalTimings()
         found = await self._retriever.retrieve(
             query.namespace, retrieval_text(query), query.k, filter=query.filter
         )
-        return _Context(
-            passages=passages(found.hits),
-            documents=[
-                PromptDocument(f"chunk:{hit.chunk.chunk_id}", hit.chunk.title, hit.chunk.text)
-                for hit in found.hits
-            ],
-            version=found.version,
-            timings=RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms),
-        )
+        timings = RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms)
+        return passages(found.hits), found.version, timings
 
-    async def _prompt(self, query: Query, context: _Context) -> Prompt:
+    async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
         limit, new_tokens = self._engine.info.max_prompt_tokens, query.sampling.max_new_tokens
         if new_tokens >= limit:
             raise InvalidRequest(
@@ -276,7 +253,7 @@ class Answerer:
         def build() -> Prompt:
             return self._prompts.build(
                 query.question,
-                context.documents,
+                [PromptDocument("", passage.title, passage.text) for passage in found],
                 max_prompt_tokens=limit - new_tokens,
                 history=query.history,
                 system=query.system,
@@ -284,7 +261,7 @@ class Answerer:
 
         size = (
             len(query.question)
-            + sum(len(d.text) for d in context.documents)
+            + sum(len(passage.text) for passage in found)
             + sum(len(m.content) for m in query.history)
         )
         return build() if size < _INLINE_PROMPT_CHARS else await asyncio.to_thread(build)
@@ -340,18 +317,3 @@ def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
         )
         for index, hit in enumerate(hits, 1)
     ]
-
-
-def _given(documents: Sequence[InlineDocument]) -> _Context:
-    def key(d: InlineDocument) -> str:
-        return hashlib.blake2b(f"{d.title}\0{d.text}".encode(), digest_size=16).hexdigest()
-
-    return _Context(
-        passages=[
-            RetrievedPassage(
-                index=index, source=d.source, title=d.title, text=d.text, start=0, end=len(d.text)
-            )
-            for index, d in enumerate(documents, 1)
-        ],
-        documents=[PromptDocument(f"text:{key(d)}", d.title, d.text) for d in documents],
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -67,7 +68,7 @@ def create_app(
         app.include_router(system.metrics_router)
     app.router.default = app.state.upstream
     # The last middleware added is the outermost.
-    app.add_middleware(LimitBody, limit_for=_body_limits(settings))
+    app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings))
     if settings.api_key is not None:
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
     app.add_middleware(RequestContext)
@@ -76,15 +77,12 @@ def create_app(
     return app
 
 
-def _body_limits(settings: Settings) -> Callable[[str, Headers], int | None]:
-    def limit_for(path: str, headers: Headers) -> int | None:
-        if path == "/rag/ingest" and headers.get("content-type", "").startswith("multipart/form-data"):
-            return settings.max_upload_bytes * settings.max_upload_files
-        if path.startswith("/rag/"):
-            return settings.max_body_bytes
-        if path == "/v1/chat/completions":
-            # May carry images to SGLang's models; ours get max_body_bytes once the model is known.
-            return max(settings.max_upload_bytes, settings.max_body_bytes)
-        return None  # SGLang's own routes are not limited
-
-    return limit_for
+def _body_limit(settings: Settings, path: str, headers: Headers) -> int | None:
+    if path == "/rag/ingest" and headers.get("content-type", "").startswith("multipart/form-data"):
+        return settings.max_upload_bytes * settings.max_upload_files
+    if path.startswith("/rag/"):
+        return settings.max_body_bytes
+    if path == "/v1/chat/completions":
+        # May carry images to SGLang's models; ours get max_body_bytes once the model is known.
+        return max(settings.max_upload_bytes, settings.max_body_bytes)
+    return None  # SGLang's own routes are not limited

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.body import RequestModel, Text
-from ragserve.api.ingest import job_view
+from ragserve.api.ingest import accepted
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import JobView
 from ragserve.api.services import Svc
@@ -19,21 +19,10 @@ from ragserve.config import Namespace
 router = APIRouter(prefix="/rag/cache", tags=["cache"])
 
 
-_EVICT: dict[str, Any] = {
-    "device": {"summary": "Answer the next queries from host memory", "value": {"tiers": ["device"]}}
-}
-
-
 class EvictRequest(RequestModel):
     """Which tiers to empty; the tiers below keep their copies."""
 
     tiers: list[Literal["device", "host"]] = Field(min_length=1, max_length=2)
-
-
-_WARM: dict[str, Any] = {
-    "namespace": {"summary": "All documents of a namespace", "value": {"namespace": "docs"}},
-    "some": {"summary": "Some documents", "value": {"namespace": "docs", "documents": ["lighthouse.pdf"]}},
-}
 
 
 class WarmRequest(RequestModel):
@@ -51,7 +40,7 @@ class WarmRequest(RequestModel):
 @router.get(
     "",
     summary="Show the document cache",
-    responses=documented(examples.CACHE, 400, 502, 503, description="Figures per tier"),
+    responses=documented(examples.CACHE, (400, 502, 503), description="Figures per tier"),
 )
 async def stat(svc: Svc) -> dict[str, Any]:
     """Bytes, budgets and documents per tier (device, host, disk) and namespace; hits, misses, evictions and
@@ -63,7 +52,7 @@ async def stat(svc: Svc) -> dict[str, Any]:
     "/verify",
     summary="Check the document cache",
     responses=documented(
-        {"pages": 412, "bad": []}, 400, 502, 503, description="Pages read, and the faulty ones with reasons"
+        {"pages": 412, "bad": []}, (400, 502, 503), description="Pages read, and the faulty ones with reasons"
     ),
 )
 async def verify(svc: Svc) -> dict[str, Any]:
@@ -79,15 +68,14 @@ async def verify(svc: Svc) -> dict[str, Any]:
     response_model=JobView,
     responses=documented(
         examples.JOB_WARM,
-        400,
-        404,
-        503,
-        507,
+        (400, 404, 503, 507),
         success=202,
         description="Accepted; `Location` is the job to watch",
     ),
 )
-async def warm(body: Annotated[WarmRequest, Body(openapi_examples=_WARM)], svc: Svc) -> Response:
+async def warm(
+    body: Annotated[WarmRequest, Body(openapi_examples=examples.WARM_REQUESTS)], svc: Svc
+) -> Response:
     """Start a job that computes missing KV and writes it through to the lowest tier, at the disk's pace.
 
     It survives a restart and can be cancelled like any job. A document's item is `warmed`, `unchanged` (it
@@ -97,26 +85,23 @@ async def warm(body: Annotated[WarmRequest, Body(openapi_examples=_WARM)], svc: 
     runner = svc.warm_ups()
     job = await asyncio.to_thread(submit_warm, svc.store, body.namespace, body.documents)
     runner.wake()
-    return Response(
-        job_view(job).model_dump_json(),
-        202,
-        headers={"Location": f"/rag/jobs/{job.job_id}"},
-        media_type="application/json",
-    )
+    return accepted(job)
 
 
 @router.post(
     "/evict",
     summary="Drop documents from upper tiers",
-    responses=documented({}, 400, 502, 503, description="Dropped"),
+    responses=documented({}, (400, 502, 503), description="Dropped"),
 )
-async def evict(body: Annotated[EvictRequest, Body(openapi_examples=_EVICT)], svc: Svc) -> dict[str, Any]:
+async def evict(
+    body: Annotated[EvictRequest, Body(openapi_examples=examples.EVICT_REQUESTS)], svc: Svc
+) -> dict[str, Any]:
     """For measurements, and to free memory: the next use of a document reads the tier below."""
     return await svc.document_cache().control("evict", tiers=list(body.tiers))
 
 
 @router.delete(
-    "", summary="Empty the document cache", responses=documented({}, 400, 502, 503, description="Empty")
+    "", summary="Empty the document cache", responses=documented({}, (400, 502, 503), description="Empty")
 )
 async def clear(svc: Svc) -> dict[str, Any]:
     """Remove every document's KV from every tier. Documents stay indexed; their KV is computed again when

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from pydantic import Field
@@ -11,14 +11,7 @@ from pydantic import Field
 from ragserve.api import examples
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import (
-    ChunkList,
-    ChunkView,
-    DocumentList,
-    DocumentView,
-    NamespaceList,
-    NamespaceView,
-)
+from ragserve.api.schemas import ChunkList, DocumentList, DocumentView, NamespaceList, NamespaceView
 from ragserve.api.services import Svc
 from ragserve.config import Namespace
 from ragserve_index.filters import parse_filter
@@ -57,9 +50,9 @@ class ChunksPage(Where):
     "/rag/documents",
     summary="List documents",
     response_model=DocumentList,
-    responses=documented(examples.DOCUMENTS, 400, 404, 503, description="One page, ordered by doc_id"),
+    responses=documented(examples.DOCUMENTS, (400, 404, 503), description="One page, ordered by doc_id"),
 )
-async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> DocumentList:
+async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> dict[str, Any]:
     """List the documents of a namespace that match the filter, if any."""
     chosen = None if page.filter is None else parse_filter(page.filter)
     found = await asyncio.to_thread(
@@ -71,90 +64,77 @@ async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> Docume
         source_prefix=page.source_prefix,
     )
     shown = found[: page.limit]
-    return DocumentList(
-        documents=[_document(d) for d in shown], next=shown[-1].doc_id if len(found) > page.limit else None
-    )
+    return {"documents": shown, "next": shown[-1].doc_id if len(found) > page.limit else None}
 
 
 @router.get(
     "/rag/documents/{doc_id}",
     summary="Show a document",
     response_model=DocumentView,
-    responses=documented(examples.DOCUMENT, 400, 404, 503, description="The document"),
+    responses=documented(examples.DOCUMENT, (400, 404, 503), description="The document"),
 )
-async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
+async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> Document:
     """Show a document's registry entry; its text is in its chunks."""
-    return _document(await asyncio.to_thread(svc.store.document, where.namespace, doc_id))
+    return await asyncio.to_thread(svc.store.document, where.namespace, doc_id)
 
 
 @router.get(
     "/rag/documents/{doc_id}/chunks",
     summary="Show a document's chunks",
     response_model=ChunkList,
-    responses=documented(examples.CHUNKS, 400, 404, 503, description="One page, in the document's order"),
+    responses=documented(examples.CHUNKS, (400, 404, 503), description="One page, in the document's order"),
 )
-async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) -> ChunkList:
+async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) -> dict[str, Any]:
     """Show the searched pieces of a document and their places in it."""
     found = await asyncio.to_thread(svc.store.document_chunks, page.namespace, doc_id)
     end = page.after + page.limit
-    return ChunkList(
-        chunks=[ChunkView.model_validate(chunk, from_attributes=True) for chunk in found[page.after : end]],
-        next=end if end < len(found) else None,
-    )
+    return {"chunks": found[page.after : end], "next": end if end < len(found) else None}
 
 
 @router.delete(
     "/rag/documents/{doc_id}",
     summary="Remove a document",
     response_model=DocumentView,
-    responses=documented(examples.DOCUMENT, 400, 404, 503, 507, description="What was removed"),
+    responses=documented(examples.DOCUMENT, (400, 404, 503, 507), description="What was removed"),
 )
-async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> DocumentView:
+async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> Document:
     """Remove a document and its KV in every tier. Queries that begin after the answer do not see it."""
     removed = await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id)
     await svc.evict()
-    return _document(removed)
+    return removed
 
 
 @router.get(
     "/rag/namespaces",
     summary="List namespaces",
     response_model=NamespaceList,
-    responses=documented(examples.NAMESPACES, 503, description="All of them, by name"),
+    responses=documented(examples.NAMESPACES, (503,), description="All of them, by name"),
 )
-async def namespaces(svc: Svc) -> NamespaceList:
+async def namespaces(svc: Svc) -> dict[str, Any]:
     """List all namespaces with size and embedder."""
     found = await asyncio.to_thread(svc.store.namespaces)
-    return NamespaceList(namespaces=[_namespace(one) for one in sorted(found, key=lambda one: one.name)])
+    return {"namespaces": sorted(found, key=lambda one: one.name)}
 
 
 @router.get(
     "/rag/namespaces/{name}",
     summary="Show a namespace",
     response_model=NamespaceView,
-    responses=documented(examples.NAMESPACE, 400, 404, 503, description="The namespace"),
+    responses=documented(examples.NAMESPACE, (400, 404, 503), description="The namespace"),
 )
-async def namespace(name: NamespaceName, svc: Svc) -> NamespaceView:
+async def namespace(name: NamespaceName, svc: Svc) -> NamespaceInfo:
     """Show a namespace's size, version and embedder."""
-    return _namespace(await asyncio.to_thread(svc.store.namespace, name))
+    return await asyncio.to_thread(svc.store.namespace, name)
 
 
 @router.delete(
     "/rag/namespaces/{name}",
     summary="Drop a namespace",
     response_model=NamespaceView,
-    responses=documented(examples.NAMESPACE, 400, 404, 503, 507, description="What was dropped"),
+    responses=documented(examples.NAMESPACE, (400, 404, 503, 507), description="What was dropped"),
 )
-async def drop(name: NamespaceName, svc: Svc) -> NamespaceView:
+async def drop(name: NamespaceName, svc: Svc) -> NamespaceInfo:
     """Delete all its documents, chunks, vectors and KV, at once and for good."""
     dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
     await svc.evict()
-    return _namespace(dropped)
-
-
-def _document(document: Document) -> DocumentView:
-    return DocumentView.model_validate(document, from_attributes=True)
-
-
-def _namespace(info: NamespaceInfo) -> NamespaceView:
-    return NamespaceView.model_validate(info, from_attributes=True)
+    return dropped

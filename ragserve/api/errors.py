@@ -19,7 +19,6 @@ from ragserve.errors import (
     NotFound,
     RagserveError,
     StorageFull,
-    TooLarge,
     TooManyRequests,
     Unauthorized,
     Unavailable,
@@ -107,19 +106,11 @@ def install(app: FastAPI) -> None:
 
 def _http_error(error: HTTPException) -> RagserveError:
     detail = str(error.detail)
-    match error.status_code:
-        case 404:
-            return NotFound(detail, hint="See /docs for the routes.")
-        case 405:
-            return MethodNotAllowed("This route does not take that method.", hint="See /docs for the routes.")
-        case 413:
-            return TooLarge(detail)
-        case 415:
-            return UnsupportedMediaType(detail)
-        case status if status < 500:
-            return InvalidRequest(detail)
-        case _:
-            return RagserveError(detail)
+    if error.status_code == 404:
+        return NotFound(detail, hint="See /docs for the routes.")
+    if error.status_code == 405:
+        return MethodNotAllowed("This route does not take that method.", hint="See /docs for the routes.")
+    return InvalidRequest(detail)  # FastAPI raises no others
 
 
 def _path(location: Sequence[str | int]) -> str:

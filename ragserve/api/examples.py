@@ -6,19 +6,28 @@ import json
 from typing import Any
 
 _ID = "5b0c6a3f6d5e4f5f9d0f7f3a2b1c4d5e"
-_PASSAGE: dict[str, Any] = {
-    "index": 1,
-    "doc_id": "d41f6c2a9b7e",
-    "chunk_id": 17,
-    "source": "/srv/docs/lighthouse.md",
+_TIME = 1767225600
+_QUESTION = "Who built Skerryvore?"
+_REPLY = "Alan Stevenson [1]."
+_MODEL = "examples/models/ragserve-tiny"
+_METADATA = {"lang": "en", "year": 1844}
+_TITLED = {
     "title": "The lighthouse of Skerryvore",
-    "page": None,
-    "start": 512,
-    "end": 804,
-    "score": 0.71,
     "text": "Skerryvore was lit for the first time on 1 February 1844. Its builder was Alan Stevenson.",
 }
-_FOUND = {**_PASSAGE, "metadata": {"lang": "en", "year": 1844}}
+_DOC_ID = {"doc_id": "d41f6c2a9b7e"}
+_PLACE = {"page": None, "start": 512, "end": 804}
+_SOURCE = {"source": "/srv/docs/lighthouse.md"}
+_PASSAGE: dict[str, Any] = {
+    "index": 1,
+    **_DOC_ID,
+    "chunk_id": 17,
+    **_SOURCE,
+    **_PLACE,
+    "score": 0.71,
+    **_TITLED,
+}
+_FOUND = {**_PASSAGE, "metadata": _METADATA}
 _FILTER = {
     "op": "and",
     "filters": [
@@ -27,38 +36,25 @@ _FILTER = {
     ],
 }
 
+
+def _request(summary: str, **value: Any) -> dict[str, Any]:
+    return {"summary": summary, "value": value}
+
+
 QUERY_REQUESTS: dict[str, Any] = {
-    "simple": {"summary": "Ask", "value": {"query": "Who built Skerryvore?"}},
-    "filtered": {
-        "summary": "Ask part of a namespace",
-        "value": {"query": "Who built Skerryvore?", "namespace": "docs", "k": 3, "filter": _FILTER},
-    },
-    "streamed": {
-        "summary": "Stream the answer",
-        "value": {"query": "Who built Skerryvore?", "stream": True, "max_new_tokens": 64},
-    },
-    "dialogue": {
-        "summary": "Ask on",
-        "value": {
-            "query": "And when was it lit?",
-            "history": [
-                {"role": "user", "content": "Who built Skerryvore?"},
-                {"role": "assistant", "content": "Alan Stevenson [1]."},
-            ],
-        },
-    },
-    "given": {
-        "summary": "Bring the context along",
-        "value": {
-            "query": "Who built Skerryvore?",
-            "documents": [{"title": _PASSAGE["title"], "text": _PASSAGE["text"]}],
-        },
-    },
+    "simple": _request("Ask", query=_QUESTION),
+    "filtered": _request("Ask part of a namespace", query=_QUESTION, namespace="docs", k=3, filter=_FILTER),
+    "streamed": _request("Stream the answer", query=_QUESTION, stream=True, max_new_tokens=64),
+    "dialogue": _request(
+        "Ask on",
+        query="And when was it lit?",
+        history=[{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}],
+    ),
+    "given": _request("Bring the context along", query=_QUESTION, documents=[_TITLED]),
 }
-ANSWER: dict[str, Any] = {
-    "answer": "Alan Stevenson [1].",
-    "citations": [{**_PASSAGE, "basis": "marker"}],
-    "usage": {"prompt": 412, "cached": 320, "completion": 8},
+_SEARCHED = {"namespace": "docs", "index_version": 12, "request_id": _ID}
+_SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6}
+_EXTRAS = {
     "context": {
         "strategy": "prefix",
         "documents_retrieved": 3,
@@ -70,8 +66,7 @@ ANSWER: dict[str, Any] = {
         "notes": [],
     },
     "timings": {
-        "embed_ms": 8.1,
-        "search_ms": 0.6,
+        **_SEARCH_TIMINGS,
         "prompt_ms": 0.3,
         "queue_ms": 0.1,
         "prefill_ms": 21.4,
@@ -79,10 +74,14 @@ ANSWER: dict[str, Any] = {
         "engine_ms": 66.2,
         "total_ms": 76.0,
     },
-    "index_version": 12,
-    "namespace": "docs",
+    **_SEARCHED,
+}
+ANSWER: dict[str, Any] = {
+    "answer": _REPLY,
+    "citations": [{**_PASSAGE, "basis": "marker"}],
+    "usage": {"prompt": 412, "cached": 320, "completion": 8},
+    **_EXTRAS,
     "finish_reason": "stop",
-    "request_id": _ID,
 }
 
 
@@ -95,16 +94,9 @@ def _sse(*events: tuple[str, Any]) -> str:
     return "".join(f"{head}data: {data}\n\n" for head, data in lines)
 
 
-_SEARCH_RESULTS = {
-    "namespace": "docs",
-    "index_version": 12,
-    "results": [_FOUND],
-    "documents_kept": 1,
-    "timings": {"embed_ms": 8.1, "search_ms": 0.6},
-    "request_id": _ID,
-}
+_RESULTS = {**_SEARCHED, "results": [_FOUND]}
 QUERY_SSE = _sse(
-    ("search_results", _SEARCH_RESULTS),
+    ("search_results", {**_RESULTS, "documents_kept": 1, "timings": _SEARCH_TIMINGS}),
     ("message", {"text": "Alan"}),
     ("message", {"text": " Stevenson [1]."}),
     ("citation", ANSWER["citations"][0]),
@@ -113,97 +105,54 @@ QUERY_SSE = _sse(
 )
 
 RETRIEVE_REQUESTS: dict[str, Any] = {
-    "simple": {"summary": "Search", "value": {"query": "Who built Skerryvore?", "k": 3}},
-    "filtered": {
-        "summary": "Search part of a namespace",
-        "value": {"query": "lighthouse", "namespace": "docs", "filter": _FILTER},
-    },
+    "simple": _request("Search", query=_QUESTION, k=3),
+    "filtered": _request("Search part of a namespace", query="lighthouse", namespace="docs", filter=_FILTER),
 }
-RETRIEVED = {
-    "results": [_FOUND],
-    "namespace": "docs",
-    "index_version": 12,
-    "timings": {"embed_ms": 8.1, "search_ms": 0.6, "total_ms": 9.0},
-    "request_id": _ID,
-}
+RETRIEVED = {**_RESULTS, "timings": {**_SEARCH_TIMINGS, "total_ms": 9.0}}
 
-INGEST_TEXTS: dict[str, Any] = {
-    "texts": {
-        "summary": "Documents as text",
-        "value": {
-            "namespace": "docs",
-            "texts": [
-                {
-                    "name": "skerryvore",
-                    "text": _PASSAGE["text"],
-                    "title": _PASSAGE["title"],
-                    "metadata": {"lang": "en", "year": 1844},
-                }
-            ],
-        },
-    }
+INGEST_TEXTS = {
+    "texts": _request(
+        "Documents as text",
+        namespace="docs",
+        texts=[{"name": "skerryvore", **_TITLED, "metadata": _METADATA}],
+    )
 }
-INGEST_FILES: dict[str, Any] = {
-    "files": {
-        "summary": "Files",
-        "value": {
-            "namespace": "docs",
-            "metadata": '{"lang": "en"}',
-            "files": ["(bytes of lighthouse.pdf)", "(bytes of notes.md)"],
-        },
-    }
+INGEST_FILES = {
+    "files": _request(
+        "Files",
+        namespace="docs",
+        metadata='{"lang": "en"}',
+        files=["(bytes of lighthouse.pdf)", "(bytes of notes.md)"],
+    )
 }
-_ZERO_COUNTS = {
-    "pending": 0,
-    "indexed": 0,
-    "warmed": 0,
-    "unchanged": 0,
-    "removed": 0,
-    "failed": 0,
-    "skipped": 0,
-}
+_ITEM_STATES = ("pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped")
+_NO_COUNTS = dict.fromkeys(_ITEM_STATES, 0)
+_NO_SIZES = {"chunks": 0, "tokens": 0, "size_bytes": 0}
+_SIZES = {"chunks": 31, "tokens": 5210, "size_bytes": 182044}
+_TIMES = {"created_at": float(_TIME), "updated_at": float(_TIME)}
 JOB_QUEUED: dict[str, Any] = {
     "job_id": "job-7c1e",
     "kind": "upload",
     "namespace": "docs",
     "state": "queued",
-    "counts": {**_ZERO_COUNTS, "pending": 2},
+    "counts": {**_NO_COUNTS, "pending": 2},
     "n_items": 2,
-    "chunks": 0,
-    "tokens": 0,
-    "size_bytes": 0,
+    **_NO_SIZES,
     "error": None,
     "cancel_requested": False,
-    "created_at": 1767225600.0,
-    "updated_at": 1767225600.0,
+    **_TIMES,
 }
-_JOB_DONE = JOB_QUEUED | {
-    "state": "done",
-    "counts": {**_ZERO_COUNTS, "indexed": 1, "failed": 1},
-    "chunks": 31,
-    "tokens": 5210,
-    "size_bytes": 182044,
-}
+_JOB_DONE = JOB_QUEUED | _SIZES | {"state": "done", "counts": {**_NO_COUNTS, "indexed": 1, "failed": 1}}
 JOB: dict[str, Any] = {
     **_JOB_DONE,
     "items": [
-        {
-            "source": "lighthouse.pdf",
-            "state": "indexed",
-            "reason": None,
-            "chunks": 31,
-            "tokens": 5210,
-            "size_bytes": 182044,
-            "doc_id": "d41f",
-        },
+        {"source": "lighthouse.pdf", "state": "indexed", "reason": None, "doc_id": "d41f", **_SIZES},
         {
             "source": "notes.docx",
             "state": "failed",
             "reason": "the file is encrypted",
-            "chunks": 0,
-            "tokens": 0,
-            "size_bytes": 0,
             "doc_id": None,
+            **_NO_SIZES,
         },
     ],
     "next": None,
@@ -213,34 +162,20 @@ JOBS = {"jobs": [_JOB_DONE]}
 JOB_CANCELLING = {**JOB_QUEUED, "state": "running", "cancel_requested": True}
 
 DOCUMENT: dict[str, Any] = {
-    "doc_id": "d41f6c2a9b7e",
+    **_DOC_ID,
     "namespace": "docs",
-    "source": "/srv/docs/lighthouse.md",
-    "title": "The lighthouse of Skerryvore",
+    **_SOURCE,
+    "title": _TITLED["title"],
     "mime": "text/markdown",
     "size_bytes": 18204,
     "n_chunks": 31,
     "n_tokens": 5210,
-    "created_at": 1767225600.0,
-    "updated_at": 1767225600.0,
-    "metadata": {"lang": "en", "year": 1844},
+    **_TIMES,
+    "metadata": _METADATA,
 }
 DOCUMENTS = {"documents": [DOCUMENT], "next": None}
-CHUNKS = {
-    "chunks": [
-        {
-            "chunk_id": 17,
-            "doc_id": "d41f6c2a9b7e",
-            "ordinal": 3,
-            "text": _PASSAGE["text"],
-            "start": 512,
-            "end": 804,
-            "page": None,
-            "n_tokens": 61,
-        }
-    ],
-    "next": None,
-}
+_CHUNK = {**_DOC_ID, "chunk_id": 17, "ordinal": 3, "text": _TITLED["text"], **_PLACE, "n_tokens": 61}
+CHUNKS = {"chunks": [_CHUNK], "next": None}
 NAMESPACE = {
     "name": "docs",
     "embedder": "all-MiniLM-L6-v2",
@@ -253,47 +188,48 @@ NAMESPACE = {
 }
 NAMESPACES = {"namespaces": [NAMESPACE]}
 
+_DEVICE = {
+    "documents": 41,
+    "tokens": 10240,
+    "bytes": 104857600,
+    "budget_bytes": 671098880,
+    "locked_tokens": 0,
+}
+_PAGES = {"documents": 33, "pages": 340}
 CACHE: dict[str, Any] = {
-    "device": {
-        "documents": 41,
-        "tokens": 10240,
-        "bytes": 104857600,
-        "budget_bytes": 671098880,
-        "locked_tokens": 0,
-    },
-    "host": {"bytes": 55705600, "budget_bytes": 536739840, "documents": 33, "pages": 340},
-    "disk": {
-        "backend": "file",
-        "bytes": 55840768,
-        "budget_bytes": 17179869184,
-        "documents": 33,
-        "pages": 340,
-    },
+    "device": _DEVICE,
+    "host": {"bytes": 55705600, "budget_bytes": 536739840, **_PAGES},
+    "disk": {"backend": "file", "bytes": 55840768, "budget_bytes": 17179869184, **_PAGES},
     "hits": {"device": 212, "host": 49, "disk": 9},
     "misses": 65,
     "evictions": {"device": 8, "host": 0, "disk": 0},
     "faults": {},
 }
 
+EVICT_REQUESTS: dict[str, Any] = {
+    "device": _request("Answer the next queries from host memory", tiers=["device"])
+}
+WARM_REQUESTS: dict[str, Any] = {
+    "namespace": _request("All documents of a namespace", namespace="docs"),
+    "some": _request("Some documents", namespace="docs", documents=["lighthouse.pdf"]),
+}
+
 READY = {"ready": True, "missing": []}
+_SERVED = {"model": _MODEL, "tokenizer": _MODEL, "strategies": ["full", "prefix"]}
 INFO: dict[str, Any] = {
     "versions": {"ragserve": "0.1.0", "sglang": "0.5.16", "python": "3.11.9"},
-    "model": "examples/models/ragserve-tiny",
-    "tokenizer": "examples/models/ragserve-tiny",
+    **_SERVED,
     "system_prompt": None,
     "engine": {
         "kind": "local",
-        "model": "examples/models/ragserve-tiny",
-        "tokenizer": "examples/models/ragserve-tiny",
+        **_SERVED,
         "version": "0.5.16",
         "device": "cpu",
         "attention_backend": "torch_native",
         "context_length": 8192,
         "max_total_tokens": 65536,
-        "strategies": ["full", "prefix"],
     },
     "embedder": {"name": "all-MiniLM-L6-v2", "dim": 384},
-    "strategies": ["full", "prefix"],
     "defaults": {"k": 5, "strategy": "prefix", "max_new_tokens": 128, "temperature": 0.0},
     "limits": {"max_query_chars": 16384, "max_k": 64, "max_body_bytes": 4194304},
     "index": {"default_type": "flat", "device": "cpu", "namespaces": 1, "documents": 30, "chunks": 412},
@@ -304,97 +240,60 @@ METRICS = (
     "ragserve_queries_in_flight 0.0\n"
 )
 
-CHAT_REQUESTS: dict[str, Any] = {
-    "chat": {
-        "summary": "Ask a namespace",
-        "value": {
-            "model": "ragserve/docs",
-            "messages": [{"role": "user", "content": "Who built Skerryvore?"}],
-        },
-    },
-    "streamed": {
-        "summary": "Stream, with usage",
-        "value": {
-            "model": "ragserve/docs",
-            "messages": [{"role": "user", "content": "Who built Skerryvore?"}],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    },
+_DIALOGUE = {"model": "ragserve/docs", "messages": [{"role": "user", "content": _QUESTION}]}
+CHAT_REQUESTS = {
+    "chat": _request("Ask a namespace", **_DIALOGUE),
+    "streamed": _request(
+        "Stream, with usage", **_DIALOGUE, stream=True, stream_options={"include_usage": True}
+    ),
 }
-_URL_CITATION = {
-    "type": "url_citation",
-    "url_citation": {
-        "start_index": 15,
-        "end_index": 18,
-        "title": _PASSAGE["title"],
-        "url": "file:///srv/docs/lighthouse.md",
-    },
-}
-_EXTRAS = {name: ANSWER[name] for name in ("context", "timings", "index_version", "namespace", "request_id")}
+_ANNOTATIONS = [
+    {
+        "type": "url_citation",
+        "url_citation": {
+            "start_index": 15,
+            "end_index": 18,
+            "title": _TITLED["title"],
+            "url": "file:///srv/docs/lighthouse.md",
+        },
+    }
+]
+_HEAD = {"id": f"chatcmpl-{_ID}", "created": _TIME, "model": "ragserve/docs"}
+_SOURCES = {"citations": ANSWER["citations"], "ragserve": _EXTRAS}
+
+
+def _choices(finish_reason: str | None, **content: Any) -> list[dict[str, Any]]:
+    return [{"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}]
+
+
 CHAT_ANSWER: dict[str, Any] = {
-    "id": f"chatcmpl-{_ID}",
+    **_HEAD,
     "object": "chat.completion",
-    "created": 1767225600,
-    "model": "ragserve/docs",
-    "choices": [
-        {
-            "index": 0,
-            "message": {
-                "role": "assistant",
-                "content": "Alan Stevenson [1].",
-                "refusal": None,
-                "annotations": [_URL_CITATION],
-            },
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ],
+    "choices": _choices(
+        "stop",
+        message={"role": "assistant", "content": _REPLY, "refusal": None, "annotations": _ANNOTATIONS},
+    ),
     "usage": {
         "prompt_tokens": 412,
         "completion_tokens": 8,
         "total_tokens": 420,
         "prompt_tokens_details": {"cached_tokens": 320},
     },
-    "citations": ANSWER["citations"],
-    "ragserve": _EXTRAS,
-}
-_CHUNK = {
-    "id": f"chatcmpl-{_ID}",
-    "object": "chat.completion.chunk",
-    "created": 1767225600,
-    "model": "ragserve/docs",
+    **_SOURCES,
 }
 
 
-def _choice(delta: dict[str, Any], finish_reason: str | None = None) -> list[dict[str, Any]]:
-    return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}]
+def _chunk(delta: dict[str, Any], finish_reason: str | None = None, **extra: Any) -> tuple[str, Any]:
+    head = {**_HEAD, "object": "chat.completion.chunk"}
+    return "", {**head, "choices": _choices(finish_reason, delta=delta), **extra}
 
 
 CHAT_SSE = _sse(
-    ("", {**_CHUNK, "choices": _choice({"role": "assistant", "content": ""})}),
-    ("", {**_CHUNK, "choices": _choice({"content": "Alan Stevenson [1]."})}),
-    (
-        "",
-        {
-            **_CHUNK,
-            "choices": _choice({"annotations": [_URL_CITATION]}, "stop"),
-            "citations": ANSWER["citations"],
-            "ragserve": _EXTRAS,
-        },
-    ),
+    _chunk({"role": "assistant", "content": ""}),
+    _chunk({"content": _REPLY}),
+    _chunk({"annotations": _ANNOTATIONS}, "stop", **_SOURCES),
     ("", "[DONE]"),
 )
 MODEL = {"id": "ragserve/docs", "object": "model", "created": 0, "owned_by": "ragserve"}
-MODELS = {
-    "object": "list",
-    "data": [
-        MODEL,
-        {
-            "id": "examples/models/ragserve-tiny",
-            "object": "model",
-            "created": 1767225600,
-            "owned_by": "sglang",
-        },
-    ],
-}
+_ENGINE_MODEL = {"id": _MODEL, "object": "model", "created": _TIME, "owned_by": "sglang"}
+MODELS = {"object": "list", "data": [MODEL, _ENGINE_MODEL]}

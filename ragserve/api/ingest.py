@@ -12,7 +12,7 @@ from ragserve.api import examples
 from ragserve.api.body import RequestModel, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import IngestTexts, JobDetail, JobItemView, JobList, JobView, Metadata
+from ragserve.api.schemas import IngestTexts, JobDetail, JobList, JobView, Metadata
 from ragserve.api.services import Services, Svc
 from ragserve.api.uploads import upload_form
 from ragserve.config import Namespace
@@ -85,12 +85,7 @@ _BODY = {
     response_model=JobView,
     responses=documented(
         examples.JOB_QUEUED,
-        400,
-        409,
-        413,
-        415,
-        503,
-        507,
+        (400, 409, 413, 415, 503, 507),
         success=202,
         description="Accepted; `Location` is the job to watch",
     ),
@@ -115,8 +110,7 @@ async def ingest(request: Request, svc: Svc) -> Response:
             hint="Send files as a form, e.g. curl -F files=@a.pdf.",
         )
     svc.runner.wake()
-    body = job_view(job).model_dump_json()
-    return Response(body, 202, headers={"Location": f"/rag/jobs/{job.job_id}"}, media_type="application/json")
+    return accepted(job)
 
 
 async def _texts(data: Any, svc: Services) -> Job:
@@ -137,11 +131,11 @@ async def _files(request: Request, svc: Services) -> Job:
     limits = svc.settings
     async with upload_form(
         request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes
-    ) as form:
-        fields = validated(UploadFields, form.fields)
+    ) as (files, texts):
+        fields = validated(UploadFields, texts)
         if fields.warm:
             svc.warm_ups()
-        uploads = [Upload(filename=str(file.filename), stream=file.file) for file in form.files]
+        uploads = [Upload(filename=str(file.filename), stream=file.file) for file in files]
         return await asyncio.to_thread(
             svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
         )
@@ -151,30 +145,30 @@ async def _files(request: Request, svc: Services) -> Job:
     "/rag/jobs",
     summary="List jobs",
     response_model=JobList,
-    responses=documented(examples.JOBS, 400, 503, description="Newest first"),
+    responses=documented(examples.JOBS, (400, 503), description="Newest first"),
 )
-async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> JobList:
+async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> dict[str, Any]:
     """List ingestions and warm-ups, of the server and of `ragserve ingest` alike."""
     found = await asyncio.to_thread(svc.ingestor.jobs.list, page.namespace, page.state, page.limit)
-    return JobList(jobs=[job_view(job) for job in found])
+    return {"jobs": found}
 
 
 @router.get(
     "/rag/jobs/{job_id}",
     summary="Watch a job",
     response_model=JobDetail,
-    responses=documented(examples.JOB, 400, 404, 503, description="The job, with a page of its sources"),
+    responses=documented(examples.JOB, (400, 404, 503), description="The job, with a page of its sources"),
 )
-async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> JobDetail:
+async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> dict[str, Any]:
     """Show the job's state and the outcome of each of its sources, with the reason."""
     found = await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
     items = await asyncio.to_thread(svc.ingestor.jobs.items, job_id, page.state)
     end = page.after + page.limit
-    return JobDetail(
-        **job_view(found).model_dump(),
-        items=[JobItemView.model_validate(item, from_attributes=True) for item in items[page.after : end]],
-        next=end if end < len(items) else None,
-    )
+    return {
+        **JobView.model_validate(found, from_attributes=True).model_dump(),
+        "items": items[page.after : end],
+        "next": end if end < len(items) else None,
+    }
 
 
 @router.delete(
@@ -183,14 +177,17 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> J
     status_code=202,
     response_model=JobView,
     responses=documented(
-        examples.JOB_CANCELLING, 404, 503, success=202, description="It ends after the source at hand"
+        examples.JOB_CANCELLING, (404, 503), success=202, description="It ends after the source at hand"
     ),
 )
-async def cancel(job_id: JobId, svc: Svc) -> JobView:
+async def cancel(job_id: JobId, svc: Svc) -> Job:
     """Stop a job. What is already indexed or warmed stays; a job that has ended is unchanged."""
     await asyncio.to_thread(svc.ingestor.jobs.request_cancel, job_id)
-    return job_view(await asyncio.to_thread(svc.ingestor.jobs.get, job_id))
+    return await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
 
 
-def job_view(job: Job) -> JobView:
-    return JobView.model_validate(job, from_attributes=True)
+def accepted(job: Job) -> Response:
+    """Answer 202 with a new job and its address."""
+    view = JobView.model_validate(job, from_attributes=True)
+    headers = {"Location": f"/rag/jobs/{job.job_id}"}
+    return Response(view.model_dump_json(), 202, headers, media_type="application/json")

@@ -15,24 +15,11 @@ from starlette.responses import JSONResponse
 
 from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
 from ragserve.answering.prompt import Message
-from ragserve.answering.results import SearchResults
+from ragserve.answering.results import Answer, SearchResults
 from ragserve.api import examples
 from ragserve.api.body import parse_json
 from ragserve.api.errors import validated
-from ragserve.api.openai_schemas import (
-    Annotation,
-    AnswerMessage,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatRequest,
-    ChatUsage,
-    Extras,
-    Model,
-    ModelList,
-    PromptTokensDetails,
-    UrlCitation,
-)
+from ragserve.api.openai_schemas import ChatAnswer, ChatChunk, ChatRequest, Extras, Model, ModelList
 from ragserve.api.openapi import documented
 from ragserve.api.query import compact_json, last_event, to_query
 from ragserve.api.services import RequestId, Services, Svc, services
@@ -65,13 +52,7 @@ _BODY = {
     response_model=ChatAnswer,
     responses=documented(
         examples.CHAT_ANSWER,
-        400,
-        404,
-        409,
-        413,
-        429,
-        502,
-        503,
+        (400, 404, 409, 413, 429, 502, 503),
         description="The answer, or with `stream` its chunks",
         sse=(examples.CHAT_SSE, {"": ChatChunk}),
     ),
@@ -113,7 +94,7 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     "/v1/models",
     summary="List models",
     response_model=ModelList,
-    responses=documented(examples.MODELS, 502, 503, description="One model per namespace, then SGLang's"),
+    responses=documented(examples.MODELS, (502, 503), description="One model per namespace, then SGLang's"),
 )
 async def models(request: Request, svc: Svc) -> Response:
     """List a model for every namespace; the models of SGLang answer without documents."""
@@ -128,7 +109,7 @@ async def models(request: Request, svc: Svc) -> Response:
     "/v1/models/{model_id:path}",
     summary="Show a model",
     response_model=Model,
-    responses=documented(examples.MODEL, 404, 502, 503, description="The model"),
+    responses=documented(examples.MODEL, (404, 502, 503), description="The model"),
 )
 async def model(
     request: Request,
@@ -181,58 +162,62 @@ def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
     )
 
 
-def _annotations(final: FinalAnswer) -> list[Annotation]:
+def _annotations(final: FinalAnswer) -> list[dict[str, Any]]:
     """Annotate each marker at its place; without markers, each citation over the whole answer."""
     cited = {citation.index: citation for citation in final.answer.citations}
     spans = [(marker.index, marker.start, marker.end) for marker in final.markers]
     spans = spans or [(index, 0, len(final.answer.answer)) for index in cited]
     return [
-        Annotation(
-            url_citation=UrlCitation(
-                start_index=start, end_index=end, title=cited[index].title, url=_url(cited[index].source)
-            )
-        )
+        {
+            "type": "url_citation",
+            "url_citation": {
+                "start_index": start,
+                "end_index": end,
+                "title": cited[index].title,
+                "url": _url(cited[index].source),
+            },
+        }
         for index, start, end in spans
     ]
 
 
 def _completion(body: ChatRequest, final: FinalAnswer) -> ChatAnswer:
     answer = final.answer
-    return ChatAnswer(
-        id=f"chatcmpl-{answer.request_id}",
-        created=int(time.time()),
-        model=body.model,
-        choices=[
-            ChatChoice(
-                message=AnswerMessage(content=answer.answer, annotations=_annotations(final)),
-                finish_reason=answer.finish_reason,
-            )
-        ],
-        usage=_usage(final),
-        citations=answer.citations,
-        ragserve=_extras(final),
+    message = {"content": answer.answer, "annotations": _annotations(final)}
+    return ChatAnswer.model_validate(
+        {
+            **_head(body, answer.request_id, "chat.completion"),
+            "choices": [_choice(answer.finish_reason, message=message)],
+            "usage": _usage(answer),
+            **_sources(answer),
+        }
     )
 
 
-def _usage(final: FinalAnswer) -> ChatUsage:
-    usage = final.answer.usage
-    return ChatUsage(
-        prompt_tokens=usage.prompt,
-        completion_tokens=usage.completion,
-        total_tokens=usage.prompt + usage.completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached),
-    )
+def _head(body: ChatRequest, request_id: str, kind: str) -> dict[str, Any]:
+    created = int(time.time())
+    return {"id": f"chatcmpl-{request_id}", "object": kind, "created": created, "model": body.model}
 
 
-def _extras(final: FinalAnswer) -> Extras:
-    answer = final.answer
-    return Extras(
-        context=answer.context,
-        timings=answer.timings,
-        index_version=answer.index_version,
-        namespace=answer.namespace,
-        request_id=answer.request_id,
-    )
+def _choice(finish_reason: str | None, **content: Any) -> dict[str, Any]:
+    return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def _sources(answer: Answer) -> dict[str, Any]:
+    return {
+        "citations": [citation.model_dump() for citation in answer.citations],
+        "ragserve": Extras.model_validate(answer, from_attributes=True).model_dump(),
+    }
 
 
 class _Chunks:
@@ -241,41 +226,29 @@ class _Chunks:
     def __init__(self, body: ChatRequest, request_id: str) -> None:
         self._request_id = request_id
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": body.model,
-        }
+        self._head = _head(body, request_id, "chat.completion.chunk")
 
     def encode(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, MessageDelta):
-            yield self._choice({"content": event.text})
+            yield self._chunk({"content": event.text})
         elif isinstance(event, FinalAnswer):
             answer = event.answer
-            extra = {
-                "citations": [citation.model_dump() for citation in answer.citations],
-                "ragserve": _extras(event).model_dump(),
-            }
-            yield self._choice(
-                {"annotations": [one.model_dump() for one in _annotations(event)]},
-                answer.finish_reason,
-                extra,
-            )
+            delta = {"annotations": _annotations(event)}
+            yield self._chunk(delta, answer.finish_reason, _sources(answer))
             if self._with_usage:
-                yield _data({**self._head, "choices": [], "usage": _usage(event).model_dump()})
+                yield _data({**self._head, "choices": [], "usage": _usage(answer)})
         elif isinstance(event, SearchResults):
-            yield self._choice({"role": "assistant", "content": ""})
+            yield self._chunk({"role": "assistant", "content": ""})
 
     def error(self, error: RagserveError) -> bytes:
         return _data(error.body(self._request_id))
 
-    def _choice(
+    def _chunk(
         self, delta: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self._with_usage else {}
-        return _data({**self._head, "choices": [choice], **usage, **(extra or {})})
+        choices = [_choice(finish_reason, delta=delta)]
+        return _data({**self._head, "choices": choices, **usage, **(extra or {})})
 
 
 def _data(value: dict[str, Any]) -> bytes:

@@ -10,55 +10,47 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ragserve import __version__
+from ragserve import __version__, errors
+from ragserve.api.errors import UnsupportedMediaType
 from ragserve.api.schemas import ErrorBody
 
 # FastAPI drops every null of the document, examples included: this stands in for null until it has.
 _NULL = "\ue000null\ue001"
 _REF = "#/components/schemas/{model}"
-_ERRORS: dict[int, tuple[str, str, str]] = {
-    # status: (meaning, code of the example, message of the example)
-    400: (
+_ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
+    (
         "The request is malformed or out of range",
-        "invalid_request",
-        "k: Input should be greater than or equal to 1.",
+        errors.InvalidRequest("k: Input should be greater than or equal to 1."),
     ),
-    401: ("The API key is missing or wrong", "invalid_api_key", "The API key is wrong."),
-    404: (
+    ("The API key is missing or wrong", errors.Unauthorized("The API key is wrong.")),
+    (
         "There is no such namespace, document or job",
-        "namespace_not_found",
-        "There is no namespace 'nowhere'.",
+        errors.NotFound("There is no namespace 'nowhere'.", code="namespace_not_found"),
     ),
-    409: (
+    (
         "The request does not fit what is stored",
-        "embedder_mismatch",
-        "Namespace 'docs' was embedded with another model.",
+        errors.Conflict("Namespace 'docs' was embedded with another model.", code="embedder_mismatch"),
     ),
-    413: ("The body or a file is over its limit", "too_large", "The request's body is over 4,194,304 bytes."),
-    415: (
-        "The body has the wrong Content-Type",
-        "unsupported_media_type",
-        "This route takes JSON, not text/plain.",
-    ),
-    429: (
+    ("The body or a file is over its limit", errors.TooLarge("The request's body is over 4,194,304 bytes.")),
+    ("The body has the wrong Content-Type", UnsupportedMediaType("This route takes JSON, not text/plain.")),
+    (
         "Too many queries are in flight; see Retry-After",
-        "too_many_requests",
-        "256 queries are already being answered.",
+        errors.TooManyRequests("256 queries are already being answered."),
     ),
-    500: ("Something went wrong in the server", "internal_error", "Something went wrong in the server."),
-    502: ("The engine answered with an error", "engine_error", "The engine failed."),
-    503: (
+    ("Something went wrong in the server", errors.RagserveError("Something went wrong in the server.")),
+    ("The engine answered with an error", errors.EngineError("The engine failed.")),
+    (
         "Not ready, shutting down, or the engine is gone; see Retry-After",
-        "unavailable",
-        "The server is starting or stopping.",
+        errors.Unavailable("The server is starting or stopping."),
     ),
-    507: ("The server's disk is full", "storage_full", "The server's disk is full."),
-}
+    ("The server's disk is full", errors.StorageFull("The server's disk is full.")),
+)
 
 
 def documented(
     example: Any,
-    *statuses: int,
+    statuses: Sequence[int] = (),
+    *,
     success: int = 200,
     description: str,
     sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None,
@@ -66,12 +58,10 @@ def documented(
     """``responses`` of a route.
 
     Args:
-        example: body of a success; None for none. statuses: the route's errors, besides 401 and 500, which
+        example: body of a success. statuses: the route's errors, besides 401 and 500, which
         every route has. sse: an example of the stream, and the model of each event's data by event name (""
         for unnamed events)."""
-    content: dict[str, Any] = (
-        {} if example is None else {"application/json": {"example": _swap(example, None, _NULL)}}
-    )
+    content: dict[str, Any] = {"application/json": {"example": _swap(example, None, _NULL)}}
     if sse is not None:
         stream, events = sse
         content["text/event-stream"] = {
@@ -79,26 +69,20 @@ def documented(
             "itemSchema": {"oneOf": [_event(name, model) for name, model in events.items()]},  # OpenAPI 3.2
             "example": stream,
         }
-    responses: dict[int | str, dict[str, Any]] = {success: {"description": description}}
-    if content:
-        responses[success]["content"] = content
-    for status in sorted({*statuses, 401, 500}):
-        meaning, code, message = _ERRORS[status]
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        detail = {
-            "message": message,
-            "type": kind,
-            "code": code,
-            "param": None,
-            "hint": None,
-            "request_id": "4f1c9a",
-        }
-        responses[status] = {
+    return {success: {"description": description, "content": content}, **failures(statuses)}
+
+
+def failures(statuses: Sequence[int] = ()) -> dict[int | str, dict[str, Any]]:
+    """``responses`` for a route's errors."""
+    return {
+        error.status: {
             "model": ErrorBody,
             "description": meaning,
-            "content": {"application/json": {"example": _swap({"error": detail}, None, _NULL)}},
+            "content": {"application/json": {"example": _swap(error.body("4f1c9a"), None, _NULL)}},
         }
-    return responses
+        for meaning, error in _ERRORS
+        if error.status in (*statuses, 401, 500)
+    }
 
 
 def _swap(value: Any, old: Any, new: Any) -> Any:
@@ -140,13 +124,8 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
                 routes=app.routes,
                 tags=_TAGS,
             )
-            schema.setdefault("components", {})["securitySchemes"] = {
-                "key": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": "The server's API key, if it has one.",
-                }
-            }
+            key = {"type": "http", "scheme": "bearer", "description": "The server's API key, if it has one."}
+            schema.setdefault("components", {})["securitySchemes"] = {"key": key}
             schema["security"] = [{"key": []}]
             for path in schema["paths"].values():
                 for operation in path.values():

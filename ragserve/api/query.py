@@ -10,9 +10,9 @@ from fastapi import APIRouter, Body, Request, Response
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 
-from ragserve.answering.answerer import Event, FinalAnswer, InlineDocument, MessageDelta, Query
+from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
 from ragserve.answering.prompt import Message
-from ragserve.answering.results import Answer, Citation, SearchResults
+from ragserve.answering.results import Answer, Citation, RetrievedPassage, SearchResults
 from ragserve.api import examples
 from ragserve.api.body import JsonRoute
 from ragserve.api.openai_schemas import ChatRequest
@@ -41,14 +41,7 @@ router = APIRouter(tags=["query"], route_class=JsonRoute)
     response_model=Answer,
     responses=documented(
         examples.ANSWER,
-        400,
-        404,
-        409,
-        413,
-        415,
-        429,
-        502,
-        503,
+        (400, 404, 409, 413, 415, 429, 502, 503),
         description="The answer, or with `stream` its events",
         sse=(examples.QUERY_SSE, EVENTS),
     ),
@@ -103,7 +96,10 @@ def to_query(body: QueryRequest | ChatRequest, settings: Settings, **fields: Any
         filter=body.filter,
         documents=None
         if body.documents is None
-        else tuple(InlineDocument(d.text, d.title, d.source) for d in body.documents),
+        else [
+            RetrievedPassage(index=index, start=0, end=len(d.text), **d.model_dump())
+            for index, d in enumerate(body.documents, 1)
+        ],
         **fields,
     )
 

@@ -23,7 +23,7 @@ router = APIRouter(tags=["query"], route_class=JsonRoute)
     summary="Find passages, without an answer",
     response_model=RetrieveAnswer,
     responses=documented(
-        examples.RETRIEVED, 400, 404, 409, 413, 415, 429, 503, description="Passages, best first"
+        examples.RETRIEVED, (400, 404, 409, 413, 415, 429, 503), description="Passages, best first"
     ),
 )
 async def retrieve(

@@ -102,7 +102,8 @@ async def open_services(
 
     async with AsyncExitStack() as stack:
         embedder_loading = asyncio.create_task(asyncio.to_thread(load_embedder, settings))
-        stack.push_async_callback(_settled, embedder_loading)
+        # Waits for the thread even if another part fails to start, so that nothing is left running.
+        stack.push_async_callback(asyncio.gather, embedder_loading, return_exceptions=True)
         store = await asyncio.to_thread(
             IndexStore, settings.data_dir, index_type=settings.index_type, device=settings.index_device
         )
@@ -179,11 +180,6 @@ def load_embedder(settings: Settings) -> Embedder:
     from ragserve.retrieval.embedder import Embedder
 
     return Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
-
-
-async def _settled(task: asyncio.Task[Any]) -> None:
-    """Wait for the thread even if another part failed to start, so that nothing is left running."""
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def services(request: Request) -> Services:

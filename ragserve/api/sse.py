@@ -23,12 +23,8 @@ _QUEUED_EVENTS = 256
 KEEPALIVE_S = 15.0
 
 
-class ClientGone(ClientDisconnect):
-    """The client closed the connection before its answer was complete."""
-
-
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``. If the client leaves first, cancel it, wait for its clean-up and raise ClientGone.
+    """Await ``work``. If the client leaves first, cancel it, wait for its clean-up and raise ClientDisconnect.
 
     The request's body must have been read."""
     task = asyncio.create_task(work)
@@ -37,7 +33,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         await _cancel(task, gone)
 
@@ -118,7 +114,7 @@ class EventStream(Response, Generic[T]):
                 await _write(send, b"".join(self._encode(event)))
                 event = await self._next(send, gone)
             await _write(send, self._end)
-        except ClientGone:
+        except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the status is out: the stream reports the error
             await _write(send, self._encode_error(as_error(error, self._request_id)))
@@ -135,7 +131,7 @@ class EventStream(Response, Generic[T]):
                     {following, gone}, timeout=self._keepalive_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 if gone.done():
-                    raise ClientGone
+                    raise ClientDisconnect
                 if not following.done():
                     await _write(send, KEEPALIVE_COMMENT)
             return following.result()

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from ragserve import __version__
 from ragserve.api import examples
-from ragserve.api.openapi import documented
+from ragserve.api.openapi import documented, failures
 from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, Info, Ready
 from ragserve.api.services import RequestId, Services, Svc
 from ragserve.errors import Unavailable
@@ -26,9 +26,8 @@ _ENGINE_ANSWERS_WITHIN_S = 5.0
 @router.get(
     "/info",
     summary="Show versions, model and limits",
-    response_model=Info,
     responses=documented(
-        examples.INFO, 503, description="Versions, model, engine, embedder, defaults, limits and index"
+        examples.INFO, (503,), description="Versions, model, engine, embedder, defaults, limits and index"
     ),
 )
 async def info(svc: Svc) -> Info:
@@ -81,7 +80,7 @@ async def info(svc: Svc) -> Info:
     "/ready",
     summary="Check readiness",
     response_model=Ready,
-    responses=documented(examples.READY, 503, description="Ready"),
+    responses=documented(examples.READY, (503,), description="Ready"),
 )
 async def ready(request: Request, request_id: RequestId) -> Response:
     """Answer 503 until queries can be answered; `missing` lists the reasons, beside the usual error body."""
@@ -112,10 +111,7 @@ async def _missing(svc: Services | None) -> list[str]:
     "/metrics",
     summary="Prometheus metrics",
     response_class=Response,
-    responses={
-        **documented(None, description="Text exposition format"),
-        200: {"content": {"text/plain": {"example": examples.METRICS}}},
-    },
+    responses={200: {"content": {"text/plain": {"example": examples.METRICS}}}, **failures()},
 )
 async def metrics() -> Response:
     """Metrics `ragserve_*`; SGLang serves its own at its own address."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request, UploadFile
-from starlette.datastructures import FormData
+from fastapi import Request
+from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Message
 
@@ -21,17 +20,13 @@ _JSON_FIELDS = ("metadata", "warm")
 _MAX_FIELD_BYTES = 64 * 2**10
 
 
-@dataclass(frozen=True, slots=True)
-class UploadForm:
-    """``fields`` holds the text fields, JSON ones parsed. Files are open until the form is closed."""
-
-    files: list[UploadFile]
-    fields: dict[str, Any]
-
-
 @asynccontextmanager
-async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) -> AsyncIterator[UploadForm]:
-    """Parse a request's form. Raises TooLarge for a file over its limit, InvalidRequest if malformed."""
+async def upload_form(
+    request: Request, *, max_files: int, max_file_bytes: int
+) -> AsyncIterator[tuple[list[UploadFile], dict[str, Any]]]:
+    """Parse a request's form into its files, open during the block, and its text fields, JSON ones parsed.
+
+    Raises TooLarge for a file over its limit, InvalidRequest if malformed."""
     complete = False
 
     async def receive() -> Message:
@@ -65,7 +60,7 @@ async def upload_form(request: Request, *, max_files: int, max_file_bytes: int) 
         await form.close()
 
 
-async def _sorted(form: FormData) -> UploadForm:
+async def _sorted(form: FormData) -> tuple[list[UploadFile], dict[str, Any]]:
     files: list[UploadFile] = []
     fields: dict[str, Any] = {}
     for name, value in form.multi_items():
@@ -76,9 +71,7 @@ async def _sorted(form: FormData) -> UploadForm:
                     hint="Give each file a filename; its ending helps to read it.",
                     param=name,
                 )
-            files.append(
-                UploadFile(value.file, size=value.size, filename=value.filename, headers=value.headers)
-            )
+            files.append(value)
         elif name in _TEXT_FIELDS and isinstance(value, str):
             fields[name] = await parse_json(value.encode()) if name in _JSON_FIELDS else value
         else:
@@ -94,7 +87,7 @@ async def _sorted(form: FormData) -> UploadForm:
             hint="Send files in fields named 'files', e.g. curl -F files=@a.pdf.",
             param="files",
         )
-    return UploadForm(files, fields)
+    return files, fields
 
 
 class _Parser(MultiPartParser):
