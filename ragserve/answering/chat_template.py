@@ -41,22 +41,22 @@ class Message:
 
 
 class ChatLayout:
-    """Lays out a prompt for one tokenizer, as pieces and token ids."""
+    """Lays out a prompt for one tokenizer, as pieces and token ids.
+
+    ``special_tokens`` matches the texts of its special tokens; None if it has none."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._template = bool(getattr(tokenizer, "chat_template", None))
         self._specials = _special_tokens(tokenizer)
         names = sorted(self._specials, key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self.special_tokens = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self.stop: tuple[str, ...] = ()
         self.form: Literal["documents", "messages", "plain"] = "plain"
         self._doc: list[Piece] = []
-        if self._template:
-            found = self._document_form()
-            self.form = "documents" if found else "messages"
-            self._doc = found or []
-        if self.form == "plain":
+        if getattr(tokenizer, "chat_template", None):
+            self._doc = self._document_form()
+            self.form = "documents" if self._doc else "messages"
+        else:
             self.stop = ("\n\nQuestion:", "\n### ")
 
     def head(self, system: str | None, *, has_documents: bool) -> list[Piece]:
@@ -94,12 +94,10 @@ class ChatLayout:
     def question(self, question: str, history: Sequence[Message], *, has_documents: bool) -> list[Piece]:
         """Lay out history and question, up to the start of the answer."""
         if self.form == "plain":
-            turns = [(f"{'Question' if m.role == 'user' else 'Answer'}: ", True, m.content) for m in history]
-            pieces = [
-                piece
-                for label, trusted, content in turns
-                for piece in ((label, trusted), (content, False), ("\n\n", True))
-            ]
+            pieces: list[Piece] = []
+            for m in history:
+                label = "Question: " if m.role == "user" else "Answer: "
+                pieces += [(label, True), (m.content, False), ("\n\n", True)]
             return [*pieces, ("Question: ", True), (question, False), ("\n\nAnswer:", True)]
         contents = {f"turn{i}": m.content for i, m in enumerate(history)} | {"question": question}
         documents = 1 if self.form == "documents" and has_documents else 0
@@ -115,8 +113,8 @@ class ChatLayout:
         else:
             first = _mark("turn0") if history else _mark("question")
             rest = rendered[rendered.index(first) :]
-        label = [("Question: ", True)] if self.form == "messages" and has_documents else []
-        return [*label, *self._pieces(rest, contents)]
+        heading = [("Question: ", True)] if self.form == "messages" and has_documents else []
+        return [*heading, *self._pieces(rest, contents)]
 
     def encode(self, pieces: Sequence[Piece]) -> list[int]:
         """Token ids of a segment.
@@ -125,7 +123,7 @@ class ChatLayout:
         ids: list[int] = []
         run = ""
         for text, trusted in pieces:
-            for part in self._split.split(text) if trusted and self._split else [text]:
+            for part in self.special_tokens.split(text) if trusted and self.special_tokens else [text]:
                 if trusted and part in self._specials:
                     ids += self._plain(run)
                     run = ""
@@ -180,8 +178,8 @@ class ChatLayout:
             )
         )
 
-    def _document_form(self) -> list[Piece] | None:
-        """Pieces of a document in the template; None if it ignores documents or numbers them, as ids would
+    def _document_form(self) -> list[Piece]:
+        """Pieces of a document in the template; none if it ignores documents or numbers them, as ids would
         then depend on the place."""
         from jinja2 import TemplateError
 
@@ -190,20 +188,20 @@ class ChatLayout:
                 self._apply([{"role": "user", "content": _mark("question")}], _documents(n)) for n in (1, 3)
             ]
         except (TemplateError, TypeError, KeyError):
-            return None
+            return []
         one, three = rendered
         if _mark("text0") not in one or _mark("title0") not in one:
-            return None
+            return []
         between = [_between(three, _mark(f"text{i}"), _mark(f"title{i + 1}")) for i in (0, 1)]
         inner = [_between(three, _mark(f"title{i}"), _mark(f"text{i}")) for i in (0, 1, 2)]
         if None in between or len(set(between)) != 1 or None in inner or len(set(inner)) != 1:
-            return None
+            return []
         gap, middle = str(between[0]), str(inner[0])
         before, after = one.split(_mark("title0"))[0], one.split(_mark("text0"), 1)[1]
         trailer = self._common_start(gap, after)
         header = gap[len(trailer) :]
         if not before.endswith(header):
-            return None
+            return []
         return [
             (header, True),
             (_mark("title"), False),
@@ -215,7 +213,8 @@ class ChatLayout:
     def _common_start(self, gap: str, after: str) -> str:
         """The longest common start of two texts that does not split a special token."""
         parts = [
-            list(filter(None, self._split.split(text) if self._split else [text])) for text in (gap, after)
+            list(filter(None, self.special_tokens.split(text) if self.special_tokens else [text]))
+            for text in (gap, after)
         ]
         common = ""
         for a, b in zip(*parts, strict=False):

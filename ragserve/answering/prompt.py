@@ -58,7 +58,6 @@ class PromptBuilder:
     """Lays out prompts for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, system_prompt: str | None = None) -> None:
-        self._tokenizer = tokenizer
         self._system = system_prompt
         self._layout = ChatLayout(tokenizer)
         self._documents: OrderedDict[tuple[str, str], list[int]] = OrderedDict()

@@ -6,7 +6,6 @@ ids are the same and the prefix cache is shared; otherwise only the answers are.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,11 +25,6 @@ class PromptText:
         self._builder = PromptBuilder(tokenizer, system)
         self._max_prompt_tokens = max_prompt_tokens
         self._system = system
-        specials = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()} | set(
-            tokenizer.all_special_tokens
-        )
-        found = sorted(filter(None, specials), key=len, reverse=True)
-        self._specials = re.compile("|".join(map(re.escape, found))) if found else None
         # SGLang tokenises with the tokenizer's own additions: a BOS token must not be written twice.
         added = tokenizer("x").input_ids[: 1 if tokenizer.bos_token_id is not None else 0]
         self._written_by_tokenizer = str(tokenizer.bos_token) if added == [tokenizer.bos_token_id] else ""
@@ -114,6 +108,7 @@ class PromptText:
 
     def _harmless(self, text: str) -> str:
         """Break special tokens in text of users and documents apart, so that they stay plain words."""
-        if self._specials is None:
+        specials = self._layout.special_tokens
+        if specials is None:
             return text
-        return self._specials.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
+        return specials.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_text_never_becomes_a_special_token(special: str, around: str) -> None:
         history=[Message("user", text), Message("assistant", text)],
         system=text,
     )
-    specials = set(builder._tokenizer.all_special_ids)
+    specials = set(_shared_tokenizer().all_special_ids)
     found = [i for i in prompt.input_ids if i in specials]
     plain = builder.build(
         "q",
@@ -194,11 +195,12 @@ def test_missing_tokenizer_says_what_to_give(tmp_path: Path) -> None:
         PromptBuilder.load(str(tmp_path))
 
 
-_builder: list[PromptBuilder] = []
+# hypothesis runs a test many times within one fixture's life; loading once is enough
+@cache
+def _shared_tokenizer() -> Any:
+    return load_tokenizer(str(MODEL))
 
 
+@cache
 def _shared_builder() -> PromptBuilder:
-    """hypothesis runs a test many times within one fixture's life; loading once is enough."""
-    if not _builder:
-        _builder.append(PromptBuilder.load(str(MODEL)))
-    return _builder[0]
+    return PromptBuilder(_shared_tokenizer())
