@@ -11,20 +11,8 @@ import httpx
 from ragserve import errors
 from ragserve.answering.results import Answer, RetrievedPassage
 
-_BY_STATUS: dict[int, type[errors.RagserveError]] = {
-    kind.status: kind
-    for kind in (
-        errors.InvalidRequest,
-        errors.Unauthorized,
-        errors.NotFound,
-        errors.Conflict,
-        errors.TooLarge,
-        errors.UnsupportedDocument,
-        errors.TooManyRequests,
-        errors.EngineError,
-        errors.Unavailable,
-        errors.StorageFull,
-    )
+_BY_STATUS = {
+    kind.status: kind for kind in errors.RagserveError.__subclasses__() if kind.__module__ == errors.__name__
 }
 
 

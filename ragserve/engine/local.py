@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
@@ -20,8 +18,6 @@ from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES, document_key
 
-log = logging.getLogger(__name__)
-
 
 class LocalEngine:
     """A `CachingEngine` over SGLang's TokenizerManager."""
@@ -32,7 +28,7 @@ class LocalEngine:
         self._info: EngineInfo | None = None
         self._fingerprint = ""
         self._pumps: set[asyncio.Task[None]] = set()
-        self._documents = Documents(self._run, self._run_together, new_rid)
+        self._documents = Documents(self._run, self._run_together)
 
     async def start(self) -> EngineInfo:
         """Read model and limits, and send one request so that the first user does not pay for the warm-up."""
@@ -142,22 +138,6 @@ class LocalEngine:
                 f"The document cache failed to {operation}: {failed[0]}", hint="See the server's log."
             )
         return dict(replies[0].response[0])
-
-    @contextlib.asynccontextmanager
-    async def profiled(self, folder: Path) -> AsyncIterator[None]:
-        """Profile the scheduler with torch during the block; the trace is written to ``folder``."""
-        from sglang.srt.managers.io_struct import ProfileReq
-
-        manager = _manager()
-        activities = ["CPU", "GPU"] if self.info.device == "cuda" else ["CPU"]
-        wanted = ProfileReq(
-            output_dir=str(folder), activities=activities, with_stack=False, record_shapes=False
-        )
-        await manager.start_profile(wanted)
-        try:
-            yield
-        finally:
-            await manager.stop_profile()
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         """Run one request.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
-from ragserve.engine.stream import DocumentsMissing, document_payload, payload
+from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
 from sglang_ext.protocol import Span
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ ROUNDS = 3
 Run = Callable[[dict[str, Any], int], AsyncGenerator[GenerateChunk, None]]
 """Sends one payload, given the prompt's tokens, and streams the answer."""
 
-RunTogether = Callable[[Sequence[dict[str, Any]]], Awaitable[None]]
+RunTogether = Callable[[Sequence[dict[str, Any]]], Coroutine[Any, Any, None]]
 """Sends several payloads at once and waits until all have ended."""
 
 _Key = tuple[str, bool, tuple[int, ...]]
@@ -31,10 +31,9 @@ _Key = tuple[str, bool, tuple[int, ...]]
 class Documents:
     """Prefills documents for the cache. Concurrent requests for the same document share one prefill."""
 
-    def __init__(self, run: Run, run_together: RunTogether, new_rid: Callable[[str], str]) -> None:
+    def __init__(self, run: Run, run_together: RunTogether) -> None:
         self._run = run
         self._run_together = run_together
-        self._new_rid = new_rid
         self._running: dict[_Key, asyncio.Task[None]] = {}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -56,26 +55,24 @@ class Documents:
                 yield replace(chunk, fallback=reason)
 
     def _send(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        return self._run(payload(request, self._new_rid(request.rid)), len(request.input_ids))
+        return self._run(payload(request, new_rid(request.rid)), len(request.input_ids))
 
     async def prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
         """Compute documents of a request in one batch and leave them in every tier, with their analyses if
         ``analyse``."""
-
-        def key(span: Span) -> _Key:
-            return request.namespace, analyse, tuple(request.input_ids[span.start : span.end])
-
-        wanted = {key(span): span for span in spans}
-        new = {name: span for name, span in wanted.items() if name not in self._running}
+        wanted: dict[_Key, Span] = {
+            (request.namespace, analyse, tuple(request.input_ids[span.start : span.end])): span
+            for span in spans
+        }
+        new = {key: span for key, span in wanted.items() if key not in self._running}
         if new:
-            task = asyncio.create_task(self._prefill(request, list(new.values()), analyse=analyse))
+            name = f"{request.rid}-document"
+            task = asyncio.create_task(
+                self._run_together(
+                    [document_payload(request, span, new_rid(name), analyse=analyse) for span in new.values()]
+                )
+            )
             self._running |= dict.fromkeys(new, task)
-            task.add_done_callback(lambda _: [self._running.pop(name) for name in new])
+            task.add_done_callback(lambda _: [self._running.pop(key) for key in new])
         # Shielded: a client that leaves must not cancel a prefill that others wait for.
-        await asyncio.gather(*(asyncio.shield(task) for task in {self._running[name] for name in wanted}))
-
-    async def _prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
-        name = f"{request.rid}-document"
-        await self._run_together(
-            [document_payload(request, span, self._new_rid(name), analyse=analyse) for span in spans]
-        )
+        await asyncio.gather(*(asyncio.shield(task) for task in {self._running[key] for key in wanted}))

@@ -65,17 +65,14 @@ class RemoteEngine:
             response = await self._client.get(path, timeout=10)
             response.raise_for_status()
             body = response.json()
-        except (httpx.HTTPError, json.JSONDecodeError) as error:
+            if not isinstance(body, dict):
+                raise ValueError("the answer is not a JSON object")
+        except (httpx.HTTPError, ValueError) as error:
             raise Unavailable(
                 f"The engine at {self._url} does not answer {path} as SGLang does: {error}.",
                 hint="Check --engine-url and --engine-api-key, and that SGLang is running there.",
                 code="engine_unreachable",
             ) from error
-        if not isinstance(body, dict):
-            raise Unavailable(
-                f"The engine at {self._url} answered {path} with JSON that is not an object.",
-                code="engine_unreachable",
-            )
         return body
 
     @property

@@ -66,18 +66,22 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     if s.seed is not None:
         sampling["sampling_seed"] = s.seed
     custom: dict[str, Any] = {DISTRIBUTION_FIELD: True} if request.distribution else {}
-    fields = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "stream": True}
+    fields: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": request.input_ids,
+        "sampling_params": sampling,
+        "stream": True,
+    }
     if request.decode:
         custom[DECODE_FIELD] = json.dumps(dict(request.decode))
     if request.strategy not in EXACT_STRATEGIES:
         plan = ContextPlan("compose", request.namespace, request.strategy, request.spans, request.options)
-        sampling["custom_params"] = custom | {PLAN_FIELD: plan.to_json()}
-        return fields
+        custom[PLAN_FIELD] = plan.to_json()
+    else:
+        fields["extra_key"] = f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)
     if custom:
         sampling["custom_params"] = custom
-    return fields | {
-        "extra_key": f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)
-    }
+    return fields
 
 
 def document_payload(request: GenerateRequest, span: Span, rid: str, *, analyse: bool) -> dict[str, Any]:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Embedder", "canonical_name"]
-
 _PACKAGED = "all-MiniLM-L6-v2"
 _MAX_THREADS = 16  # with more, a 6-layer model of width 384 loses more to synchronisation than it gains
 
