@@ -231,7 +231,7 @@ class Answerer:
             self._gate.check(StrategySpec(query.strategy, _own_options(query)).label)
 
     async def _retrieved(self, query: Query) -> tuple[list[RetrievedPassage], int | None, RetrievalTimings]:
-        """Return the passages for the prompt, the version of the searched namespace, and the stages' times."""
+        """Return the passages for the prompt, the version of the searched namespace, and times."""
         if query.documents is not None:
             return query.documents, None, RetrievalTimings()
         found = await self._retriever.retrieve(

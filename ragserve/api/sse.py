@@ -24,7 +24,7 @@ KEEPALIVE_S = 15.0
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``. If the client leaves first, cancel it, wait for its clean-up and raise ClientDisconnect.
+    """Await ``work``. If the client leaves first, cancel it, await its clean-up and raise ClientDisconnect.
 
     The request's body must have been read."""
     task = asyncio.create_task(work)
