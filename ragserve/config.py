@@ -235,16 +235,12 @@ class Settings(BaseSettings):
             raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
-    def _open_address_needs_key(self) -> Settings:
+    def _fit_together(self) -> Settings:
         if self.host not in {"127.0.0.1", "localhost", "::1"} and self.api_key is None:
             raise ValueError(
                 f"host {self.host!r} would serve everyone who can reach it: set --api-key "
                 "(RAGSERVE_API_KEY), or bind to 127.0.0.1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _few_bits_need_our_attention(self) -> Settings:
         if self.kv_bits != 16 and self.sparse_attention == "off":
             raise ValueError(
                 f"kv_bits={self.kv_bits}: only sparse decoding's backend reads such a pool: set "

@@ -43,6 +43,11 @@ class RagserveError(Exception):
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"
 
+    def __init_subclass__(cls, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.status = status or cls.status
+        cls.default_code = code or cls.default_code
+
     def __init__(
         self, message: str, *, hint: str = "", code: str | None = None, param: str | None = None
     ) -> None:
@@ -70,55 +75,34 @@ class RagserveError(Exception):
         }
 
 
-class InvalidRequest(RagserveError):
-    status = 400
-    default_code = "invalid_request"
+class InvalidRequest(RagserveError, status=400, code="invalid_request"): ...
 
 
-class PromptTooLong(InvalidRequest):
-    default_code = "prompt_too_long"
+class PromptTooLong(InvalidRequest, code="prompt_too_long"): ...
 
 
-class Unauthorized(RagserveError):
-    status = 401
-    default_code = "invalid_api_key"
+class Unauthorized(RagserveError, status=401, code="invalid_api_key"): ...
 
 
-class NotFound(RagserveError):
-    status = 404
-    default_code = "not_found"
+class NotFound(RagserveError, status=404, code="not_found"): ...
 
 
-class Conflict(RagserveError):
-    status = 409
-    default_code = "conflict"
+class Conflict(RagserveError, status=409, code="conflict"): ...
 
 
-class TooLarge(RagserveError):
-    status = 413
-    default_code = "too_large"
+class TooLarge(RagserveError, status=413, code="too_large"): ...
 
 
-class UnsupportedDocument(RagserveError):
-    status = 415
-    default_code = "unsupported_document"
+class UnsupportedDocument(RagserveError, status=415, code="unsupported_document"): ...
 
 
-class TooManyRequests(RagserveError):
-    status = 429
-    default_code = "too_many_requests"
+class TooManyRequests(RagserveError, status=429, code="too_many_requests"): ...
 
 
-class EngineError(RagserveError):
-    status = 502
-    default_code = "engine_error"
+class EngineError(RagserveError, status=502, code="engine_error"): ...
 
 
-class Unavailable(RagserveError):
-    status = 503
-    default_code = "unavailable"
+class Unavailable(RagserveError, status=503, code="unavailable"): ...
 
 
-class StorageFull(RagserveError):
-    status = 507
-    default_code = "storage_full"
+class StorageFull(RagserveError, status=507, code="storage_full"): ...

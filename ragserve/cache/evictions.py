@@ -21,7 +21,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache import folder, lock
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
-from ragserve.errors import NotFound, RagserveError, Unavailable
+from ragserve.errors import RagserveError, Unavailable
 from ragserve.files import write_json
 from ragserve_index import Eviction, EvictionLog, IndexStore
 from ragserve_index.evictions import by_namespace
@@ -99,23 +99,15 @@ class Evictor:
         """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
             for namespace, gone in by_namespace(rows).items():
-                if any(row.text is None for row in gone) and (
-                    before is None or not await asyncio.to_thread(self._exists, namespace)
-                ):
-                    await self._engine.forget(namespace, None)
+                if any(row.text is None for row in gone):
+                    infos = await asyncio.to_thread(self._store.namespaces)
+                    if before is None or namespace not in {info.name for info in infos}:
+                        await self._engine.forget(namespace, None)
                 if texts := [row for row in gone if row.text is not None]:
-                    await self._engine.forget(
-                        namespace, await asyncio.to_thread(_token_ids, self._prompts, texts)
-                    )
+                    ids = await asyncio.to_thread(_token_ids, self._prompts, texts)
+                    await self._engine.forget(namespace, ids)
             last_id = rows[-1].id
         return last_id
-
-    def _exists(self, namespace: str) -> bool:
-        try:
-            self._store.namespace(namespace)
-        except NotFound:
-            return False
-        return True
 
 
 def note_engine(settings: Settings, tokenizer: str) -> None:

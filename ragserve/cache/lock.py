@@ -6,7 +6,7 @@ or removes files, holds it exclusively. The kernel releases it when its holder d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ragserve.errors import Conflict
@@ -28,11 +28,9 @@ def shared(data_dir: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def alone(data_dir: Path, wait_s: float = 0.0) -> Iterator[bool]:
+def alone(data_dir: Path, wait_s: float = 0.0) -> AbstractContextManager[bool]:
     """Whether nobody else uses the cache; while the block lasts, nobody will."""
-    with locked(_lock_file(data_dir), wait_s=wait_s) as acquired:
-        yield acquired
+    return locked(_lock_file(data_dir), wait_s=wait_s)
 
 
 def _lock_file(data_dir: Path) -> Path:

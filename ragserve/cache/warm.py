@@ -17,7 +17,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest
 from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
-from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress
+from ragserve.ingest.jobs.job_report import Interrupted, JobReport, OnProgress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
 from ragserve_index import IndexStore, JobStore
@@ -82,7 +82,7 @@ class Warmer:
     ) -> None:
         self.store = store
         self.prompts = prompts
-        self._engine = engine
+        self.engine = engine
         self._loop = loop
         self.jobs = JobStore(store)
 
@@ -90,7 +90,7 @@ class Warmer:
         self,
         job_id: str,
         *,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: OnProgress | None = None,
         stop: threading.Event | None = None,
         wait: bool = False,
     ) -> JobReport:
@@ -111,14 +111,9 @@ class Warmer:
         """Warm-ups leave nothing behind; returns 0."""
         return 0
 
-    @property
-    def max_tokens(self) -> int:
-        """Longest document that the engine takes, in tokens."""
-        return self._engine.info.max_prompt_tokens
-
     def check(self) -> None:
         """Raise InvalidRequest if the engine never reads the document cache."""
-        info = self._engine.info
+        info = self.engine.info
         if set(info.strategies) <= set(EXACT_STRATEGIES):
             raise InvalidRequest(
                 "This engine cannot compose contexts from cached documents, so warming them is of no use.",
@@ -126,15 +121,8 @@ class Warmer:
                 code="no_document_cache",
             )
 
-    def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
-        """The tiers that have these documents (token ids)."""
-        return self._call(self._engine.where(namespace, documents))
-
-    def compute(self, request: GenerateRequest) -> None:
-        """Compute the KV of a request's documents."""
-        self._call(self._engine.warm(request))
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a call of the engine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
@@ -147,7 +135,7 @@ class _WarmRun:
         self._progress = run.progress
         self._should_stop = run.should_stop
         self._notify = run.notify
-        self._start = warmer.where(run.job.namespace, [])
+        self._start = self._where([])
         self._size = 0  # of all documents of the job that are, or are to be, in the lasting tier
 
     def run(self) -> None:
@@ -156,16 +144,14 @@ class _WarmRun:
         """
         self._warmer.check()
         self._notify()
-        before: _Group | None = None
+        before = _Group()
         for group in self._groups():
             if self._should_stop():
                 raise Interrupted
             self._compute(group)
-            if before is not None:
-                self._settle(before)
-            before = group
-        if before is not None:
             self._settle(before)
+            before = group
+        self._settle(before)
 
     def _groups(self) -> Iterator[_Group]:
         group = _Group()
@@ -189,45 +175,42 @@ class _WarmRun:
         for pending in warmer.jobs.items(self._job.job_id, "pending"):
             item = _Item(pending.source)
             try:
-                document = warmer.store.find_source(namespace, pending.source)
-                chunks = (
-                    warmer.store.document_chunks(namespace, document.doc_id) if document is not None else []
-                )
+                document = _find(warmer.store, namespace, pending.source)
+                chunks = warmer.store.document_chunks(namespace, document.doc_id)
             except NotFound:
-                document, chunks = None, []
-            if document is None:
                 self._record(item, "skipped", "it is no longer indexed")
                 continue
             item.doc_id = document.doc_id
             pieces = [warmer.prompts.document_ids(chunk.title, chunk.text) for chunk in chunks]
-            if reason := self._unfit(pieces):
+            item.size = sum(self._start.bytes_of(len(ids)) for ids in pieces)
+            if reason := self._unfit(pieces, item.size):
+                item.size = 0
                 self._record(item, *reason)
                 continue
-            item.size = sum(self._start.bytes_of(len(ids)) for ids in pieces)
             self._size += item.size
             yield item, pieces
 
-    def _unfit(self, pieces: Sequence[Sequence[int]]) -> tuple[str, str] | None:
-        """(state, reason) if a document cannot be warmed."""
-        longest = max(map(len, pieces), default=0)
+    def _unfit(self, pieces: Sequence[Sequence[int]], size: int) -> tuple[str, str] | None:
+        """(state, reason) if a document of ``size`` bytes of KV cannot be warmed."""
+        longest, limit = max(map(len, pieces), default=0), self._warmer.engine.info.max_prompt_tokens
         if not longest:
             return "skipped", "it has no text"
-        if longest > self._warmer.max_tokens:
-            return "failed", f"a chunk has {longest} tokens, the engine takes {self._warmer.max_tokens}"
-        budget = self._start.budget_bytes
-        if budget is not None and self._size + sum(self._start.bytes_of(len(ids)) for ids in pieces) > budget:
-            setting = f"kv_{self._start.lasting}_bytes"
-            return (
-                "skipped",
-                f"no room: documents of this job fill the {self._start.lasting} tier's {budget:,} bytes "
-                f"({setting})",
-            )
+        if longest > limit:
+            return "failed", f"a chunk has {longest} tokens, the engine takes {limit}"
+        budget, tier = self._start.budget_bytes, self._start.lasting
+        if budget is not None and self._size + size > budget:
+            reason = f"no room: documents of this job fill the {tier} tier's {budget:,} bytes"
+            return "skipped", f"{reason} (kv_{tier}_bytes)"
         return None
+
+    def _where(self, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        """The tiers that have these documents (token ids)."""
+        return self._warmer.call(self._warmer.engine.where(self._job.namespace, documents))
 
     def _compute(self, group: _Group) -> None:
         """Compute the chunks that are not in the lowest tier, at the pace of the disk."""
         ids = [ids for _, ids in group.pieces]
-        found = self._warmer.where(self._job.namespace, ids)
+        found = self._where(ids)
         group.new = [below not in (found.lasting, "writing") for below in found.below]
         spans: dict[_Item, list[Span]] = {}
         prompt: list[int] = []
@@ -239,36 +222,26 @@ class _WarmRun:
             return
         wanted = sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new)
         self._wait(found, lambda now: now.write_room_bytes >= wanted or not now.queued_bytes, [])
-        request = GenerateRequest(
-            self._job.job_id,
-            prompt,
-            self._job.namespace,
-            spans=tuple(s for some in spans.values() for s in some),
-        )
+        if self._failure(prompt, [span for own in spans.values() for span in own]) is None:
+            return
+        for item, own in spans.items():  # each document by itself, to find the one that fails
+            item.reason = self._failure(prompt, own) or item.reason
+
+    def _failure(self, prompt: list[int], spans: Sequence[Span]) -> str | None:
+        """Compute documents of ``prompt``; why that failed, if it did. Raises ``Unavailable``."""
+        request = GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(spans))
         try:
-            self._warmer.compute(request)
+            self._warmer.call(self._warmer.engine.warm(request))
         except Unavailable:
             raise
-        except RagserveError:
-            self._compute_singly(prompt, spans)
-
-    def _compute_singly(self, prompt: list[int], spans: dict[_Item, list[Span]]) -> None:
-        """Compute each document of a failed group by itself, to find the one that fails."""
-        for item, own in spans.items():
-            try:
-                self._warmer.compute(
-                    GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(own))
-                )
-            except Unavailable:
-                raise
-            except RagserveError as error:
-                item.reason = str(error)
+        except RagserveError as error:
+            return str(error)
+        return None
 
     def _settle(self, group: _Group) -> None:
         """Wait until the group has reached the lowest tier, and record the documents that end with it."""
         ids = [ids for _, ids in group.pieces]
-        found = self._warmer.where(self._job.namespace, ids)
-        found = self._wait(found, lambda now: "writing" not in now.below, ids)
+        found = self._wait(self._where(ids), lambda now: "writing" not in now.below, ids)
         for (item, piece), new, below in zip(group.pieces, group.new, found.below, strict=True):
             item.left -= 1
             item.computed += new
@@ -276,7 +249,8 @@ class _WarmRun:
             if below != found.lasting and item.reason is None:
                 item.reason = self._why(found)
             if not item.left and item.source:
-                self._end(item)
+                done = "warmed" if item.computed else "unchanged"
+                self._record(item, done if item.reason is None else "failed", item.reason)
 
     def _wait(
         self, found: Whereabouts, done: Callable[[Whereabouts], bool], ids: Sequence[Sequence[int]]
@@ -291,31 +265,20 @@ class _WarmRun:
             if found.queued_bytes != queued:
                 queued, since = found.queued_bytes, time.monotonic()
             if time.monotonic() - since > _STALLED_S:
-                raise Unavailable(
-                    f"Nothing was written to disk for {_STALLED_S:g} s.",
-                    hint="See the server's log.",
-                    code="disk_stalled",
-                )
+                message = f"Nothing was written to disk for {_STALLED_S:g} s."
+                raise Unavailable(message, hint="See the server's log.", code="disk_stalled")
             time.sleep(_POLL_S)
-            found = self._warmer.where(self._job.namespace, ids)
+            found = self._where(ids)
         return found
 
     def _why(self, found: Whereabouts) -> str:
         """Why a computed document did not reach its tier. Raises ``StorageFull`` if no document can."""
         new = {name: n - self._start.faults.get(name, 0) for name, n in found.faults.items()}
         if new.get("disk_full"):
-            raise StorageFull(
-                "The disk of the document cache is full.",
-                hint="Free some space, or give the cache less: kv_disk_bytes.",
-            )
+            hint = "Free some space, or give the cache less: kv_disk_bytes."
+            raise StorageFull("The disk of the document cache is full.", hint=hint)
         faults = ", ".join(name for name, n in new.items() if n > 0)
         return f"not kept on {found.lasting}" + (f" ({faults})" if faults else ": evicted, or no room")
-
-    def _end(self, item: _Item) -> None:
-        if item.reason is not None:
-            self._record(item, "failed", item.reason)
-        else:
-            self._record(item, "warmed" if item.computed else "unchanged", None)
 
     def _record(self, item: _Item, state: str, reason: str | None) -> None:
         progress = self._progress

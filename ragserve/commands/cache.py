@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ragserve.client import Client
+from ragserve.commands.options import ApiKey
 from ragserve.errors import Conflict
 
 _app = typer.Typer(
@@ -20,7 +21,6 @@ Url = Annotated[
     str | None,
     typer.Option(envvar="RAGSERVE_URL", help="Address of a running server. Default: read the files on disk."),
 ]
-ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")]
 DataDir = Annotated[Path, typer.Option(envvar="RAGSERVE_DATA_DIR", help="Data folder; ignored with --url.")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ import typer
 
 from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import print_json
-from ragserve.commands.options import with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
 from ragserve.errors import NotFound
 
@@ -21,29 +21,13 @@ if TYPE_CHECKING:
     from ragserve_index import IndexStore
     from ragserve_index.types import Document
 
-_ENGINE_SETTINGS = (
-    "data_dir",
-    "model",
-    "tokenizer",
-    "dtype",
-    "max_total_tokens",
-    "mem_fraction_static",
-    "tp_size",
-    "engine_args",
-    "kv_host_bytes",
-    "kv_disk_bytes",
-    "kv_storage",
-    "api_key",
-)
+_WARM_SETTINGS = ("data_dir", "model", *ENGINE_SETTINGS, "kv_disk_bytes", "kv_storage", "api_key")
 _WARM_HELP = (
     "Compute documents' KV ahead of queries, into every cache tier down to the disk. The server at --url, or "
     "the one that uses the data folder, computes it; if none runs, an engine started for it does, and a "
     "later server finds the result. Cached documents are skipped. Exit status: 0 if all are cached; 3 if "
     "some are not, each listed with its reason; 130 after Ctrl-C."
 )
-
-_NamespaceOption = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
-_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +36,7 @@ def register(app: typer.Typer) -> None:
     docs.command("show")(with_settings(show, ["data_dir"]))
     docs.command("rm")(with_settings(rm, ["data_dir", "model", "tokenizer"]))
     docs.command("drop")(with_settings(drop, ["data_dir"]))
-    docs.command("warm", help=_WARM_HELP)(with_settings(warm, _ENGINE_SETTINGS))
+    docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
     app.add_typer(docs, name="docs")
 
 
@@ -63,7 +47,7 @@ def ls(
     ] = None,
     prefix: Annotated[str | None, typer.Option(help="List only sources that start with this.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="List at most this many documents.")] = 10_000,
-    as_json: _JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """List documents."""
     from ragserve.ingest.prune import every_document
@@ -84,21 +68,20 @@ def ls(
 def show(
     settings: Settings,
     document: Annotated[str, typer.Argument(metavar="DOC_ID|SOURCE")],
-    namespace: _NamespaceOption = "default",
+    namespace: Namespace = "default",
     text: Annotated[
         bool, typer.Option("--text", help="Print only the text, joined from its chunks.")
     ] = False,
-    as_json: _JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a document and its chunks."""
     with _store(settings) as store:
         found = _resolve(store, namespace, document)
         chunks = store.document_chunks(namespace, found.doc_id)
     if as_json:
-        own = ("chunk_id", "ordinal", "start", "end", "page", "n_tokens", "text")
-        print_json(
-            {**_plain(found), "chunks": [{name: getattr(chunk, name) for name in own} for chunk in chunks]}
-        )
+        names = ("chunk_id", "ordinal", "start", "end", "page", "n_tokens", "text")
+        own = [{name: getattr(chunk, name) for name in names} for chunk in chunks]
+        print_json({**_plain(found), "chunks": own})
         return
     if text:
         typer.echo("".join(chunk.text for chunk in chunks))
@@ -114,8 +97,8 @@ def show(
 def rm(
     settings: Settings,
     documents: Annotated[list[str], typer.Argument(metavar="DOC_ID|SOURCE...")],
-    namespace: _NamespaceOption = "default",
-    as_json: _JsonOption = False,
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
 ) -> None:
     """Remove documents and their cached KV. Exits with 1 if any does not exist, after removing the others."""
     from ragserve.cache.evictions import clean_files
@@ -123,12 +106,11 @@ def rm(
     removed: list[Document] = []
     missing: list[str] = []
     with _store(settings) as store:
+        store.namespace(namespace)  # must exist
         for name in documents:
             try:
                 removed.append(store.remove_document(namespace, _resolve(store, namespace, name).doc_id))
-            except NotFound as error:
-                if error.code == "namespace_not_found":
-                    raise
+            except NotFound:
                 missing.append(name)
         clean_files(settings, store)
     if as_json:
@@ -145,7 +127,7 @@ def rm(
 def drop(
     settings: Settings,
     namespace: Annotated[str, typer.Argument(help="Namespace to remove.")],
-    as_json: _JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove a namespace with all its documents and their cached KV."""
     from ragserve.cache.evictions import clean_files
@@ -169,7 +151,7 @@ def warm(
         str | None,
         typer.Option(envvar="RAGSERVE_URL", help="Address of a server to use instead of the data folder."),
     ] = None,
-    as_json: _JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Its help text is ``_WARM_HELP``."""
     from ragserve.cache.warm import submit_warm
@@ -206,9 +188,8 @@ def _warm_by_server(
         print_json(job)
     else:
         summary = ", ".join(f"{n:,} {state}" for state, n in counts.items())
-        typer.echo(
-            f"{summary}; {job['chunks']:,} chunks, {job['tokens']:,} tokens computed ({job['job_id']})"
-        )
+        computed = f"{job['chunks']:,} chunks, {job['tokens']:,} tokens computed"
+        typer.echo(f"{summary}; {computed} ({job['job_id']})")
     if counts.get("failed") or counts.get("skipped"):
         raise typer.Exit(3)
 
@@ -218,28 +199,22 @@ def _store(settings: Settings) -> Iterator[IndexStore]:
     from ragserve_index import IndexStore
 
     if not settings.data_dir.is_dir():
-        raise NotFound(
-            f"There is no data in {settings.data_dir}.", hint="Ingest something first, or give --data-dir."
-        )
+        hint = "Ingest something first, or give --data-dir."
+        raise NotFound(f"There is no data in {settings.data_dir}.", hint=hint)
     with IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device) as store:
         yield store
 
 
 def _resolve(store: IndexStore, namespace: str, name: str) -> Document:
     """Find a document by doc_id, by source, or by a path that leads to the source."""
-    try:
+    store.namespace(namespace)  # must exist
+    with suppress(NotFound):
         return store.document(namespace, name)
-    except NotFound as error:
-        if error.code == "namespace_not_found":
-            raise
     for source in (name, os.path.realpath(os.path.expanduser(name))):
         if (found := store.find_source(namespace, source)) is not None:
             return found
-    raise NotFound(
-        f"No document {name!r} in namespace {namespace!r}.",
-        hint="See `ragserve docs ls`.",
-        code="document_not_found",
-    )
+    message = f"No document {name!r} in namespace {namespace!r}."
+    raise NotFound(message, hint="See `ragserve docs ls`.", code="document_not_found")
 
 
 def _plain(document: Document) -> dict[str, Any]:

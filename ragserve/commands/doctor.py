@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -15,43 +16,23 @@ from rich.table import Table
 
 from ragserve.commands.doctor_checks import Check, examine
 from ragserve.commands.job_console import print_json
-from ragserve.commands.options import problems
+from ragserve.commands.options import AsJson, problems, with_settings
 from ragserve.config import Settings, load
 
+_MODELS = ("model", "tokenizer", "embedder")
+_SETTINGS = ("data_dir", *_MODELS, "engine_url", "host", "port", "index_device", "tp_size")
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
+    app.command("doctor")(with_settings(doctor, _SETTINGS, make=dict))
 
 
-def doctor(
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the registry and the indexes.")] = None,
-    model: Annotated[str | None, typer.Option(help="Generation model.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if it differs from the model's.")] = None,
-    embedder: Annotated[str | None, typer.Option(help="Embedding model.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Address of an SGLang server to use.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
-    index_device: Annotated[str | None, typer.Option(help="cpu or gpu.")] = None,
-    tp_size: Annotated[int | None, typer.Option(help="GPUs that share the model.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-) -> None:
+def doctor(flags: dict[str, Any], as_json: AsJson = False) -> None:
     """Check versions, plugins, GPU, model, embedder, disk, index, port and engine.
 
     Exits with 1 if something will not work.
     """
-    flags: dict[str, Any] = {
-        "data_dir": data_dir,
-        "model": model,
-        "tokenizer": tokenizer,
-        "embedder": embedder,
-        "engine_url": engine_url,
-        "host": host,
-        "port": port,
-        "index_device": index_device,
-        "tp_size": tp_size,
-    }
     given = {name for name, value in flags.items() if value is not None}
     # Nothing is downloaded during the checks. Hugging Face's libraries read this when they are imported.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,9 +45,7 @@ def doctor(
         rows = provenance(settings, given)
     failed = any(check.status == "fail" for check in checks)
     if as_json:
-        found = [
-            {"name": c.name, "status": c.status, "found": c.found, "advice": c.advice or None} for c in checks
-        ]
+        found = [asdict(check) | {"advice": check.advice or None} for check in checks]
         values = [{"name": name, "value": value, "from": source} for name, value, source in rows]
         print_json({"ok": not failed, "checks": found, "settings": values})
     else:
@@ -94,19 +73,17 @@ def provenance(settings: Settings, given: set[str]) -> list[tuple[str, Any, str]
     The source is flag, environment, ragserve.toml or default; ``given`` names the settings given as flags.
     """
     path = Path("ragserve.toml")
+    variables = [name.lower() for name in os.environ]
     sources = {  # the first that names a setting wins
         "flag": given,
-        "environment": {
-            n.lower().removeprefix("ragserve_") for n in os.environ if n.lower().startswith("ragserve_")
-        },
+        "environment": {name.removeprefix("ragserve_") for name in variables if name.startswith("ragserve_")},
         "ragserve.toml": set(tomllib.loads(path.read_text())) if path.exists() else set(),
         "default": set(Settings.model_fields),
     }
     rows = []
     for name in Settings.model_fields:
         value = getattr(settings, name)
-        if isinstance(value, (SecretStr, Path)):
-            value = str(value)
+        value = str(value) if isinstance(value, (SecretStr, Path)) else value
         rows.append((name, value, next(source for source, names in sources.items() if name in names)))
     return rows
 

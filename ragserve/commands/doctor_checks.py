@@ -82,10 +82,8 @@ def _versions(_: Settings) -> Finding:
     if installed != SGLANG_VERSION:
         return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
     pins = _pins()
-    wrong = [
-        f"{n} {_installed(n) or 'missing'} (pinned {pin})" for n, pin in pins.items() if _installed(n) != pin
-    ]
-    if wrong:
+    have = {name: _installed(name) for name in pins}
+    if wrong := [f"{n} {have[n] or 'missing'} (pinned {pin})" for n, pin in pins.items() if have[n] != pin]:
         found = f"{len(wrong)} of {len(pins)} pins differ: {', '.join(wrong[:5])}"
         return "warn", found, "Run scripts/install to get the set that was tested together."
     return "ok", f"sglang {installed}; all {len(pins)} pins match"
@@ -150,17 +148,12 @@ def _device(settings: Settings) -> Finding:
         names = ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus)
         found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {names}"
         if settings.tp_size > len(gpus) and not settings.engine_url:
-            return (
-                "fail",
-                found,
-                f"tp_size {settings.tp_size} needs more GPUs than there are: lower --tp-size.",
-            )
+            advice = f"tp_size {settings.tp_size} needs more GPUs than there are: lower --tp-size."
+            return "fail", found, advice
         return "ok", found
     found = f"torch {torch.__version__}, no GPU, {len(os.sched_getaffinity(0))} cores"
     if shutil.which("nvidia-smi"):
-        advice = (
-            "This machine has NVIDIA's driver, but this torch cannot use it: install a CUDA build of torch."
-        )
+        advice = "NVIDIA's driver is here, but this torch cannot use it: install a CUDA build of torch."
         return "warn", found, advice
     return "ok", found
 
@@ -181,9 +174,8 @@ def _model(settings: Settings) -> Finding:
         folder = Path(cached).parent
     if not (folder / "config.json").exists():
         return "fail", f"{folder} has no config.json", "Give --model a folder in Hugging Face's layout."
-    weights = {
-        path: path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)
-    }
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    weights = {path: path.stat().st_size for path in files}
     if not weights:
         return "fail", f"{folder} has no weights (*.safetensors, *.bin)", "Download the complete model."
     pointer = b"version https://git-lfs"
@@ -213,11 +205,8 @@ def _tokenizer(settings: Settings) -> Finding:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         if local:
-            return (
-                "fail",
-                f"{name}: {str(error).splitlines()[0]}",
-                "Give --tokenizer a folder with tokenizer.json.",
-            )
+            advice = "Give --tokenizer a folder with tokenizer.json."
+            return "fail", f"{name}: {str(error).splitlines()[0]}", advice
         return "warn", f"{name} is not on this machine", "It will be downloaded when the server starts."
     if not tokenizer.chat_template:
         advice = (

@@ -20,6 +20,7 @@ from ragserve.errors import InvalidRequest, TooLarge
 
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import PathOptions
+    from ragserve_index import IndexStore
 
 _SETTINGS = ("data_dir", "model", "tokenizer", "embedder", "embed_device", "chunk_tokens", "index_type")
 _EPILOG = (
@@ -82,17 +83,21 @@ def ingest(
     if bool(given) == bool(resume):
         raise InvalidRequest("Say what to ingest: paths, URLs, - for stdin, or --resume JOB.")
     if "-" in given and (len(given) > 1 or not name or follow_changes):
-        raise InvalidRequest(
-            "Standard input is ingested alone and needs a name: ragserve ingest - --name notes.md"
-        )
+        message = "Standard input is ingested alone and needs a name: ragserve ingest - --name notes.md"
+        raise InvalidRequest(message)
 
     from ragserve.ingest.ingestor import PathOptions
     from ragserve.ingest.sources import parse_metadata
+    from ragserve_index import IndexStore
 
     if warm:
         check_warm(settings, repeated=follow_changes)
     options = PathOptions(recursive, tuple(globs or ()), prune, parse_metadata(metadata or []), warm)
-    with signals_stop() as signals, _Session(settings, signals.stop, as_json) as session:
+    with (
+        signals_stop() as signals,
+        IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device) as store,
+    ):
+        session = _Session(settings, store, signals.stop, as_json)
         if resume:
             session.run(resume, wait=True)
         elif given == ["-"]:
@@ -109,39 +114,26 @@ def ingest(
 
 
 class _Session:
-    """The store and the ingestor of one command; counts ``files`` looked at and ``failed``."""
+    """The ingestor of one command; counts ``files`` looked at and ``failed``."""
 
-    def __init__(self, settings: Settings, stop: threading.Event, as_json: bool) -> None:
+    def __init__(self, settings: Settings, store: IndexStore, stop: threading.Event, as_json: bool) -> None:
         from rich.console import Console
 
+        from ragserve.cache.evictions import clean_files
+        from ragserve.ingest.ingestor import Ingestor
+        from ragserve.retrieval.embedder import Embedder
+
+        def embedder() -> Embedder:
+            device, batch = settings.embed_device, settings.embed_batch
+            return Embedder(settings.embedder, device=device, batch_size=batch)
+
         self._settings = settings
+        self._store = store
         self._stop = stop
         self._as_json = as_json
         self._console = Console(quiet=as_json)
         self.files = self.failed = 0
-
-    def __enter__(self) -> _Session:
-        from ragserve.cache.evictions import clean_files
-        from ragserve.ingest.ingestor import Ingestor
-        from ragserve.retrieval.embedder import Embedder
-        from ragserve_index import IndexStore
-
-        settings = self._settings
-        self._store = IndexStore(
-            settings.data_dir, index_type=settings.index_type, device=settings.index_device
-        )
-        self.ingestor = Ingestor(
-            settings,
-            self._store,
-            lambda: Embedder(
-                settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch
-            ),
-            evict=lambda: clean_files(settings, self._store),
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._store.close()
+        self.ingestor = Ingestor(settings, store, embedder, evict=lambda: clean_files(settings, store))
 
     def run(self, job_id: str, *, wait: bool = False, pruned: bool = False, compact: bool = False) -> None:
         """Run a job and the warm-up that may follow it, and report both."""
@@ -152,9 +144,8 @@ class _Session:
         if not self._as_json:
             print_report(self._console, report, pruned=pruned)
             if report.state == "interrupted":
-                self._console.print(
-                    f"Interrupted. Run the same command again, or: ragserve ingest --resume {job_id}"
-                )
+                advice = f"Run the same command again, or: ragserve ingest --resume {job_id}"
+                self._console.print(f"Interrupted. {advice}")
         warmed = None
         if report.warm_job is not None:
             warmed = show_warm(self._settings, self._store, report.warm_job, self._stop, quiet=self._as_json)
@@ -168,13 +159,7 @@ class _Session:
         """Ingest ``inputs``, then what changes in them, until the command is stopped."""
         from ragserve.ingest.watch import Watch
 
-        with Watch(
-            inputs,
-            recursive=options.recursive,
-            globs=options.globs,
-            exclude=self._settings.data_dir,
-            stop=self._stop,
-        ) as watch:
+        with Watch(inputs, options.recursive, options.globs, self._settings.data_dir, self._stop) as watch:
             job = self.ingestor.submit_paths(namespace, inputs, options)
             roots = job.spec["roots"]
             self.run(job.job_id, pruned=options.prune, compact=True)
@@ -194,10 +179,9 @@ class _Session:
                 f"Standard input has more than {limit:,} bytes.",
                 hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
             )
-        upload = Upload(name, io.BytesIO(data))
-        return self.ingestor.submit_files(
-            namespace, [upload], options.metadata, kind="stdin", warm=options.warm
-        ).job_id
+        uploads = [Upload(name, io.BytesIO(data))]
+        submit = self.ingestor.submit_files
+        return submit(namespace, uploads, options.metadata, kind="stdin", warm=options.warm).job_id
 
 
 class _Signals:

@@ -15,14 +15,11 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.job_report import Progress as Counts
@@ -32,17 +29,6 @@ _SHOWN_FAILURES = 20
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
-
-
-class _Rates(ProgressColumn):
-    """Chunks and tokens per second, counted from the first file: loading models is not ingestion speed."""
-
-    def render(self, task: Task) -> Text:
-        seconds = max(time.monotonic() - task.fields["started"], 1e-3) if task.fields["started"] else 0.0
-        if not seconds or not task.fields["chunks"]:
-            return Text("")
-        chunks, tokens = (task.fields[name] / seconds for name in ("chunks", "tokens"))
-        return Text(f"{chunks:,.0f} chunks/s  {tokens:,.0f} tokens/s", style="cyan")
 
 
 @contextmanager
@@ -56,25 +42,22 @@ def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Count
         TextColumn("files"),
         MofNCompleteColumn(),
         BarColumn(),
-        _Rates(),
+        TextColumn("{task.fields[rates]}", style="cyan"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[name]}"),
     )
+    started = 0.0
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, chunks=0, tokens=0, started=0.0, name="")
+        task = bar.add_task("", total=None, rates="", name="")
 
         def show(counts: Counts) -> None:
-            started = bar.tasks[0].fields["started"] or time.monotonic()
+            nonlocal started
+            started = started or time.monotonic()  # at the first file: loading models is not ingestion speed
+            seconds = max(time.monotonic() - started, 1e-3)
+            chunks, tokens = counts.chunks / seconds, counts.tokens / seconds
+            rates = f"{chunks:,.0f} chunks/s  {tokens:,.0f} tokens/s" if chunks else ""
             name = escape(counts.current.rsplit("/", 1)[-1][:40])
-            bar.update(
-                task,
-                total=counts.total,
-                completed=counts.done,
-                chunks=counts.chunks,
-                tokens=counts.tokens,
-                started=started,
-                name=name,
-            )
+            bar.update(task, total=counts.total, completed=counts.done, rates=rates, name=name)
 
         yield show
 
@@ -88,9 +71,10 @@ def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right")
     done = "warmed" if progress.warmed else "indexed"
-    for name in ("total", "indexed", "warmed", "unchanged", "failed", "skipped", "removed"):
-        if name in {"total", done, "unchanged", "failed"} or summary["files"][name]:
-            table.add_row("files" if name == "total" else f"  {name}", f"{summary['files'][name]:,}")
+    table.add_row("files", f"{progress.total:,}")
+    for name in ("indexed", "warmed", "unchanged", "failed", "skipped", "removed"):
+        if name in {done, "unchanged", "failed"} or summary["files"][name]:
+            table.add_row(f"  {name}", f"{summary['files'][name]:,}")
     table.add_row(f"chunks {done}", f"{progress.chunks:,}")
     table.add_row(f"tokens {done}", f"{progress.tokens:,}")
     table.add_row("seconds", f"{report.seconds:,.1f}")
@@ -98,11 +82,8 @@ def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
     console.print(table)
     _print_some(console, "failed", [f"{source}: {reason}" for source, reason in report.failures])
-    if report.vanished:
-        kept = "still indexed though their files are gone (remove them with --prune)"
-        _print_some(
-            console, "removed because their files are gone" if pruned else kept, list(report.vanished)
-        )
+    kept = "still indexed though their files are gone (remove them with --prune)"
+    _print_some(console, "removed because their files are gone" if pruned else kept, list(report.vanished))
 
 
 def _print_some(console: Console, title: str, lines: list[str]) -> None:

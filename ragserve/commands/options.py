@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
@@ -15,11 +15,11 @@ from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 
 _PLAIN = (int, float, str, Path)
-_OBJECTS = frozenset(
-    name
-    for name, field in Settings.model_fields.items()
-    if getattr(field.annotation, "__origin__", None) is dict
-)
+_OBJECTS = {name for name, field in Settings.model_fields.items() if get_origin(field.annotation) is dict}
+
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")]
 
 # for commands that start an engine for one piece of work
 ENGINE_SETTINGS = (
@@ -34,12 +34,15 @@ ENGINE_SETTINGS = (
 )
 
 
-def with_settings(command: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., Any]:
+def with_settings(
+    command: Callable[..., Any], names: Iterable[str] | None = None, *, make: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Turn ``command(settings, ...)`` into a Typer callback.
 
-    Its flags are the command's other parameters and the settings ``names`` (default: all).
+    Its flags are the command's other parameters and the settings ``names`` (default: all). ``make`` makes the
+    first argument of the flags, by default `settings_from`.
     """
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     taken = {parameter.name for parameter in own}
     fields = [name for name in names or Settings.model_fields if name not in taken]
     flags = [_parameter(name) for name in fields]
@@ -47,9 +50,8 @@ def with_settings(command: Callable[..., Any], names: Iterable[str] | None = Non
     def run(**given: Any) -> Any:
         chosen = {name: given.pop(name) for name in fields}
         for name in _OBJECTS.intersection(fields):
-            if isinstance(chosen[name], str):
-                chosen[name] = _json_object(name, chosen[name])
-        return command(settings_from(**chosen), **given)
+            chosen[name] = json_object(_flag(name), chosen[name], example='{"page_size": 16}')
+        return command((make or settings_from)(**chosen), **given)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
@@ -83,14 +85,17 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    hint = f"""Example: {_flag(name)} '{{"page_size": 16}}'."""
+def json_object(flag: str, text: str | None, *, example: str) -> dict[str, Any] | None:
+    """Parse a flag's JSON object. Raises ``InvalidRequest``."""
+    if text is None:
+        return None
+    hint = f"Example: {flag} '{example}'."
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{_flag(name)} is not JSON: {error}.", hint=hint) from None
+        raise InvalidRequest(f"{flag} is not JSON: {error}.", hint=hint) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{_flag(name)} must be a JSON object.", hint=hint)
+        raise InvalidRequest(f"{flag} must be a JSON object.", hint=hint)
     return value
 
 

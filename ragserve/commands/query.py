@@ -12,30 +12,27 @@ from rich.console import Console
 
 from ragserve.answering.results import Answer, Citation
 from ragserve.client import Client, error_of
-from ragserve.errors import InvalidRequest, RagserveError, Unavailable
+from ragserve.commands.options import ApiKey, json_object
+from ragserve.errors import RagserveError, Unavailable
 from ragserve.strategy_spec import parse
 
 _URL = "http://127.0.0.1:30000"
+_FILTER = '{"op":"eq","field":"lang","value":"en"}'
 _EXCERPT_CHARS = 160
 
 
 def register(app: typer.Typer) -> None:
-    app.command(
-        "query", help="Ask a running server. Prints the answer, its citations, token counts and timings."
-    )(query)
+    help_ = "Ask a running server. Prints the answer, its citations, token counts and timings."
+    app.command("query", help=help_)(query)
 
 
 def query(
     question: Annotated[str, typer.Argument(help="The question.")],
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace to search.")] = "default",
     url: Annotated[str, typer.Option(envvar="RAGSERVE_URL", help="Address of the server.")] = _URL,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")
-    ] = None,
+    api_key: ApiKey = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
-    filter_: Annotated[
-        str | None, typer.Option("--filter", help='JSON, e.g. {"op":"eq","field":"lang","value":"en"}.')
-    ] = None,
+    filter_: Annotated[str | None, typer.Option("--filter", help=f"JSON, e.g. {_FILTER}.")] = None,
     strategy: Annotated[
         str | None, typer.Option(help="Strategy, with options as in epic:first=16. Default: the server's.")
     ] = None,
@@ -57,7 +54,7 @@ def query(
         "query": question,
         "namespace": namespace,
         "k": k,
-        "filter": _json(filter_),
+        "filter": json_object("--filter", filter_, example=_FILTER),
         "strategy": spec and spec.name,
         "strategy_options": spec and dict(spec.options),
         "max_new_tokens": max_new_tokens,
@@ -90,13 +87,14 @@ def _streamed(
         elif event == "message":
             console.print(data["text"], markup=False, end="", soft_wrap=True)
         if event == "error":
-            raise _StreamError(data["error"])
+            failure, hint = data["error"], data["error"].get("hint") or ""
+            message = str(failure["message"]).removesuffix(hint).rstrip()
+            raise RagserveError(message, hint=hint, code=failure.get("code"))
         if event == "final_answer":
             final = Answer.model_validate(data)
     if final is None:
-        raise Unavailable(
-            "The server closed the connection before the answer was complete.", hint="See its log."
-        )
+        message = "The server closed the connection before the answer was complete."
+        raise Unavailable(message, hint="See its log.")
     if not as_json:
         console.print()
     return final
@@ -126,28 +124,8 @@ def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tupl
                 elif field == "data":
                     yield name, json.loads(value)
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise Unavailable(
-            f"No answer from {url}: {error}", hint="Is the server running there? ragserve serve"
-        ) from error
-
-
-class _StreamError(RagserveError):
-    """An error event of the server."""
-
-    def __init__(self, error: dict[str, Any]) -> None:
-        hint = error.get("hint") or ""
-        super().__init__(str(error["message"]).removesuffix(hint).rstrip(), hint=hint, code=error.get("code"))
-
-
-def _json(text: str | None) -> Any:
-    if text is None:
-        return None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"--filter is not JSON: {error}.", hint='Try \'{"op":"eq","field":"lang","value":"en"}\'.'
-        ) from error
+        hint = "Is the server running there? ragserve serve"
+        raise Unavailable(f"No answer from {url}: {error}", hint=hint) from error
 
 
 def _print_details(answer: Answer, console: Console) -> None:
@@ -166,19 +144,15 @@ def _print_details(answer: Answer, console: Console) -> None:
         console.print(f"auto chose {use.choice}", markup=False, style="dim")
     for note in use.notes:
         console.print(note, markup=False, style="yellow")
-    stages = answer.timings.model_dump(exclude_none=True)
-    console.print(
-        "ms: " + ", ".join(f"{name.removesuffix('_ms')} {value:.1f}" for name, value in stages.items()),
-        style="dim",
-    )
+    stages = answer.timings.model_dump(exclude_none=True).items()
+    timings = ", ".join(f"{name.removesuffix('_ms')} {value:.1f}" for name, value in stages)
+    console.print(f"ms: {timings}", style="dim")
 
 
 def _title(citation: Citation) -> str:
-    where = [citation.source or "", f"page {citation.page}" if citation.page else ""]
-    score = (
-        f" ({citation.score:.2f}, {citation.basis})" if citation.score is not None else f" ({citation.basis})"
-    )
-    return citation.title + ", ".join(["", *(part for part in where if part)]) + score
+    where = [citation.title, citation.source or "", f"page {citation.page}" if citation.page else ""]
+    score = "" if citation.score is None else f"{citation.score:.2f}, "
+    return ", ".join(part for part in where if part) + f" ({score}{citation.basis})"
 
 
 def _excerpt(text: str) -> str:

@@ -7,13 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragserve.cache import lock
 from ragserve.config import Settings
 from ragserve.errors import EngineError, InvalidRequest
-from ragserve.ingest.jobs.job_report import JobReport, Progress, failures_of, progress_of
+from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of, progress_of
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
@@ -61,19 +60,13 @@ def show_warm(
         report = run_warm(settings, store, job_id, stop=stop, on_progress=show)
     print_report(console, report, pruned=False)
     if report.state == "interrupted":
-        console.print(
-            f"Interrupted. Run the same command again, or start a server, which finishes job {job_id}."
-        )
+        advice = f"Run the same command again, or start a server, which finishes job {job_id}."
+        console.print(f"Interrupted. {advice}")
     return report
 
 
 def run_warm(
-    settings: Settings,
-    store: IndexStore,
-    job_id: str,
-    *,
-    stop: threading.Event,
-    on_progress: Callable[[Progress], None],
+    settings: Settings, store: IndexStore, job_id: str, *, stop: threading.Event, on_progress: OnProgress
 ) -> JobReport:
     """Run the job to its end, on a server or here.
 
@@ -91,11 +84,7 @@ def run_warm(
 
 
 def _run_here(
-    settings: Settings,
-    store: IndexStore,
-    job_id: str,
-    stop: threading.Event,
-    on_progress: Callable[[Progress], None],
+    settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, on_progress: OnProgress
 ) -> JobReport:
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.cache.evictions import Evictor, note_engine
@@ -117,7 +106,8 @@ def _run_here(
             warmer = Warmer(store, engine, prompts, loop)
             return await asyncio.to_thread(warmer.run, job_id, on_progress=on_progress, stop=stop, wait=True)
 
-    handlers = {number: _callable(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    # those of `signals_stop`
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     address = {"port": claim_port("127.0.0.1", 0), "host": "127.0.0.1"}
     try:
         return run_once(settings.model_copy(update=address), work)
@@ -126,16 +116,8 @@ def _run_here(
             signal.signal(number, handler)
 
 
-def _callable(handler: object) -> Callable[[int, object], object]:
-    return handler if callable(handler) else lambda number, frame: None
-
-
 def _follow(
-    settings: Settings,
-    store: IndexStore,
-    job_id: str,
-    stop: threading.Event,
-    on_progress: Callable[[Progress], None],
+    settings: Settings, store: IndexStore, job_id: str, stop: threading.Event, on_progress: OnProgress
 ) -> JobReport | None:
     """Watch a job that a server runs. Returns None if the server is gone before the job ends."""
     from ragserve_index import JobStore

@@ -56,16 +56,14 @@ def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
             client.stream("GET", url) as response,
         ):
             if response.status_code != 200:
-                raise UnsupportedDocument(
-                    f"HTTP {response.status_code} {response.reason_phrase} from {response.url}"
-                )
+                answer = f"HTTP {response.status_code} {response.reason_phrase}"
+                raise UnsupportedDocument(f"{answer} from {response.url}")
             path = folder / "download"
             with open(path, "wb") as file:
                 for block in response.iter_bytes():
                     if file.tell() + len(block) > max_bytes:
-                        raise TooLarge(
-                            f"too large: more than {max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)"
-                        )
+                        limit = f"{max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)"
+                        raise TooLarge(f"too large: more than {limit}")
                     if time.monotonic() > deadline:
                         raise Unavailable(f"the download took longer than {_TOTAL_S:g} s")
                     file.write(block)

@@ -25,14 +25,7 @@ class FilePlanner:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        store: IndexStore,
-        spool: Spool,
-        job: Job,
-        *,
-        tokenizer: str,
-        downloads: Path,
+        self, settings: Settings, store: IndexStore, spool: Spool, job: Job, tokenizer: str, downloads: Path
     ) -> None:
         self._settings = settings
         self._store = store
@@ -40,9 +33,10 @@ class FilePlanner:
         self._tokenizer = tokenizer
         self._downloads = downloads
         self._metadata: Mapping[str, Any] = job.spec.get("metadata", {})
-        self._spool_folder = spool.folder(job.spec["spool"]) if "spool" in job.spec else None
-        spooled = spool.files(job.spec["spool"]) if "spool" in job.spec else []
-        self._spooled = {file.source: file for file in spooled}
+        self._spool_folder: Path | None = None
+        if "spool" in job.spec:
+            self._spool_folder = spool.folder(job.spec["spool"])
+            self._spooled = {file.source: file for file in spool.files(job.spec["spool"])}
 
     def plan(self, source: str) -> PlannedFile:
         """Plan one source, as a failure if it cannot be fetched. Raises ``OSError`` on a full disk."""

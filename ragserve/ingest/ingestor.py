@@ -7,20 +7,20 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
 from ragserve.ingest.file_planner import FilePlanner
-from ragserve.ingest.jobs.job_report import JobReport, Progress
+from ragserve.ingest.jobs.job_report import JobReport, OnProgress
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.parsing.parse_process import ParseProcess
 from ragserve.ingest.pipeline import DocumentEmbedder, Pipeline
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, scan
-from ragserve.ingest.spool import Spool, SpooledFile, is_disk_full, storage_full
+from ragserve.ingest.spool import Spool, SpooledFile, full_disk_explained
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import canonical_name
@@ -104,7 +104,7 @@ class Ingestor:
         self,
         namespace: str,
         inputs: Sequence[str],
-        options: PathOptions | None = None,
+        options: PathOptions = PathOptions(),
         *,
         roots: Sequence[str] | None = None,
     ) -> Job:
@@ -114,7 +114,6 @@ class Ingestor:
         directories among ``inputs``. An interrupted earlier job with the same arguments is cancelled. Raises
         ``InvalidRequest``, ``Conflict``, ``StorageFull``.
         """
-        options = options or PathOptions()
         self._check_namespace(namespace)
         found = scan(
             inputs, recursive=options.recursive, globs=options.globs, exclude=self._settings.data_dir
@@ -123,19 +122,14 @@ class Ingestor:
             "kind": "paths",
             "inputs": list(inputs),
             "roots": found.roots if roots is None else list(roots),
-            "recursive": options.recursive,
+            **asdict(options),
             "globs": list(options.globs),
-            "prune": options.prune,
-            "metadata": dict(options.metadata),
-            "warm": options.warm,
         }
-        notes = [(source, "failed", reason) for source, reason in found.failed]
-        notes += [(source, "skipped", reason) for source, reason in found.skipped]
-        sources = list(dict.fromkeys([*found.sources, *(source for source, _, _ in notes)]))
+        notes = [JobItem(source, "failed", reason, 0, 0, 0, None) for source, reason in found.failed]
+        notes += [JobItem(source, "skipped", reason, 0, 0, 0, None) for source, reason in found.skipped]
+        sources = list(dict.fromkeys([*found.sources, *(item.source for item in notes)]))
         job = self.jobs.create(namespace, spec, sources)
-        self.jobs.update_items(
-            job.job_id, [JobItem(source, state, reason, 0, 0, 0, None) for source, state, reason in notes]
-        )
+        self.jobs.update_items(job.job_id, notes)
         self._supersede(job)
         return self.jobs.get(job.job_id)
 
@@ -183,9 +177,8 @@ class Ingestor:
         names = [clean_name(upload.filename) for upload, _, _ in uploads]
         if len(names) != len(set(names)):
             twice = min(name for name in names if names.count(name) > 1)
-            raise InvalidRequest(
-                f"The name {twice!r} is given twice; names identify documents.", param="name"
-            )
+            message = f"The name {twice!r} is given twice; names identify documents."
+            raise InvalidRequest(message, param="name")
         with self.spool.writing() as writer:
             for name, (upload, parser, metadata) in zip(names, uploads, strict=True):
                 file = SpooledFile(name, "", name.rsplit("/", 1)[-1], upload.title, parser, dict(metadata))
@@ -201,9 +194,8 @@ class Ingestor:
             info = self._store.namespace(namespace)
         except NotFound:
             return
-        wanted = (
-            self._embedder.name if self._embedder is not None else canonical_name(self._settings.embedder)
-        )
+        embedder = self._embedder
+        wanted = embedder.name if embedder is not None else canonical_name(self._settings.embedder)
         if info.embedder != wanted:
             raise Conflict(
                 f"The namespace {namespace!r} is embedded with {info.embedder!r}, not with {wanted!r}.",
@@ -216,9 +208,8 @@ class Ingestor:
             for old in self.jobs.list(job.namespace, state, limit=_ALL):
                 if old.job_id == job.job_id or dict(old.spec) != dict(job.spec):
                     continue
-                if (
-                    self.jobs.claim(worker_name(), LEASE_S, old.job_id) is not None
-                ):  # else its process is alive
+                # a job that cannot be claimed has a live process
+                if self.jobs.claim(worker_name(), LEASE_S, old.job_id) is not None:
                     self.jobs.finish(old.job_id, "cancelled", f"superseded by job {job.job_id}")
 
     # running
@@ -227,7 +218,7 @@ class Ingestor:
         self,
         job_id: str,
         *,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: OnProgress | None = None,
         stop: threading.Event | None = None,
         wait: bool = False,
     ) -> JobReport:
@@ -242,13 +233,10 @@ class Ingestor:
         def work(run: JobRun) -> None:
             nonlocal vanished, warm_job
             try:
-                self._process(run)
-                vanished = self._prune(run)
-                warm_job = self._create_warm_job(run.job)
-            except OSError as failure:
-                if is_disk_full(failure):
-                    raise storage_full(self._settings.data_dir) from failure
-                raise
+                with full_disk_explained(self._settings.data_dir):
+                    self._process(run)
+                    vanished = self._prune(run)
+                    warm_job = self._create_warm_job(run.job)
             finally:
                 self._evict()
 
@@ -276,8 +264,10 @@ class Ingestor:
         run.notify()
         if not pending:
             return
-        tokenizer = self._tokenizer_source()
-        settings = self._settings
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = TokenizerSource.load(self._tokenizer_name)
+        tokenizer, settings = self._tokenizer, self._settings
         parser = ParseProcess(
             tokenizer_json=tokenizer.json,
             chunk_tokens=settings.chunk_tokens,
@@ -286,12 +276,7 @@ class Ingestor:
         )
         with parser, tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
             planner = FilePlanner(
-                settings,
-                self._store,
-                self.spool,
-                run.job,
-                tokenizer=tokenizer.fingerprint,
-                downloads=Path(downloads),
+                settings, self._store, self.spool, run.job, tokenizer.fingerprint, Path(downloads)
             )
             Pipeline(
                 run,
@@ -317,12 +302,9 @@ class Ingestor:
         job = run.job
         if job.spec.get("kind") != "paths" or not job.spec["roots"]:
             return ()
+        spec = job.spec
         gone = vanished_documents(
-            self._store,
-            job.namespace,
-            job.spec["roots"],
-            recursive=job.spec["recursive"],
-            globs=job.spec["globs"],
+            self._store, job.namespace, spec["roots"], recursive=spec["recursive"], globs=spec["globs"]
         )
         if job.spec["prune"] and gone:
             self.jobs.add_items(job.job_id, [document.source for document in gone])
@@ -351,9 +333,3 @@ class Ingestor:
             if self._embedder is None:
                 self._embedder = self._make_embedder()
             return self._embedder
-
-    def _tokenizer_source(self) -> TokenizerSource:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = TokenizerSource.load(self._tokenizer_name)
-            return self._tokenizer

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Empty, Queue
 from typing import Any, Protocol
 
 import numpy as np
@@ -130,16 +131,16 @@ class Pipeline:
             thread.join(_JOIN_S)
 
     def _parse_all(self, files: Iterable[PlannedFile], queue: _ResultQueue) -> None:
+        end: BaseException = _End()
         try:
             for file in files:
                 request = file.request
-                queue.put(file, request if isinstance(request, Failed) else self._parser.parse(request))
+                queue.put((file, request if isinstance(request, Failed) else self._parser.parse(request)))
                 if queue.closed:
                     return
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for this one
-            queue.end(error)
-        else:
-            queue.end(None)
+            end = error
+        queue.put(end)
 
     def _drain(self, queue: _ResultQueue) -> None:
         ready: list[tuple[PlannedFile, ParsedFile]] = []
@@ -148,9 +149,13 @@ class Pipeline:
             if self._run.should_stop():
                 raise Interrupted
             try:
-                item = queue.get(wait_s=0.2 if n_chunks < _START_CHUNKS else 0.0)
-            except _EndOfQueue:
+                item = queue.get(timeout=0.2 if n_chunks < _START_CHUNKS else 0.0)
+            except Empty:
+                item = None
+            if isinstance(item, _End):
                 break
+            if isinstance(item, BaseException):
+                raise item
             if item is not None:
                 file, result = item
                 if isinstance(result, ParsedFile):
@@ -184,25 +189,19 @@ class Pipeline:
 
     def _write(self, ready: list[tuple[PlannedFile, ParsedFile]]) -> None:
         documents = [_document(file, parsed) for file, parsed in ready]
-        vectors = self._embed(
-            [
-                embedding_text(document.title, chunk.text)
-                for document, (_, parsed) in zip(documents, ready, strict=True)
-                for chunk in parsed.chunks
-            ]
-        )
-        batch, start = [], 0
-        for document, (_, parsed) in zip(documents, ready, strict=True):
-            end = start + len(parsed.chunks)
-            batch.append((document, parsed.chunks, vectors[start:end]))
-            start = end
+        chunks = [parsed.chunks for _, parsed in ready]
+        texts = [
+            embedding_text(d.title, c.text) for d, own in zip(documents, chunks, strict=True) for c in own
+        ]
+        vectors = self._embed(texts)
+        parts = np.split(vectors, np.cumsum([len(own) for own in chunks])[:-1])
         started = time.perf_counter()
-        doc_ids = self._commit(batch)
+        doc_ids = self._commit(list(zip(documents, chunks, parts, strict=True)))
         progress = self._progress
         progress.index_s += time.perf_counter() - started
         for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
-            chunks, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
-            self._outcomes.append(JobItem(file.source, "indexed", None, chunks, tokens, parsed.size, doc_id))
+            n, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
+            self._outcomes.append(JobItem(file.source, "indexed", None, n, tokens, parsed.size, doc_id))
             progress.indexed += 1
             progress.size_bytes += parsed.size
             progress.tokens += tokens
@@ -237,59 +236,37 @@ def _document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
 
 
-class _EndOfQueue(Exception):
+class _End(Exception):
     """Internal: all results have been delivered."""
 
 
-class _ResultQueue:
-    """A queue bounded by the chunks it holds. One producer, one consumer; ``close`` releases the producer."""
+class _ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | BaseException]):
+    """A queue bounded by the chunks it holds; a document larger than the bound passes alone.
 
-    def __init__(self, max_chunks: int) -> None:
-        self._items: deque[tuple[PlannedFile, ParsedFile | Unchanged | Failed]] = deque()
-        self._max = max_chunks
-        self._chunks = 0
-        self._changed = threading.Condition()
-        self._end: BaseException | None = None
-        self.closed = False
+    The last item is ``_End`` or the error that stopped the producer. ``close`` releases a waiting producer.
+    """
 
-    def put(self, file: PlannedFile, result: ParsedFile | Unchanged | Failed) -> None:
-        """Add a result. Waits while the queue is full; a document larger than the bound passes alone."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.closed or (self._chunks < self._max and len(self._items) < self._max)
-            )
-            self._items.append((file, result))
-            self._chunks += _weight(result)
-            self._changed.notify_all()
-
-    def get(self, wait_s: float) -> tuple[PlannedFile, ParsedFile | Unchanged | Failed] | None:
-        """Return the next result, or None if there is none within ``wait_s`` seconds.
-
-        After the last one, raises the producer's error, or ``_EndOfQueue``.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._end is not None, timeout=wait_s)
-            if self._items:
-                item = self._items.popleft()
-                self._chunks -= _weight(item[1])
-                self._changed.notify_all()
-                return item
-            if self._end is not None:
-                raise self._end
-            return None
-
-    def end(self, error: BaseException | None) -> None:
-        """No more results follow; ``error`` is what stopped the producer."""
-        with self._changed:
-            self._end = error or _EndOfQueue()
-            self._changed.notify_all()
+    closed = False
+    _chunks = 0
 
     def close(self) -> None:
-        """The consumer takes no more results."""
-        with self._changed:
+        with self.mutex:
             self.closed = True
-            self._changed.notify_all()
+            self.maxsize = sys.maxsize
+            self.not_full.notify_all()
+
+    def _qsize(self) -> int:
+        return self._chunks
+
+    def _put(self, item: Any) -> None:
+        self._chunks += _weight(item)
+        super()._put(item)
+
+    def _get(self) -> Any:
+        item = super()._get()
+        self._chunks -= _weight(item)
+        return item
 
 
-def _weight(result: ParsedFile | Unchanged | Failed) -> int:
-    return len(result.chunks) if isinstance(result, ParsedFile) else 0
+def _weight(item: Any) -> int:
+    return max(1, len(item[1].chunks)) if isinstance(item, tuple) and isinstance(item[1], ParsedFile) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,6 +29,60 @@ class Scan:
     failed: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
+    _seen: set[tuple[int, int]] = field(default_factory=set)  # (device, inode)
+
+    def _is_new(self, status: os.stat_result) -> bool:
+        identity = status.st_dev, status.st_ino
+        new = identity not in self._seen
+        self._seen.add(identity)
+        return new
+
+    def _walk(self, root: str, status: os.stat_result, *, recursive: bool, globs: Sequence[str]) -> None:
+        stack = [(root, status)]
+        while stack:
+            directory, status = stack.pop()
+            if not self._is_new(status):
+                continue
+            below: list[tuple[str, os.stat_result]] = []
+            for entry in self._entries(directory):
+                path = os.path.join(directory, entry)
+                status_ = self._stat(path, missing="a broken symbolic link")
+                if status_ is None:
+                    continue
+                if stat.S_ISDIR(status_.st_mode):
+                    if recursive:
+                        below.append((path, status_))
+                elif not matches(os.path.relpath(path, root), globs):
+                    continue
+                elif stat.S_ISREG(status_.st_mode):
+                    self._take(os.path.realpath(path), status_)
+                else:
+                    self.skipped.append((printable(path), "not a regular file"))
+            stack.extend(reversed(below))
+
+    def _entries(self, directory: str) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(directory) if not name.startswith("."))
+        except OSError as error:
+            self.failed.append((printable(directory), f"unreadable directory: {error.strerror}"))
+            return []
+
+    def _stat(self, path: str, *, missing: str) -> os.stat_result | None:
+        try:
+            return os.stat(path)
+        except FileNotFoundError:
+            self.failed.append((printable(path), missing))
+        except OSError as error:  # ELOOP: a link to itself; EACCES; ENAMETOOLONG
+            self.failed.append((printable(path), f"unreadable: {error.strerror}"))
+        return None
+
+    def _take(self, path: str, status: os.stat_result) -> None:
+        if not self._is_new(status):
+            return
+        if printable(path) != path:
+            self.failed.append((printable(path), "its name is not UTF-8 (rename it)"))
+        else:
+            self.sources.append(path)
 
 
 def is_url(text: str) -> bool:
@@ -47,24 +101,23 @@ def scan(
     directory that is never entered: our own data.
     """
     found = Scan()
-    seen: set[tuple[int, int]] = set()
     if exclude is not None and exclude.is_dir():
-        seen.add(_identity(exclude.stat()))
+        found._is_new(exclude.stat())
     for given in inputs:
         if is_url(given):
             if given not in found.sources:
                 found.sources.append(given)
             continue
         path = os.path.realpath(os.path.expanduser(given))
-        status = _stat(path, found, missing="no such file or directory")
+        status = found._stat(path, missing="no such file or directory")
         if status is None:
             continue
         if stat.S_ISDIR(status.st_mode):
             if path not in found.roots:
                 found.roots.append(path)
-            _walk(path, status, found, seen, recursive=recursive, globs=globs)
+            found._walk(path, status, recursive=recursive, globs=globs)
         elif stat.S_ISREG(status.st_mode):
-            _take(path, status, found, seen)
+            found._take(path, status)
         else:
             found.failed.append((printable(path), "not a regular file"))
     return found
@@ -78,72 +131,6 @@ def matches(relative: str, globs: Sequence[str]) -> bool:
     """
     name = relative.rsplit("/", 1)[-1]
     return not globs or any(fnmatchcase(relative if "/" in pattern else name, pattern) for pattern in globs)
-
-
-def _walk(
-    root: str,
-    status: os.stat_result,
-    found: Scan,
-    seen: set[tuple[int, int]],
-    *,
-    recursive: bool,
-    globs: Sequence[str],
-) -> None:
-    stack = [(root, status)]
-    while stack:
-        directory, status = stack.pop()
-        if _identity(status) in seen:
-            continue
-        seen.add(_identity(status))
-        below: list[tuple[str, os.stat_result]] = []
-        for entry in _entries(directory, found):
-            path = os.path.join(directory, entry)
-            status_ = _stat(path, found, missing="a broken symbolic link")
-            if status_ is None:
-                continue
-            if stat.S_ISDIR(status_.st_mode):
-                if recursive:
-                    below.append((path, status_))
-            elif not matches(os.path.relpath(path, root), globs):
-                continue
-            elif stat.S_ISREG(status_.st_mode):
-                _take(os.path.realpath(path), status_, found, seen)
-            else:
-                found.skipped.append((printable(path), "not a regular file"))
-        stack.extend(reversed(below))
-
-
-def _entries(directory: str, found: Scan) -> Iterator[str]:
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as error:
-        found.failed.append((printable(directory), f"unreadable directory: {error.strerror}"))
-        return
-    yield from (name for name in names if not name.startswith("."))
-
-
-def _stat(path: str, found: Scan, *, missing: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except FileNotFoundError:
-        found.failed.append((printable(path), missing))
-    except OSError as error:  # ELOOP: a link to itself; EACCES; ENAMETOOLONG
-        found.failed.append((printable(path), f"unreadable: {error.strerror}"))
-    return None
-
-
-def _take(path: str, status: os.stat_result, found: Scan, seen: set[tuple[int, int]]) -> None:
-    if _identity(status) in seen:
-        return
-    seen.add(_identity(status))
-    if printable(path) != path:
-        found.failed.append((printable(path), "its name is not UTF-8 (rename it)"))
-    else:
-        found.sources.append(path)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def printable(path: str) -> str:
@@ -189,7 +176,6 @@ def clean_name(name: str) -> str:
         cleaned = "/".join(part for part in parts if part not in {"", ".", ".."})
     cleaned = "".join(c for c in cleaned if c.isprintable()).strip()
     if not cleaned or len(cleaned) > _MAX_NAME:
-        raise InvalidRequest(
-            f"The name {name[:40]!r} must have 1 to {_MAX_NAME} printable characters.", param="name"
-        )
+        message = f"The name {name[:40]!r} must have 1 to {_MAX_NAME} printable characters."
+        raise InvalidRequest(message, param="name")
     return cleaned

@@ -24,17 +24,16 @@ from ragserve.files import locked, sync_folder, write_json
 _BLOCK = 1 << 20  # bytes
 
 
-def is_disk_full(error: OSError) -> bool:
-    """Whether the error means a full disk or an exhausted quota."""
-    return error.errno in {errno.ENOSPC, errno.EDQUOT}
-
-
-def storage_full(where: Path) -> StorageFull:
-    """The error for a full disk under ``where``."""
-    return StorageFull(
-        f"No space left on the disk of {where}.",
-        hint="Free some and run the same ingestion again: it skips what is already indexed.",
-    )
+@contextmanager
+def full_disk_explained(where: Path) -> Iterator[None]:
+    """Raise ``StorageFull`` for a full disk, or an exhausted quota, under ``where``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        hint = "Free some and run the same ingestion again: it skips what is already indexed."
+        raise StorageFull(f"No space left on the disk of {where}.", hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,8 @@ class SpoolWriter:
             while block := stream.read(_BLOCK):
                 size += len(block)
                 if size > max_bytes:
-                    raise TooLarge(
-                        f"{file.source!r} is larger than {max_bytes:,} bytes.",
-                        hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
-                    )
+                    hint = "Raise RAGSERVE_MAX_UPLOAD_BYTES or split it."
+                    raise TooLarge(f"{file.source!r} is larger than {max_bytes:,} bytes.", hint=hint)
                 copy.write(block)
             copy.flush()
             os.fsync(copy.fileno())
@@ -94,13 +91,12 @@ class Spool:
         """
         folder = self.root / secrets.token_hex(12)
         try:
-            folder.mkdir(parents=True)
-            with locked(folder / "lock"):
-                yield SpoolWriter(folder)
-        except BaseException as error:
+            with full_disk_explained(self.root):
+                folder.mkdir(parents=True)
+                with locked(folder / "lock"):
+                    yield SpoolWriter(folder)
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and is_disk_full(error):
-                raise storage_full(self.root) from error
             raise
 
     def files(self, spool_id: str) -> list[SpooledFile]:

@@ -39,26 +39,23 @@ def _through_transformers(name: str) -> str:
     prepare()
     from transformers import AutoTokenizer
 
-    hint = "Give --tokenizer a folder with a tokenizer.json, or an id that is in the Hugging Face cache."
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidRequest(
-            f"The tokenizer of {name!r} could not be loaded: {reason}",
-            hint=hint,
-            code="tokenizer_not_found",
-            param="tokenizer",
-        ) from error
+        raise _not_found(f"The tokenizer of {name!r} could not be loaded: {reason}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise InvalidRequest(
-            f"The tokenizer of {name!r} has no fast implementation, so text offsets are unknown.",
-            hint=hint,
-            code="tokenizer_not_found",
+        raise _not_found(
+            f"The tokenizer of {name!r} has no fast implementation, so text offsets are unknown."
         )
     text: str = backend.to_str()
     return text
+
+
+def _not_found(message: str) -> InvalidRequest:
+    hint = "Give --tokenizer a folder with a tokenizer.json, or an id that is in the Hugging Face cache."
+    return InvalidRequest(message, hint=hint, code="tokenizer_not_found", param="tokenizer")
 
 
 class Counter:
@@ -79,9 +76,8 @@ class Counter:
 
     def counts(self, texts: list[str]) -> list[int]:
         """Number of tokens of each text."""
-        return [
-            len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [len(encoding) for encoding in encodings]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """(start, end) in characters of each token. Tokens that share a character share its offsets."""

@@ -20,7 +20,6 @@ class Watch:
     def __init__(
         self,
         inputs: Sequence[str],
-        *,
         recursive: bool,
         globs: Sequence[str],
         exclude: Path,
@@ -55,9 +54,8 @@ class Watch:
         try:
             self._first = next(self._watch, set())  # starts it
         except (OSError, RuntimeError) as error:
-            raise RagserveError(
-                f"The file watcher did not start: {error}", hint="The system may be out of inotify watches."
-            ) from error
+            hint = "The system may be out of inotify watches."
+            raise RagserveError(f"The file watcher did not start: {error}", hint=hint) from error
         return self
 
     def __exit__(self, *_: object) -> None:

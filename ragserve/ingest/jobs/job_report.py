@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +40,9 @@ class Progress:
     @property
     def done(self) -> int:
         return self.indexed + self.unchanged + self.failed + self.skipped + self.warmed
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def progress_of(job: Job, *, chunks: int = 0, tokens: int = 0) -> Progress:
@@ -79,10 +83,7 @@ class JobReport:
         files = {name: counts.pop(name) for name in _FILES}
         seconds = max(self.seconds, 1e-9)
         return {
-            "job_id": self.job_id,
-            "namespace": self.namespace,
-            "state": self.state,
-            "error": self.error,
+            **{name: getattr(self, name) for name in ("job_id", "namespace", "state", "error")},
             "files": files,
             **counts,
             "seconds": round(self.seconds, 3),

@@ -10,10 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from ragserve.errors import Conflict, RagserveError
-from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress, failures_of, progress_of
+from ragserve.ingest.jobs.job_report import (
+    Interrupted,
+    JobReport,
+    OnProgress,
+    Progress,
+    failures_of,
+    progress_of,
+)
 from ragserve_index import JobStore
 from ragserve_index.types import Job
 
@@ -46,15 +52,13 @@ class Lease:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
 
     def release(self) -> None:
         """Give the job back unfinished, so that it can be resumed at once."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         self._jobs.heartbeat(self._job_id, self._worker, 0.0)
 
     def _renew(self) -> None:
@@ -69,7 +73,7 @@ class Lease:
                     return
             except (
                 RagserveError
-            ) as error:  # a full disk or a busy registry: the run itself meets and reports it
+            ) as error:  # a full disk, a busy registry: the run itself meets and reports it
                 log.warning("The lease of job %s could not be renewed: %s", self._job_id, error)
 
 
@@ -80,7 +84,7 @@ class JobRun:
     job: Job
     progress: Progress
     should_stop: Callable[[], bool]
-    on_progress: Callable[[Progress], None]
+    on_progress: OnProgress
 
     def notify(self) -> None:
         self.on_progress(self.progress)
@@ -93,7 +97,7 @@ def run_leased(
     *,
     finish: Callable[[Job, str, str | None], object] | None = None,
     failures: tuple[str, ...] = ("failed",),
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress | None = None,
     stop: threading.Event | None = None,
     wait: bool = False,
 ) -> JobReport:
@@ -127,9 +131,8 @@ def run_leased(
             work(JobRun(job, progress, should_stop, on_progress or (lambda _: None)))
         except Interrupted:
             if lease.lost:
-                raise Conflict(
-                    f"Another process took over job {job_id}; this one stopped.", code="job_lost"
-                ) from None
+                message = f"Another process took over job {job_id}; this one stopped."
+                raise Conflict(message, code="job_lost") from None
             state = "cancelled" if lease.cancelled else "interrupted"
         except Exception as failure:
             record(job, "failed", str(failure))
@@ -149,9 +152,8 @@ def _claim(jobs: JobStore, job_id: str, worker: str, waiting: threading.Event | 
             return claimed
         job = jobs.get(job_id)
         if job.finished:
-            raise Conflict(
-                f"Job {job_id} is over: {job.state}.", hint="Run it again; finished work is skipped."
-            )
+            hint = "Run it again; finished work is skipped."
+            raise Conflict(f"Job {job_id} is over: {job.state}.", hint=hint)
         if waiting is None or waiting.wait(1.0):
             raise Conflict(
                 f"Job {job_id} is being run by {job.worker}.",

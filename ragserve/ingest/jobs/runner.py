@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Protocol
 
-from ragserve.errors import Conflict, NotFound, RagserveError
+from ragserve.errors import Conflict, NotFound
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import JobStore
 
@@ -36,15 +36,12 @@ class JobRunner:
         self._kind = kind
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._loop, name=f"ragserve-{kind}", daemon=True)
         self._cleaned_at = 0.0
 
     def start(self) -> None:
         """Remove uploads that no job needs, then start the thread. Call it once."""
-        if self._thread is not None:
-            raise RagserveError("The job runner was started already.")
         self._clean()
-        self._thread = threading.Thread(target=self._loop, name=f"ragserve-{self._kind}", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -55,7 +52,7 @@ class JobRunner:
         """Stop after the current batch. The next runner resumes an interrupted job. Idempotent."""
         self._stop.set()
         self._wake.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _loop(self) -> None:

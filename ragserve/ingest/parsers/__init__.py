@@ -7,33 +7,26 @@ command that parses no PDF never loads PDFium.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
-from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import PARSER_VERSION, Parsed, Raw, tidy
+from ragserve.ingest.parsers.base import PARSER_VERSION, Parsed, Raw, tidy, unreadable
 from ragserve.ingest.parsers.sniff import detect
 
 __all__ = ["PARSERS", "PARSER_VERSION", "Parsed", "Raw", "parse"]
 
-PARSERS = {
-    "pdf": "ragserve.ingest.parsers.pdf",
-    "docx": "ragserve.ingest.parsers.docx",
-    "html": "ragserve.ingest.parsers.html",
-    "markdown": "ragserve.ingest.parsers.markdown",
-    "code": "ragserve.ingest.parsers.code",
-    "text": "ragserve.ingest.parsers.text",
-}
+PARSERS = ("pdf", "docx", "html", "markdown", "code", "text")
+"""Modules of this package."""
 
 
 def parse(raw: Raw, parser: str | None = None) -> Parsed:
     """Parse a document, with the named ``parser`` or the detected one. Raises ``UnsupportedDocument``."""
     if not raw.data:
-        raise UnsupportedDocument("empty: the file has 0 bytes", code="empty_document")
-    name = parser or detect(raw)
-    parsed: Parsed = import_module(PARSERS[name]).parse(raw)
+        raise unreadable("empty", "the file has 0 bytes")
+    parsed: Parsed = import_module(f"ragserve.ingest.parsers.{parser or detect(raw)}").parse(raw)
     # pages are tidied before they are joined: shortening gaps here would move their offsets
     if not parsed.pages:
-        parsed = Parsed(tidy(parsed.text), parsed.mime, parsed.title, (), parsed.metadata)
+        parsed = replace(parsed, text=tidy(parsed.text))
     if not parsed.text.strip():
-        raise UnsupportedDocument("empty: the file holds no text", code="empty_document")
+        raise unreadable("empty", "the file holds no text")
     return parsed

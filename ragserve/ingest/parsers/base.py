@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
+
+from ragserve.errors import UnsupportedDocument
 
 PARSER_VERSION = 1
 """Part of every content hash. Raise it when a parser gives other text for the same bytes."""
@@ -36,6 +39,14 @@ class Parsed:
     title: str = ""
     pages: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str | int] = field(default_factory=dict)
+
+
+def unreadable(
+    kind: Literal["empty", "corrupt", "encrypted", "undecodable"], why: str
+) -> UnsupportedDocument:
+    """The error for a file of a known format that has no readable text; ``kind`` gives its code."""
+    code = kind if kind == "undecodable" else f"{kind}_document"
+    return UnsupportedDocument(f"{kind}: {why}", code=code)
 
 
 def tidy(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 
 from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.base import unreadable
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -28,9 +29,8 @@ def decode(data: bytes, declared: str | None = None) -> str:
             try:
                 return _checked(data.decode(charset), charset)
             except UnicodeDecodeError as error:
-                raise _undecodable(
-                    f"starts with a {charset} mark but is not {charset} at byte {error.start}"
-                ) from error
+                why = f"starts with a {charset} mark but is not {charset} at byte {error.start}"
+                raise _undecodable(why) from error
     if b"\x00" in data:
         raise _undecodable("binary: it holds zero bytes")
     for charset in dict.fromkeys((declared or "utf-8", "utf-8")):
@@ -63,4 +63,4 @@ def _checked(text: str, charset: str) -> str:
 
 
 def _undecodable(why: str) -> UnsupportedDocument:
-    return UnsupportedDocument(f"undecodable: {why} (convert it to UTF-8)", code="undecodable")
+    return unreadable("undecodable", f"{why} (convert it to UTF-8)")

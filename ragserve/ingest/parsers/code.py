@@ -8,9 +8,5 @@ from ragserve.ingest.parsers.sniff import language_of
 
 
 def parse(raw: Raw) -> Parsed:
-    return Parsed(
-        decode(raw.data),
-        "text/x-source",
-        title=raw.filename,
-        metadata={"language": language_of(raw) or "text"},
-    )
+    language = language_of(raw) or "text"
+    return Parsed(decode(raw.data), "text/x-source", raw.filename, metadata={"language": language})

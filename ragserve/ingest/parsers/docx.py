@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
-from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Parsed, Raw
+from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
 
 MIME = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+_BROKEN = (KeyError, ValueError, AttributeError, EOFError)  # what python-docx raises for missing parts
 
 
 def parse(raw: Raw) -> Parsed:
@@ -22,23 +22,10 @@ def parse(raw: Raw) -> Parsed:
         document = docx.Document(BytesIO(raw.data))
         blocks = [block for block in _blocks(document.element.body, document) if block.strip()]
         title = (document.core_properties.title or "").strip()
-    except (
-        PackageNotFoundError,
-        zipfile.BadZipFile,
-        etree.XMLSyntaxError,
-        KeyError,
-        ValueError,
-        AttributeError,
-        EOFError,
-    ) as error:
-        raise UnsupportedDocument(
-            f"corrupt: not readable as a Word document ({error})", code="corrupt_document"
-        ) from error
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # zipfile raises these for encryption and unknown compression
-        raise UnsupportedDocument(f"encrypted: {error}", code="encrypted_document") from error
+    except (NotImplementedError, RuntimeError) as error:  # of zipfile: encryption, unknown compression
+        raise unreadable("encrypted", str(error)) from error
+    except (PackageNotFoundError, zipfile.BadZipFile, etree.XMLSyntaxError, *_BROKEN) as error:
+        raise unreadable("corrupt", f"not readable as a Word document ({error})") from error
     if not title:
         title = next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
     return Parsed("\n\n".join(blocks), MIME, title=title)

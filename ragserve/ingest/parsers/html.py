@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Parsed, Raw
+from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
 from ragserve.ingest.parsers.charset import decode
 
 _META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
@@ -34,9 +33,7 @@ def parse(raw: Raw) -> Parsed:
         # libxml2 rejects an encoding declaration in text that is already decoded
         tree = lxml_html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*\?>", "", source))
     except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
-        raise UnsupportedDocument(
-            f"corrupt: not readable as HTML ({error})", code="corrupt_document"
-        ) from error
+        raise unreadable("corrupt", f"not readable as HTML ({error})") from error
     title, text = _main_text(source, raw.url)
     everything = _all_text(tree)
     if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
@@ -50,13 +47,7 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
     import trafilatura
 
     found = trafilatura.bare_extraction(
-        source,
-        url=url,
-        include_comments=False,
-        include_tables=True,
-        include_formatting=False,
-        deduplicate=False,
-        with_metadata=True,
+        source, url=url, include_comments=False, include_formatting=False, with_metadata=True
     )
     if found is None:
         return "", ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 
-from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Parsed, Raw, join_pages, tidy
+from ragserve.ingest.parsers.base import Parsed, Raw, join_pages, tidy, unreadable
 
 _HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # PDFium's marks for a hyphen that breaks a line
 _WRAPPED = re.compile(r"(?<=[a-z,;])\n(?=[a-z(])")  # a line that breaks in the middle of a sentence
@@ -22,36 +21,23 @@ def parse(raw: Raw) -> Parsed:
             document = pypdfium2.PdfDocument(raw.data)
         except pypdfium2.PdfiumError as error:
             if error.err_code == 4:  # FPDF_ERR_PASSWORD
-                raise UnsupportedDocument(
-                    "encrypted: the PDF needs a password (remove it)", code="encrypted_document"
-                ) from error
+                raise unreadable("encrypted", "the PDF needs a password (remove it)") from error
             if error.err_code == 5:  # FPDF_ERR_SECURITY
-                raise UnsupportedDocument(
-                    "encrypted: a scheme that PDFium does not know", code="encrypted_document"
-                ) from error
-            raise UnsupportedDocument(
-                f"corrupt: PDFium cannot read it ({error})", code="corrupt_document"
-            ) from error
+                raise unreadable("encrypted", "a scheme that PDFium does not know") from error
+            raise unreadable("corrupt", f"PDFium cannot read it ({error})") from error
         try:
             pages = [_page_text(document, number) for number in range(len(document))]
             title = document.get_metadata_value("Title") or ""
         finally:
             document.close()
     if not pages:
-        raise UnsupportedDocument("corrupt: the PDF has no pages", code="corrupt_document")
+        raise unreadable("corrupt", "the PDF has no pages")
     text, starts = join_pages(pages)
     if not text:
-        raise UnsupportedDocument(
-            f"empty: no text on {len(pages)} page(s), probably scanned images (run OCR first)",
-            code="empty_document",
-        )
-    return Parsed(
-        text,
-        "application/pdf",
-        title=" ".join(_CONTROLS.sub("", title).split()),
-        pages=starts,
-        metadata={"pages": len(pages)},
-    )
+        why = f"no text on {len(pages)} page(s), probably scanned images (run OCR first)"
+        raise unreadable("empty", why)
+    title = " ".join(_CONTROLS.sub("", title).split())
+    return Parsed(text, "application/pdf", title, starts, {"pages": len(pages)})
 
 
 def _page_text(document: object, number: int) -> str:
@@ -61,8 +47,6 @@ def _page_text(document: object, number: int) -> str:
         page = document[number]  # type: ignore[index]
         text: str = page.get_textpage().get_text_bounded()
     except pypdfium2.PdfiumError as error:
-        raise UnsupportedDocument(
-            f"corrupt: page {number + 1} of the PDF cannot be read ({error})", code="corrupt_document"
-        ) from error
+        raise unreadable("corrupt", f"page {number + 1} of the PDF cannot be read ({error})") from error
     text = _HYPHENATED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return tidy(_WRAPPED.sub(" ", _CONTROLS.sub("", text)))

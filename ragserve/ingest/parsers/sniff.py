@@ -7,7 +7,7 @@ import zipfile
 from io import BytesIO
 
 from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Raw
+from ragserve.ingest.parsers.base import Raw, unreadable
 from ragserve.ingest.parsers.languages import LANGUAGES
 
 _HTML_START = re.compile(
@@ -49,7 +49,7 @@ _SHEBANGS = {"python": "python", "node": "javascript", "ruby": "ruby", "perl": "
 
 
 def detect(raw: Raw) -> str:
-    """Return a key of ``PARSERS``. Raises ``UnsupportedDocument``, naming the format, if no parser reads it.
+    """Return one of ``PARSERS``. Raises ``UnsupportedDocument``, naming the format, if no parser reads it.
 
     Nothing is decoded here: the text parsers find out whether bytes without a known signature are text.
     """
@@ -60,13 +60,9 @@ def detect(raw: Raw) -> str:
         return _zip_kind(raw.data)
     if head.startswith(_OLE):
         # an encrypted Office file is an OLE container with this stream
-        encrypted = "EncryptedPackage".encode("utf-16-le") in raw.data
-        raise UnsupportedDocument(
-            "encrypted: an Office document with a password (remove the password)"
-            if encrypted
-            else "a legacy Office file, .doc, .xls or .ppt (save it as .docx or PDF)",
-            code="encrypted_document" if encrypted else None,
-        )
+        if "EncryptedPackage".encode("utf-16-le") in raw.data:
+            raise unreadable("encrypted", "an Office document with a password (remove the password)")
+        raise UnsupportedDocument("a legacy Office file, .doc, .xls or .ppt (save it as .docx or PDF)")
     for magic, what in _MAGIC:
         if head.startswith(magic):
             raise UnsupportedDocument(f"binary: {what}, not a document")
@@ -96,9 +92,7 @@ def _zip_kind(data: bytes) -> str:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, ValueError, OSError) as error:
-        raise UnsupportedDocument(
-            f"corrupt: a broken zip container such as a truncated .docx ({error})", code="corrupt_document"
-        ) from error
+        raise unreadable("corrupt", f"a broken zip container such as a truncated .docx ({error})") from error
     names = {entry.filename for entry in entries}
     if "word/document.xml" in names:
         if sum(entry.file_size for entry in entries) > _MAX_UNZIPPED:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any
 
 from ragserve.errors import Unavailable
@@ -119,9 +118,8 @@ class ParseProcess:
             reply = self._receive(self._timeout_s)
         except TimeoutError:
             self.close()
-            return Failed(
-                f"took longer than {self._timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)", "timeout"
-            )
+            reason = f"took longer than {self._timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)"
+            return Failed(reason, "timeout")
         except (EOFError, BrokenPipeError):
             return Failed(f"the parser crashed on this file ({self._reap()})", "crash")
         if "failed" in reply:
@@ -147,9 +145,7 @@ class ParseProcess:
     def __enter__(self) -> ParseProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> None:

@@ -17,7 +17,7 @@ import stat
 import sys
 from typing import IO, Any
 
-from ragserve.errors import RagserveError, TooLarge, UnsupportedDocument
+from ragserve.errors import RagserveError, TooLarge
 
 
 def main() -> None:
@@ -38,9 +38,8 @@ class _Worker:
         from ragserve.ingest.chunking import Chunker
         from ragserve.ingest.tokenizer import Counter, TokenizerSource
 
-        self._chunker = Chunker(
-            Counter(TokenizerSource(config["tokenizer_json"], "")), int(config["chunk_tokens"])
-        )
+        count = Counter(TokenizerSource(config["tokenizer_json"], ""))
+        self._chunker = Chunker(count, int(config["chunk_tokens"]))
         self._max_bytes = int(config["max_bytes"])
         self._memory_mib = limit >> 20
         self._cpu_seconds = int(config["timeout_s"]) * 2 + 60
@@ -68,6 +67,7 @@ class _Worker:
 
     def _document(self, request: dict[str, Any]) -> dict[str, Any]:
         from ragserve.ingest.parsers import Raw, parse
+        from ragserve.ingest.parsers.base import unreadable
 
         data = _read(request["path"], self._max_bytes)
         digest = hashlib.blake2b(data, digest_size=20, key=request["salt"].encode()).hexdigest()
@@ -77,7 +77,7 @@ class _Worker:
         parsed = parse(raw, request.get("parser"))
         chunks = self._chunker.split(parsed.text, parsed.pages)
         if not chunks:
-            raise UnsupportedDocument("empty: no text to index", code="empty_document")
+            raise unreadable("empty", "no text to index")
         return {
             "hash": digest,
             "size": len(data),
@@ -95,16 +95,11 @@ def _read(path: str, max_bytes: int) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if status.st_size > max_bytes:
-            raise _too_large(status.st_size, max_bytes)
         data = file.read(max_bytes + 1)  # the file may grow while it is read
-    if len(data) > max_bytes:
-        raise _too_large(len(data), max_bytes)
+    size = max(status.st_size, len(data))
+    if size > max_bytes:
+        raise TooLarge(f"too large: {size:,} bytes, the limit is {max_bytes:,} (RAGSERVE_MAX_UPLOAD_BYTES)")
     return data
-
-
-def _too_large(size: int, limit: int) -> TooLarge:
-    return TooLarge(f"too large: {size:,} bytes, the limit is {limit:,} (RAGSERVE_MAX_UPLOAD_BYTES)")
 
 
 def _reply(replies: IO[str], message: dict[str, Any]) -> None:

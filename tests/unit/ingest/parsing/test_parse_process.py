@@ -120,7 +120,7 @@ def test_the_parsing_process_loads_neither_torch_nor_sglang(tmp_path: Path) -> N
         "import sys, ragserve.ingest.parsing.parse_worker, ragserve.ingest.chunking\n"
         "import ragserve.ingest.parsers as p\n"
         "from importlib import import_module\n"
-        "for module in p.PARSERS.values(): import_module(module)\n"
+        "for module in p.PARSERS: import_module(f'{p.__name__}.{module}')\n"
         "import chonkie, trafilatura, docx, pypdfium2\n"
         "sys.exit(bool({'torch', 'sglang', 'transformers'} & set(sys.modules)))\n"
     )
