@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -99,10 +99,9 @@ class Database:
             raise _closed()
         connection: sqlite3.Connection | None = None
         try:
-            try:
+            with suppress(IndexError):
                 connection = self._idle.pop()
-            except IndexError:
-                connection = self._connect()
+            connection = connection or self._connect()
             connection.execute(begin)
             yield connection
             connection.execute("COMMIT")
@@ -115,11 +114,9 @@ class Database:
                 else:
                     self._idle.append(connection)
 
-    @contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
+    def read(self) -> AbstractContextManager[sqlite3.Connection]:
         """A read transaction: all statements see one commit, and nobody waits for it."""
-        with self._transaction("BEGIN") as connection:
-            yield connection
+        return self._transaction("BEGIN")
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -131,7 +128,12 @@ class Database:
                 with self._transaction("BEGIN IMMEDIATE") as connection:
                     yield connection
             except UnicodeEncodeError as error:
-                raise _not_unicode(error) from None
+                shown = error.object[max(0, error.start - 10) : error.start + 10]
+                raise InvalidRequest(
+                    f"Text with a lone surrogate cannot be stored: {shown!r}.",
+                    hint="Decode it with errors='replace'.",
+                    code="invalid_text",
+                ) from None
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -237,12 +239,3 @@ def storage_full(path: Path, error: Exception) -> StorageFull:
 def is_full(error: OSError) -> bool:
     """True if the error means no space, quota exceeded or file too large."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _not_unicode(error: UnicodeEncodeError) -> RagserveError:
-    shown = error.object[max(0, error.start - 10) : error.start + 10]
-    return InvalidRequest(
-        f"Text with a lone surrogate cannot be stored: {shown!r}.",
-        hint="Decode it with errors='replace'.",
-        code="invalid_text",
-    )

@@ -33,20 +33,6 @@ from pydantic import (
 
 from ragserve_index.errors import InvalidRequest
 
-__all__ = [
-    "COLUMNS",
-    "And",
-    "AnyFilter",
-    "Eq",
-    "Filter",
-    "In",
-    "Not",
-    "Or",
-    "Range",
-    "compile_filter",
-    "parse_filter",
-]
-
 MAX_DEPTH = 8
 MAX_NODES = 64
 MAX_VALUES = 1000

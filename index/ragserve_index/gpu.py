@@ -23,16 +23,16 @@ class GpuMirror:
     def __init__(self) -> None:
         """Raises Unavailable when FAISS was built without CUDA, or sees no GPU."""
         faiss = load_faiss()
+        problem = hint = ""
         if not hasattr(faiss, "StandardGpuResources"):
+            problem = f"FAISS {faiss.__version__} has no GPU support"
+            hint = "Install faiss-gpu in place of faiss-cpu"
+        elif faiss.get_num_gpus() < 1:
+            problem, hint = "FAISS sees none", "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        if problem:
             raise Unavailable(
-                f"The index should use a GPU, but FAISS {faiss.__version__} has no GPU support.",
-                hint="Install faiss-gpu in place of faiss-cpu, or use --index-device cpu.",
-                code="gpu_index_unavailable",
-            )
-        if faiss.get_num_gpus() < 1:
-            raise Unavailable(
-                "The index should use a GPU, but FAISS sees none.",
-                hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --index-device cpu.",
+                f"The index should use a GPU, but {problem}.",
+                hint=f"{hint}, or use --index-device cpu.",
                 code="gpu_index_unavailable",
             )
         self._faiss = faiss

@@ -28,7 +28,7 @@ class IndexFile:
     def load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[Structure, Footer] | None:
         """Read the saved structure; None without a file. Raises Damaged for a file that cannot be used."""
         with file_lock(self._lock):  # nobody replaces the file between its check and its reading
-            footer = file_format.verify(self.path)
+            footer = file_format.read_footer(self.path, verify=True)
             if footer is None:
                 return None
             self._must_be_ours(footer, connection, ns)
@@ -45,7 +45,7 @@ class IndexFile:
     def status(self, connection: sqlite3.Connection, ns: registry.Namespace) -> str:
         """Check every byte of the file. Returns `current`, `behind`, `missing`, or `damaged: reason`."""
         try:
-            footer = file_format.verify(self.path)
+            footer = file_format.read_footer(self.path, verify=True)
             if footer is None:
                 return "missing"
             if footer.namespace_uid == ns.uid and footer.index_type != ns.index_type:
@@ -95,7 +95,14 @@ class IndexFile:
                 state=structure.state(),
             )
             file_format.write(self.path, footer, structure.write)
-        self._prune_log(version)
+        # Prune the change log: indexes of other processes that are older compare ids from now on.
+        with self._database.write() as connection:
+            for statement in (
+                "DELETE FROM removals WHERE namespace_id = ?1 AND version <= ?2",
+                "DELETE FROM versions WHERE namespace_id = ?1 AND version < ?2",
+                "UPDATE namespaces SET log_floor = max(log_floor, ?2) WHERE id = ?1",
+            ):
+                connection.execute(statement, (self._namespace_id, version))
         return None
 
     def ours_on_disk(self) -> Footer | None:
@@ -112,19 +119,3 @@ class IndexFile:
         except Damaged:
             return None
         return footer
-
-    def _prune_log(self, version: int) -> None:
-        """Delete the change log up to ``version``. Indexes of other processes that are older compare ids from
-        now on.
-        """
-        with self._database.write() as connection:
-            connection.execute(
-                "DELETE FROM removals WHERE namespace_id = ? AND version <= ?", (self._namespace_id, version)
-            )
-            connection.execute(
-                "DELETE FROM versions WHERE namespace_id = ? AND version < ?", (self._namespace_id, version)
-            )
-            connection.execute(
-                "UPDATE namespaces SET log_floor = max(log_floor, ?) WHERE id = ?",
-                (version, self._namespace_id),
-            )
