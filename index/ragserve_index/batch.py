@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.errors import InvalidRequest
+from ragserve.errors import InvalidRequest
 from ragserve_index.structures.base import Floats
 from ragserve_index.types import NewChunk, NewDocument
 

@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from ragserve_index.errors import InvalidRequest, RagserveError, RegistryDamaged, StorageFull, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, StorageFull, Unavailable
+from ragserve_index.errors import RegistryDamaged
 from ragserve_index.locks import CommitMark
 from ragserve_index.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
 
@@ -123,9 +124,14 @@ class Database:
         """A write transaction, committed when the block ends and rolled back when it raises. One at a time
         among all processes.
         """
-        with self._writing, self._marked():
+        with self._writing:
+            if self._closed:
+                raise _closed()
             try:
-                with self._transaction("BEGIN IMMEDIATE") as connection:
+                with (
+                    self.mark.changing(BUSY_TIMEOUT_S),
+                    self._transaction("BEGIN IMMEDIATE") as connection,
+                ):
                     yield connection
             except UnicodeEncodeError as error:
                 shown = error.object[max(0, error.start - 10) : error.start + 10]
@@ -134,20 +140,12 @@ class Database:
                     hint="Decode it with errors='replace'.",
                     code="invalid_text",
                 ) from None
-
-    @contextmanager
-    def _marked(self) -> Iterator[None]:
-        if self._closed:
-            raise _closed()
-        try:
-            with self.mark.changing(BUSY_TIMEOUT_S):
-                yield
-        except TimeoutError:
-            raise self._busy() from None
-        except OSError as error:
-            if is_full(error):
-                raise storage_full(self.path, error) from error
-            raise
+            except TimeoutError:
+                raise self._busy() from None
+            except OSError as error:
+                if is_full(error):
+                    raise storage_full(self.path, error) from error
+                raise
 
     def _failure(self, error: sqlite3.Error) -> RagserveError:
         """The user's error for an SQLite error."""

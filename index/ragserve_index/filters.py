@@ -31,7 +31,7 @@ from pydantic import (
     model_validator,
 )
 
-from ragserve_index.errors import InvalidRequest
+from ragserve.errors import InvalidRequest
 
 MAX_DEPTH = 8
 MAX_NODES = 64

@@ -6,9 +6,8 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ragserve_index.errors import Unavailable
-from ragserve_index.structures import Floats, Results, Structure
-from ragserve_index.structures.base import load_faiss
+from ragserve.errors import Unavailable
+from ragserve_index.structures.base import Floats, Results, Structure, load_faiss
 
 ON_GPU = ("flat", "ivf")  # FAISS has no GPU form of the other two
 MAX_K = 1024

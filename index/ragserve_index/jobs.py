@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from ragserve_index.errors import Conflict, InvalidRequest, NotFound
+from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index.store import IndexStore
 from ragserve_index.types import FINISHED, ITEM_STATES, JOB_STATES, Job, JobItem
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index.batch import Prepared
-from ragserve_index.errors import InvalidRequest, NotFound
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
 from ragserve_index.structures.base import Ids
@@ -64,17 +64,19 @@ def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
     """Raises NotFound."""
     found = find_namespace(connection, name)
     if found is None:
-        raise namespace_not_found(name)
+        raise _not_found(name)
     return found
 
 
-def namespace_by_id(connection: sqlite3.Connection, namespace_id: int) -> Namespace | None:
-    """The namespace of an id, or None once it was dropped."""
-    return next(iter(namespaces(connection, "id = ?", namespace_id)), None)
+def namespace_by_id(connection: sqlite3.Connection, namespace_id: int, name: str) -> Namespace:
+    """The namespace of an id. Raises NotFound, which calls it ``name``, once it was dropped."""
+    found = namespaces(connection, "id = ?", namespace_id)
+    if not found:
+        raise _not_found(name)
+    return found[0]
 
 
-def namespace_not_found(name: str) -> NotFound:
-    """The error for a namespace that does not exist."""
+def _not_found(name: str) -> NotFound:
     return NotFound(
         f"There is no namespace {name!r}.",
         hint="Ingest something into it first, or list those there are.",

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index import registry
 from ragserve_index.database import Database
-from ragserve_index.errors import InvalidRequest, NotFound
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.selection_cache import SelectionCache
-from ragserve_index.structures import Floats, Ids, IdSelection
+from ragserve_index.structures.base import Floats, Ids, IdSelection
 from ragserve_index.types import Hit, SearchResult
 
 MAX_K = 10_000

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ragserve.errors import Unavailable
 from ragserve_index.database import is_full, storage_full
-from ragserve_index.errors import Unavailable
 from ragserve_index.locks import file_lock
 
 log = logging.getLogger(__name__)

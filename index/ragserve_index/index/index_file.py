@@ -10,8 +10,7 @@ from ragserve_index.database import Database
 from ragserve_index.index import file_format
 from ragserve_index.index.file_format import Damaged, Footer
 from ragserve_index.locks import file_lock
-from ragserve_index.structures import Structure
-from ragserve_index.structures.base import load_faiss
+from ragserve_index.structures.base import Structure, load_faiss
 
 
 class IndexFile:
@@ -21,6 +20,7 @@ class IndexFile:
         self.path = file_format.index_path(directory, ns.id)
         self._lock = directory / ".lock"
         self._namespace_id = ns.id
+        self._name = ns.name
         self._uid = ns.uid
         self._dim = ns.dim
         self._database = database
@@ -112,9 +112,7 @@ class IndexFile:
             if footer is None:
                 return None
             with self._database.read() as connection:
-                ns = registry.namespace_by_id(connection, self._namespace_id)
-                if ns is None:
-                    return None
+                ns = registry.namespace_by_id(connection, self._namespace_id, self._name)
                 self._must_be_ours(footer, connection, ns)
         except Damaged:
             return None

@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from ragserve_index.errors import InvalidRequest
-from ragserve_index.structures.base import Floats, Ids, IdSelection, Results, Structure, load_faiss
+from ragserve.errors import InvalidRequest
+from ragserve_index.structures.base import Floats, Structure, load_faiss
 from ragserve_index.structures.flat import Flat, Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf, lists_for
 from ragserve_index.types import IndexType
 
 INDEX_TYPES: tuple[str, ...] = get_args(IndexType)
-
-__all__ = [
-    "INDEX_TYPES",
-    "Floats",
-    "IdSelection",
-    "Ids",
-    "Results",
-    "Structure",
-    "check_type",
-    "create",
-    "load",
-    "why_rebuild",
-]
 
 
 def check_type(index_type: str) -> str:
