@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ragserve_index.errors import InvalidRequest
+from ragserve.errors import InvalidRequest
 from ragserve_index.structures.base import Floats
 from ragserve_index.types import NewChunk, NewDocument
 
@@ -80,32 +80,27 @@ def _encodable(text: str, place: str) -> str:
     return text
 
 
+def _storable(value: object) -> bool:
+    if isinstance(value, str):
+        return "\0" not in value
+    if isinstance(value, int):
+        return -_INT64 <= value < _INT64
+    return value is None or (isinstance(value, float) and math.isfinite(value))
+
+
 def _metadata(metadata: Any, place: str) -> str:
     for key, value in metadata.items():
-        if not isinstance(key, str):
-            raise InvalidRequest(
-                f"{place}: metadata key {key!r} is not text.", code="invalid_metadata", param="metadata"
-            )
         parts = value if isinstance(value, list) else [value]
-        if isinstance(value, list) and not all(isinstance(part, str) for part in value):
+        wrong = hint = ""
+        if not isinstance(key, str):
+            wrong = f"key {key!r} is not text"
+        elif isinstance(value, list) and not all(isinstance(part, str) for part in value):
+            wrong = f"{key!r} is a list of something other than text"
+        elif bad := [part for part in [key, *parts] if not _storable(part)]:
+            wrong = f"{key!r} has a value that cannot be stored: {bad[0]!r:.60}"
+            hint = "Values are text without NUL, finite numbers of 64 bits, true, false, null, and lists of text."
+        if wrong:
             raise InvalidRequest(
-                f"{place}: metadata {key!r} is a list of something other than text.",
-                code="invalid_metadata",
-                param="metadata",
+                f"{place}: metadata {wrong}.", hint=hint, code="invalid_metadata", param="metadata"
             )
-        for part in [key, *parts]:
-            bad = (
-                not isinstance(part, str | int | float | None)
-                or (isinstance(part, float) and not math.isfinite(part))
-                or (isinstance(part, int) and not -_INT64 <= part < _INT64)
-                or (isinstance(part, str) and "\0" in part)
-            )
-            if bad:
-                raise InvalidRequest(
-                    f"{place}: metadata {key!r} has a value that cannot be stored: {part!r:.60}.",
-                    hint="Values are text without NUL, finite numbers of 64 bits, true, false, null, and "
-                    "lists of text.",
-                    code="invalid_metadata",
-                    param="metadata",
-                )
     return _encodable(json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")), place)

@@ -12,11 +12,12 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from ragserve_index.errors import InvalidRequest, RagserveError, RegistryDamaged, StorageFull, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, StorageFull, Unavailable
+from ragserve_index.errors import RegistryDamaged
 from ragserve_index.locks import CommitMark
 from ragserve_index.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
 
@@ -99,10 +100,9 @@ class Database:
             raise _closed()
         connection: sqlite3.Connection | None = None
         try:
-            try:
+            with suppress(IndexError):
                 connection = self._idle.pop()
-            except IndexError:
-                connection = self._connect()
+            connection = connection or self._connect()
             connection.execute(begin)
             yield connection
             connection.execute("COMMIT")
@@ -115,37 +115,37 @@ class Database:
                 else:
                     self._idle.append(connection)
 
-    @contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
+    def read(self) -> AbstractContextManager[sqlite3.Connection]:
         """A read transaction: all statements see one commit, and nobody waits for it."""
-        with self._transaction("BEGIN") as connection:
-            yield connection
+        return self._transaction("BEGIN")
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """A write transaction, committed when the block ends and rolled back when it raises. One at a time
         among all processes.
         """
-        with self._writing, self._marked():
+        with self._writing:
+            if self._closed:
+                raise _closed()
             try:
-                with self._transaction("BEGIN IMMEDIATE") as connection:
+                with (
+                    self.mark.changing(BUSY_TIMEOUT_S),
+                    self._transaction("BEGIN IMMEDIATE") as connection,
+                ):
                     yield connection
             except UnicodeEncodeError as error:
-                raise _not_unicode(error) from None
-
-    @contextmanager
-    def _marked(self) -> Iterator[None]:
-        if self._closed:
-            raise _closed()
-        try:
-            with self.mark.changing(BUSY_TIMEOUT_S):
-                yield
-        except TimeoutError:
-            raise self._busy() from None
-        except OSError as error:
-            if is_full(error):
-                raise storage_full(self.path, error) from error
-            raise
+                shown = error.object[max(0, error.start - 10) : error.start + 10]
+                raise InvalidRequest(
+                    f"Text with a lone surrogate cannot be stored: {shown!r}.",
+                    hint="Decode it with errors='replace'.",
+                    code="invalid_text",
+                ) from None
+            except TimeoutError:
+                raise self._busy() from None
+            except OSError as error:
+                if is_full(error):
+                    raise storage_full(self.path, error) from error
+                raise
 
     def _failure(self, error: sqlite3.Error) -> RagserveError:
         """The user's error for an SQLite error."""
@@ -237,12 +237,3 @@ def storage_full(path: Path, error: Exception) -> StorageFull:
 def is_full(error: OSError) -> bool:
     """True if the error means no space, quota exceeded or file too large."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _not_unicode(error: UnicodeEncodeError) -> RagserveError:
-    shown = error.object[max(0, error.start - 10) : error.start + 10]
-    return InvalidRequest(
-        f"Text with a lone surrogate cannot be stored: {shown!r}.",
-        hint="Decode it with errors='replace'.",
-        code="invalid_text",
-    )

@@ -1,18 +1,8 @@
-"""Errors of the index: those of ``ragserve.errors``, which imports nothing, and one of its own."""
+"""The index's own error, beside those of ``ragserve.errors``, which imports nothing."""
 
 from __future__ import annotations
 
-from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
-
-__all__ = [
-    "Conflict",
-    "InvalidRequest",
-    "NotFound",
-    "RagserveError",
-    "RegistryDamaged",
-    "StorageFull",
-    "Unavailable",
-]
+from ragserve.errors import RagserveError
 
 
 class RegistryDamaged(RagserveError):

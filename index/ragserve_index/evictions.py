@@ -57,9 +57,8 @@ class EvictionLog:
         """
         condition, values = "id <= ?1 AND (?2 IS NULL OR created_at < ?2)", (up_to_id, before)
         with self._database.read() as connection:
-            if not connection.execute(
-                f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", values
-            ).fetchone():
+            found = connection.execute(f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", values)
+            if not found.fetchone():
                 return 0
         with self._database.write() as connection:
             return connection.execute(f"DELETE FROM evictions WHERE {condition}", values).rowcount

@@ -31,21 +31,7 @@ from pydantic import (
     model_validator,
 )
 
-from ragserve_index.errors import InvalidRequest
-
-__all__ = [
-    "COLUMNS",
-    "And",
-    "AnyFilter",
-    "Eq",
-    "Filter",
-    "In",
-    "Not",
-    "Or",
-    "Range",
-    "compile_filter",
-    "parse_filter",
-]
+from ragserve.errors import InvalidRequest
 
 MAX_DEPTH = 8
 MAX_NODES = 64

@@ -6,9 +6,8 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ragserve_index.errors import Unavailable
-from ragserve_index.structures import Floats, Results, Structure
-from ragserve_index.structures.base import load_faiss
+from ragserve.errors import Unavailable
+from ragserve_index.structures.base import Floats, Results, Structure, load_faiss
 
 ON_GPU = ("flat", "ivf")  # FAISS has no GPU form of the other two
 MAX_K = 1024
@@ -23,16 +22,16 @@ class GpuMirror:
     def __init__(self) -> None:
         """Raises Unavailable when FAISS was built without CUDA, or sees no GPU."""
         faiss = load_faiss()
+        problem = hint = ""
         if not hasattr(faiss, "StandardGpuResources"):
+            problem = f"FAISS {faiss.__version__} has no GPU support"
+            hint = "Install faiss-gpu in place of faiss-cpu"
+        elif faiss.get_num_gpus() < 1:
+            problem, hint = "FAISS sees none", "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        if problem:
             raise Unavailable(
-                f"The index should use a GPU, but FAISS {faiss.__version__} has no GPU support.",
-                hint="Install faiss-gpu in place of faiss-cpu, or use --index-device cpu.",
-                code="gpu_index_unavailable",
-            )
-        if faiss.get_num_gpus() < 1:
-            raise Unavailable(
-                "The index should use a GPU, but FAISS sees none.",
-                hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --index-device cpu.",
+                f"The index should use a GPU, but {problem}.",
+                hint=f"{hint}, or use --index-device cpu.",
                 code="gpu_index_unavailable",
             )
         self._faiss = faiss

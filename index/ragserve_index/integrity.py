@@ -17,9 +17,7 @@ def check_namespace(database: Database, index: NamespaceIndex) -> IndexReport:
     replaces a damaged file in memory.
     """
     with index.updating, database.read() as connection:
-        ns = registry.namespace_by_id(connection, index.namespace_id)
-        if ns is None:
-            raise registry.namespace_not_found(index.name)
+        ns = registry.namespace_by_id(connection, index.namespace_id, index.name)
         file = index.file.status(connection, ns)
         index_bytes = index.file.path.stat().st_size if file != "missing" else 0
         problems, expected = _registry_problems(connection, ns)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from ragserve_index.errors import Conflict, InvalidRequest, NotFound
+from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index.store import IndexStore
-from ragserve_index.types import ITEM_STATES, JOB_STATES, Job, JobItem
+from ragserve_index.types import FINISHED, ITEM_STATES, JOB_STATES, Job, JobItem
 
 KEEP_FINISHED = 1_000
 """Finished jobs beyond this many are forgotten, oldest first, when a job is created."""
@@ -24,7 +24,6 @@ Items = list[JobItem]
 
 _JOB = "job_id, namespace, state, spec, error, cancel_requested, worker, lease_until, created_at, updated_at"
 _ITEM = "source, state, reason, chunks, tokens, size_bytes, doc_id"
-_FINISHED = ("done", "failed", "cancelled")
 
 
 class JobStore:
@@ -47,7 +46,7 @@ class JobStore:
             _add_items(connection, job_id, sources)
             connection.execute(
                 "DELETE FROM jobs WHERE job_id IN"
-                " (SELECT job_id FROM jobs WHERE state IN ('done', 'failed', 'cancelled')"
+                f" (SELECT job_id FROM jobs WHERE state IN {FINISHED}"
                 " ORDER BY updated_at DESC LIMIT -1 OFFSET ?)",
                 (KEEP_FINISHED,),
             )
@@ -145,9 +144,9 @@ class JobStore:
         """End a job as done, failed or cancelled. With ``worker``, raises Conflict if that worker has lost
         its lease.
         """
-        if state not in _FINISHED:
+        if state not in FINISHED:
             raise InvalidRequest(
-                f"A job cannot end as {state!r}.", hint=f"It ends as: {', '.join(_FINISHED)}.", param="state"
+                f"A job cannot end as {state!r}.", hint=f"It ends as: {', '.join(FINISHED)}.", param="state"
             )
         with self._database.write() as connection:
             job = _job(connection, job_id)

@@ -9,22 +9,19 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index.batch import Prepared
-from ragserve_index.errors import InvalidRequest, NotFound
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
 from ragserve_index.structures.base import Ids
 from ragserve_index.types import Chunk, Document, NamespaceInfo
 from sglang_ext.protocol import NAMESPACE
 
-_NAMESPACE = (
-    "id, name, embedder, dim, index_type, version, changed, n_documents, n_chunks, n_tokens, uid, log_floor"
-)
 _DOCUMENT = (
     "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, "
     "d.created_at, d.updated_at, d.metadata"
@@ -36,64 +33,50 @@ _CHUNK = (
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(NamespaceInfo):
     """A row of ``namespaces``, as of one transaction."""
 
     id: int
-    name: str
-    embedder: str
-    dim: int
-    index_type: str
-    version: int
     changed: int
-    n_documents: int
-    n_chunks: int
-    n_tokens: int
     uid: str
     log_floor: int
 
     def info(self) -> NamespaceInfo:
         """The public part."""
-        return NamespaceInfo(
-            self.name,
-            self.embedder,
-            self.dim,
-            self.index_type,
-            self.version,
-            self.n_documents,
-            self.n_chunks,
-            self.n_tokens,
-        )
+        return NamespaceInfo(*(getattr(self, field.name) for field in fields(NamespaceInfo)))
 
 
-def namespaces(connection: sqlite3.Connection) -> list[Namespace]:
-    """All namespaces, by name."""
-    rows = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces ORDER BY name")
+_NAMESPACE = ", ".join(field.name for field in fields(Namespace))
+
+
+def namespaces(connection: sqlite3.Connection, where: str = "1", *parameters: object) -> list[Namespace]:
+    """All namespaces (that meet an SQL condition), by name."""
+    rows = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE {where} ORDER BY name", parameters)
     return [Namespace(*row) for row in rows]
 
 
 def find_namespace(connection: sqlite3.Connection, name: str) -> Namespace | None:
     """The namespace of a name, or None."""
-    row = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE name = ?", (name,)).fetchone()
-    return Namespace(*row) if row else None
+    return next(iter(namespaces(connection, "name = ?", name)), None)
 
 
 def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
     """Raises NotFound."""
     found = find_namespace(connection, name)
     if found is None:
-        raise namespace_not_found(name)
+        raise _not_found(name)
     return found
 
 
-def namespace_by_id(connection: sqlite3.Connection, namespace_id: int) -> Namespace | None:
-    """The namespace of an id, or None once it was dropped."""
-    row = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE id = ?", (namespace_id,)).fetchone()
-    return Namespace(*row) if row else None
+def namespace_by_id(connection: sqlite3.Connection, namespace_id: int, name: str) -> Namespace:
+    """The namespace of an id. Raises NotFound, which calls it ``name``, once it was dropped."""
+    found = namespaces(connection, "id = ?", namespace_id)
+    if not found:
+        raise _not_found(name)
+    return found[0]
 
 
-def namespace_not_found(name: str) -> NotFound:
-    """The error for a namespace that does not exist."""
+def _not_found(name: str) -> NotFound:
     return NotFound(
         f"There is no namespace {name!r}.",
         hint="Ingest something into it first, or list those there are.",
@@ -128,7 +111,7 @@ def create_namespace(
 def set_index_type(connection: sqlite3.Connection, ns: Namespace, index_type: str) -> None:
     """Change the type in a version of its own, so that other processes notice."""
     connection.execute("UPDATE namespaces SET index_type = ? WHERE id = ?", (index_type, ns.id))
-    _commit_version(connection, ns, ns.version + 1, ns.changed, ns.n_documents, ns.n_chunks, ns.n_tokens)
+    _commit_version(connection, ns)
 
 
 def stamp_of(connection: sqlite3.Connection, namespace_id: int, version: int) -> int | None:
@@ -155,7 +138,7 @@ def write_documents(
     """Write the batch as version ``ns.version + 1``, replacing documents of the same sources."""
     now = time.time()
     version = ns.version + 1
-    documents, chunks, tokens, changed = ns.n_documents, ns.n_chunks, ns.n_tokens, ns.changed
+    documents = chunks = tokens = changed = 0  # differences to the version before
     written = []
     for item in batch:
         old = _delete(connection, ns, version, item.doc_id)
@@ -176,7 +159,8 @@ def write_documents(
             now,
             item.metadata,
         )
-        first_id = _next_chunk_id(connection)
+        last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'").fetchone()
+        first_id = last[0] + 1 if last else 1
         cursor = connection.execute(
             "INSERT INTO documents"
             " (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at,"
@@ -188,7 +172,7 @@ def write_documents(
         unlog_present(connection, ns.name, cursor.lastrowid or 0, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
         written.append(to_document(ns.name, row))
-    _commit_version(connection, ns, version, changed, documents, chunks, tokens)
+    _commit_version(connection, ns, changed, documents, chunks, tokens)
     return written
 
 
@@ -196,15 +180,7 @@ def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) 
     """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id)
     _delete(connection, ns, ns.version + 1, doc_id)
-    _commit_version(
-        connection,
-        ns,
-        ns.version + 1,
-        ns.changed + removed.n_chunks,
-        ns.n_documents - 1,
-        ns.n_chunks - removed.n_chunks,
-        ns.n_tokens - removed.n_tokens,
-    )
+    _commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed
 
 
@@ -224,11 +200,6 @@ def _delete(
     if n_chunks:
         connection.execute("INSERT INTO removals VALUES (?, ?, ?, ?)", (ns.id, version, first_id, n_chunks))
     return n_chunks, n_tokens, created_at
-
-
-def _next_chunk_id(connection: sqlite3.Connection) -> int:
-    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'").fetchone()
-    return (row[0] if row else 0) + 1
 
 
 def _insert_chunks(
@@ -259,18 +230,18 @@ def _insert_chunks(
 def _commit_version(
     connection: sqlite3.Connection,
     ns: Namespace,
-    version: int,
-    changed: int,
-    documents: int,
-    chunks: int,
-    tokens: int,
+    changed: int = 0,
+    documents: int = 0,
+    chunks: int = 0,
+    tokens: int = 0,
 ) -> None:
+    """Make version ``ns.version + 1``; the other numbers are added to the namespace's."""
     connection.execute(
-        "UPDATE namespaces SET version = ?, changed = ?, n_documents = ?, n_chunks = ?, n_tokens = ?"
-        " WHERE id = ?",
-        (version, changed, documents, chunks, tokens, ns.id),
+        "UPDATE namespaces SET version = version + 1, changed = changed + ?, n_documents = n_documents + ?,"
+        " n_chunks = n_chunks + ?, n_tokens = n_tokens + ? WHERE id = ?",
+        (changed, documents, chunks, tokens, ns.id),
     )
-    connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, version, _stamp()))
+    connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, ns.version + 1, _stamp()))
 
 
 def get_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
@@ -299,14 +270,10 @@ def list_documents(
     prefix.
     """
     sql, parameters = condition
-    where = f"d.namespace_id = ? AND {sql}"
-    values: list[Any] = [ns.id, *parameters]
-    if after is not None:
-        where, values = where + " AND d.doc_id > ?", [*values, after]
-    if prefix:
-        where, values = where + " AND substr(d.source, 1, ?) = ?", [*values, len(prefix), prefix]
     rows = connection.execute(
-        f"SELECT {_DOCUMENT} FROM documents d WHERE {where} ORDER BY d.doc_id LIMIT ?", [*values, limit]
+        f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND {sql}"
+        " AND d.doc_id > ? AND substr(d.source, 1, ?) = ? ORDER BY d.doc_id LIMIT ?",
+        [ns.id, *parameters, after or "", len(prefix or ""), prefix or "", limit],
     )
     return [to_document(ns.name, row) for row in rows]
 

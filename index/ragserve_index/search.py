@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index import registry
 from ragserve_index.database import Database
-from ragserve_index.errors import InvalidRequest, NotFound
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.selection_cache import SelectionCache
-from ragserve_index.structures import Floats, Ids, IdSelection
+from ragserve_index.structures.base import Floats, Ids, IdSelection
 from ragserve_index.types import Hit, SearchResult
 
 MAX_K = 10_000
@@ -52,12 +52,11 @@ class Searcher:
                 hits = _hits(connection, namespace, scores, ids)
             if hits is not None:
                 return SearchResult(hits, version)
-        condition = _compile(filter)
         with self._database.read() as connection:
             index = self._pool.of(registry.namespace(connection, namespace))
         with index.updating, self._database.read() as connection:
             scores, ids, version = self._search_pinned(
-                connection, index, _checked(queries, index.dim), _checked_k(k), filter, condition
+                connection, index, _checked(queries, index.dim), _checked_k(k), _compile(filter)
             )
             hits = _hits(connection, namespace, scores, ids)
         if hits is None:
@@ -71,7 +70,7 @@ class Searcher:
         k = _checked_k(k)
         condition = _compile(filter)
         for _ in range(_TRIES):
-            index, version, selection = self._locate(namespace, filter, condition)
+            index, version, selection = self._locate(namespace, condition)
             checked = _checked(queries, index.dim)
             try:
                 return index.search(checked, k, version, selection)
@@ -79,7 +78,7 @@ class Searcher:
                 index.catch_up()
                 self._pool.after_search(index)
         with index.updating, self._database.read() as connection:
-            return self._search_pinned(connection, index, checked, k, filter, condition)
+            return self._search_pinned(connection, index, checked, k, condition)
 
     def _search_pinned(
         self,
@@ -87,18 +86,17 @@ class Searcher:
         index: NamespaceIndex,
         queries: Floats,
         k: int,
-        filter: AnyFilter | None,
         condition: Condition | None,
     ) -> Scored:
         """Search at the version of a transaction. The caller holds ``index.updating`` from before it began,
         so the index stays at that version.
         """
         ns = index.follow(connection)
-        selection = self._select(connection, ns.id, ns.version, filter, condition)
+        selection = None if condition is None else self._select(connection, ns, condition)
         return index.search(queries, k, ns.version, selection)
 
     def _locate(
-        self, namespace: str, filter: AnyFilter | None, condition: Condition | None
+        self, namespace: str, condition: Condition | None
     ) -> tuple[NamespaceIndex, int, IdSelection | None]:
         """The namespace's index, its newest version, and what the filter selects in that version."""
         mark = self._database.mark
@@ -115,30 +113,23 @@ class Searcher:
                 self._located[namespace] = (seen, now, index, version)
         else:
             _, _, index, version = located
-        if filter is None:
+        if condition is None:
             return index, version, None
-        selection = self._selections.get((index.namespace_id, version, filter.model_dump_json()))
+        selection = self._selections.get((index.namespace_id, version, repr(condition)))
         if selection is None:
             with self._database.read() as connection:
                 ns = registry.namespace(connection, namespace)
-                selection = self._select(connection, ns.id, ns.version, filter, condition)
+                selection = self._select(connection, ns, condition)
                 index, version = self._pool.of(ns), ns.version
         return index, version, selection
 
     def _select(
-        self,
-        connection: sqlite3.Connection,
-        namespace_id: int,
-        version: int,
-        filter: AnyFilter | None,
-        condition: Condition | None,
-    ) -> IdSelection | None:
-        if filter is None or condition is None:
-            return None
-        key = (namespace_id, version, filter.model_dump_json())
+        self, connection: sqlite3.Connection, ns: registry.Namespace, condition: Condition
+    ) -> IdSelection:
+        key = (ns.id, ns.version, repr(condition))
         selection = self._selections.get(key)
         if selection is None:
-            selection = IdSelection(registry.selected_ids(connection, namespace_id, condition))
+            selection = IdSelection(registry.selected_ids(connection, ns.id, condition))
             self._selections.add(key, selection)
         return selection
 

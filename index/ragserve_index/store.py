@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve_index import batch as batches
 from ragserve_index import registry, structures
 from ragserve_index.database import Database, is_full, storage_full
-from ragserve_index.errors import Conflict, InvalidRequest, NotFound, RegistryDamaged, Unavailable
+from ragserve_index.errors import RegistryDamaged
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.gpu import ON_GPU, GpuMirror
@@ -22,7 +23,7 @@ from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_namespace
 from ragserve_index.search import Searcher
-from ragserve_index.structures import Floats, Ids
+from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.types import (
     Chunk,
     Document,
@@ -158,7 +159,7 @@ class IndexStore:
                     code="embedder_mismatch",
                 )
             written = registry.write_documents(connection, now, prepared)
-        self._pool.after_write(ns.id)
+        self._pool.after_write(ns)
         return written
 
     def remove_document(self, namespace: str, doc_id: str) -> Document:
@@ -166,7 +167,7 @@ class IndexStore:
         with self.database.write() as connection:
             ns = registry.namespace(connection, namespace)
             removed = registry.delete_document(connection, ns, doc_id)
-        self._pool.after_write(ns.id)
+        self._pool.after_write(ns)
         return removed
 
     def document(self, namespace: str, doc_id: str) -> Document:

@@ -128,7 +128,8 @@ class IndexReport:
         return not self.problems
 
 
-JOB_STATES = ("queued", "running", "done", "failed", "cancelled")
+FINISHED = ("done", "failed", "cancelled")
+JOB_STATES = ("queued", "running", *FINISHED)
 ITEM_STATES = ("pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped")
 
 
@@ -163,7 +164,7 @@ class Job:
     @property
     def finished(self) -> bool:
         """True once the job has ended."""
-        return self.state in {"done", "failed", "cancelled"}
+        return self.state in FINISHED
 
 
 @dataclass(frozen=True, slots=True)

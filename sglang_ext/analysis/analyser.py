@@ -64,20 +64,11 @@ class Analyser:
             rank = self._ranks.rank
             own = slice(rank * alone.k.shape[1], (rank + 1) * alone.k.shape[1])
             heads = slice(rank * alone.q.shape[1], (rank + 1) * alone.q.shape[1])
-            mean_k, mean_k_scale = quantize(summary.mean_k[:, own])
-            local_q, local_q_scale = quantize(summary.local_q[0, heads])
-            inside = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
-            rows.append(
-                {
-                    "mean_k": mean_k,
-                    "mean_k_scale": mean_k_scale,
-                    "local_q": local_q,
-                    "local_q_scale": local_q_scale,
-                    "token": inside,
-                    "attention": summary.attention,
-                    "exponent": summary.exponent.half(),
-                }
-            )
+            row = {"attention": summary.attention, "exponent": summary.exponent.half()}
+            row["mean_k"], row["mean_k_scale"] = quantize(summary.mean_k[:, own])
+            row["local_q"], row["local_q_scale"] = quantize(summary.local_q[0, heads])
+            row["token"] = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
+            rows.append(row)
             keys.extend(quantize(alone.k[:, head]) for at, head in retrieval if at == layer)
             for state in behind:
                 moved.add_((state.v.float() - alone.v.float()).square().sum((1, 2)))

@@ -29,22 +29,18 @@ class TorchNativeCpuBackend(TorchNativeAttnBackend):
         extend_prefix_lens: torch.Tensor,
         extend_seq_lens: torch.Tensor,
         encoder_lens: torch.Tensor | None = None,
+        *,
         scaling: float | None = None,
         enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
+        **options: Any,  # causal, is_cross_attn, sliding_window_size
     ) -> torch.Tensor:
         """Attend causally from each request's new tokens to all its tokens; return ``output``.
 
         query, output: [new tokens of all requests, heads, head_dim]; k_cache, v_cache: [slots, kv_heads,
             head_dim];
         seq_lens: cached and new tokens of each request."""
-        if (
-            encoder_lens is not None
-            or not causal
-            or (sliding_window_size is not None and sliding_window_size > -1)
-        ):
+        window = options.get("sliding_window_size")
+        if encoder_lens is not None or not options.get("causal") or (window is not None and window > -1):
             original: Any = super()._run_sdpa_forward_extend
             return original(
                 query,
@@ -59,9 +55,7 @@ class TorchNativeCpuBackend(TorchNativeAttnBackend):
                 encoder_lens,
                 scaling=scaling,
                 enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
+                **options,
             )
         start = 0
         for row, total, new in zip(

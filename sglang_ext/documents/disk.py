@@ -9,7 +9,6 @@ import errno
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -56,10 +55,11 @@ class Faults:
         self(error.reason if isinstance(error, PageError) else "io", f"{action}: {error}")
 
 
-class DiskTier(ABC):
-    """Called from the store's thread (``find``, ``remove``) and from its IO threads. ``faults`` counts every
-    unexpected miss.
-    """
+class DiskTier:
+    """A tier without a disk: it has nothing and stores nothing. The others override it.
+
+    Called from the store's thread (``find``, ``remove``) and from its IO threads. ``faults`` counts every
+    unexpected miss."""
 
     has_folder = False  # True: documents can be listed, and this process enforces the budget
 
@@ -67,14 +67,13 @@ class DiskTier(ABC):
         self.layout = layout
         self.faults = faults
 
-    @abstractmethod
     def find(self, key: str, namespace: str) -> Record | None:
         """The checked record; None for a miss. Raises OSError, or PageError for an unusable record."""
+        return None
 
-    def begin(self, key: str, namespace: str) -> None:  # noqa: B027 - optional, as the others without a body
+    def begin(self, key: str, namespace: str) -> None:
         """Announce a ``write``. Called under the store's lock, which orders it against removals."""
 
-    @abstractmethod
     def write(
         self,
         record: Record,
@@ -91,45 +90,46 @@ class DiskTier(ABC):
             numbers: The pages' numbers in the host pool; None when they lie outside it.
             summary: Bytes stored behind the pages; empty for none.
         """
+        return False
 
-    @abstractmethod
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
         """Give a document another record and summary and keep its pages. Raises OSError or PageError."""
+        return False
 
-    @abstractmethod
     def read_summary(self, record: Record) -> bytes | None:
         """The summary's bytes, unchecked; None for a miss. Raises OSError or PageError."""
+        return None
 
-    @abstractmethod
     def read(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
     ) -> str:
         """Fill the targets, unchecked. Returns an empty string, `missing` where the document is gone, or
         `unreadable` for an error that has been counted.
         """
+        return "missing"
 
-    @abstractmethod
     def verify(self, found: PageFile) -> Record:
         """Read and check a whole document. Raises PageError or OSError."""
+        raise FileNotFoundError(found.key)
 
-    @abstractmethod
     def remove(self, key: str, namespace: str, record: Record | None) -> bool:
         """Return whether something was removed. Backends that delete value by value need the record."""
+        return False
 
     def remove_namespace(self, namespace: str) -> list[str]:
         """Remove a namespace; the keys removed, which the caller may not have known."""
         return []
 
-    def clear(self) -> None:  # noqa: B027
+    def clear(self) -> None:
         """Remove everything of this rank."""
 
-    def sweep(self) -> None:  # noqa: B027
+    def sweep(self) -> None:
         """Free the space of removed namespaces. Slow: runs in an IO thread."""
 
-    def touch(self, key: str, namespace: str) -> None:  # noqa: B027
+    def touch(self, key: str, namespace: str) -> None:
         """Record a use, so that the order of eviction survives a restart."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release the folder or the connection."""
 
     def load_summary(self, record: Record) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_ext.documents.page_format import Record
@@ -32,21 +31,9 @@ class DiskIndex:
         self.reserved = 0
         self.complete = False  # the scan at start has ended
         self.evictions = 0
-        self._entries: OrderedDict[str, DiskEntry] = OrderedDict()
+        self.entries: OrderedDict[str, DiskEntry] = OrderedDict()  # changed by ``add`` and ``drop`` only
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._record_bytes = 0
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def items(self) -> Iterator[tuple[str, DiskEntry]]:
-        return iter(self._entries.items())
-
-    def get(self, key: str) -> DiskEntry | None:
-        return self._entries.get(key)
 
     def add(
         self, key: str, namespace: str, size: int, record: Record | None = None, *, oldest: bool = False
@@ -55,26 +42,22 @@ class DiskIndex:
         scan.
         """
         self.drop(key)
-        self._entries[key] = DiskEntry(namespace, size)
+        self.entries[key] = DiskEntry(namespace, size)
         self.used += size
         if oldest:
-            self._entries.move_to_end(key, last=False)
+            self.entries.move_to_end(key, last=False)
         if record is not None:
             self.keep_record(record)
-        if self.budget is None and len(self._entries) > MAX_FOREIGN:
-            self.drop(next(iter(self._entries)))
+        if self.budget is None and len(self.entries) > MAX_FOREIGN:
+            self.drop(next(iter(self.entries)))
 
     def drop(self, key: str) -> DiskEntry | None:
         """Remove a document from the index and return its entry."""
-        entry = self._entries.pop(key, None)
+        entry = self.entries.pop(key, None)
         if entry is not None:
             self.used -= entry.size
         self._forget_record(key)
         return entry
-
-    def touch(self, key: str) -> None:
-        """Make a document the most recently used."""
-        self._entries.move_to_end(key)
 
     def record(self, key: str) -> Record | None:
         """The document's record, if it is in memory."""
@@ -102,7 +85,7 @@ class DiskIndex:
         if extra and surplus > self.used:
             return None
         victims = []
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             if surplus <= 0:
                 break
             victims.append((key, entry))
@@ -111,13 +94,13 @@ class DiskIndex:
 
     def check(self) -> None:
         """Raise IntegrityError when a sum is wrong or a budget is exceeded."""
-        if self.used != sum(entry.size for entry in self._entries.values()):
+        if self.used != sum(entry.size for entry in self.entries.values()):
             raise IntegrityError("the bytes on disk are not the sum of the documents'")
         if self._record_bytes != sum(record.record_bytes for record in self._records.values()):
             raise IntegrityError("the bytes of records in memory are not their sum")
         if self.reserved < 0:
             raise IntegrityError("more disk bytes were released than reserved")
-        if not self._records.keys() <= self._entries.keys():
+        if not self._records.keys() <= self.entries.keys():
             raise IntegrityError("a record is kept of a document that is not on disk")
         # Until the scan ends the sum grows without a write, and writes wait for it. A write overtaken by a
         # smaller budget may exceed it alone (used == 0), and is deleted as soon as it is done.

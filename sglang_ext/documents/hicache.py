@@ -146,10 +146,8 @@ class BackendTier(DiskTier):
                 f"document {record.key} does not fit on host, where this backend takes its pages from",
             )
             return False
-        by_index = self._by_index and numbers is not None
-        stored = self._set_pool(keys, numbers or ()) if by_index else self._set_tensors(keys, pages)
         stored = (
-            stored
+            (self._set_pool(keys, numbers or ()) if self._by_index else self._set_tensors(keys, pages))
             and self._set_values(record.key, _SUMMARY, summary)
             and self._set_values(record.key, _RECORD, data)
         )
@@ -239,25 +237,22 @@ class BackendTier(DiskTier):
         """Read and join values of page size; None unless all are there. One caller at a time, because reads
         share a scratch page.
         """
-        with self._reading:
-            return self._read_values(keys)
-
-    def _read_values(self, keys: list[str]) -> bytes | None:
+        scratch = self._host.scratch[0] if self._by_index else -1
         data = b""
         try:
-            for key in keys:
-                if not self._storage.exists(key):
-                    return None
-                if self._by_index:
-                    scratch = self._host.scratch[0]
-                    if not self._storage.batch_get_v1([key], self._indices([scratch]))[0]:
+            with self._reading:
+                for key in keys:
+                    if not self._storage.exists(key):
                         return None
-                    value = self._host.page_view(scratch)
-                else:
-                    value = self._storage.get(key, torch.empty(self.layout.page_bytes, dtype=torch.uint8))
+                    if not self._by_index:
+                        value = self._storage.get(key, torch.empty(self.layout.page_bytes, dtype=torch.uint8))
+                    elif self._storage.batch_get_v1([key], self._indices([scratch]))[0]:
+                        value = self._host.page_view(scratch)
+                    else:
+                        value = None
                     if value is None:
                         return None
-                data += value.numpy().tobytes()
+                    data += value.numpy().tobytes()
         except Exception as error:  # noqa: BLE001 - as above
             self.faults("backend", f"reading a document's record or summary: {error!r}")
             return None

@@ -123,9 +123,9 @@ class DocumentFiles:
 
     # reading
 
-    def read_raw_record(self, namespace: str, key: str) -> tuple[bytes, int]:
-        """Read a record, checking only its length. Returns its bytes and the file's size. Raises PageError or
-        OSError (FileNotFoundError: a plain miss).
+    def read_record(self, namespace: str, key: str, layout: PageLayout | None) -> Record:
+        """Read a record and check it against its file. Raises PageError or OSError (FileNotFoundError: a plain
+        miss).
         """
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -133,11 +133,6 @@ class DocumentFiles:
             total = page_format.record_length(data[: page_format.FIXED_BYTES])
             if len(data) < total:
                 data += _read_exactly(file, total - len(data))
-        return data, size
-
-    def read_record(self, namespace: str, key: str, layout: PageLayout | None) -> Record:
-        """Read a record and check it against its file. Raises as ``read_raw_record``."""
-        data, size = self.read_raw_record(namespace, key)
         record = page_format.decode(data, layout=layout, key=key)
         if record.namespace != namespace:
             raise PageError(

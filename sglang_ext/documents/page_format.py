@@ -12,7 +12,7 @@ import re
 import struct
 import zlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -61,19 +61,6 @@ class PageLayout:
     block: int
     dtype_code: int
     page_bytes: int
-
-    def sizes(self) -> tuple[int, ...]:
-        """Every number of the layout, in the order that ``decode`` compares."""
-        return (
-            self.dtype_code,
-            self.rank,
-            self.world,
-            self.layers,
-            self.kv_heads,
-            self.head_dim,
-            self.block,
-            self.page_bytes,
-        )
 
 
 @dataclass(frozen=True)
@@ -180,12 +167,7 @@ def encode(
         layout.dtype_code,
         digest(layout.fingerprint),
         digest(key),
-        layout.rank,
-        layout.world,
-        layout.layers,
-        layout.kv_heads,
-        layout.head_dim,
-        layout.block,
+        *astuple(layout)[1:-2],  # rank to block
         n_tokens,
         n_pages,
         layout.page_bytes,
@@ -223,44 +205,23 @@ def decode(data: bytes, *, layout: PageLayout | None, key: str | None = None) ->
     if len(data) < total:
         raise PageError("truncated", f"{len(data)} bytes of a record of {total}")
     body = bytearray(data[:total])
-    (
-        _,
-        _,
-        _,
-        crc,
-        dtype_code,
-        fingerprint,
-        key_digest,
-        rank,
-        world,
-        layers,
-        kv_heads,
-        head_dim,
-        block,
-        n_tokens,
-        n_pages,
-        page_bytes,
-        name_bytes,
-        key_bytes,
-        summary_bytes,
-        summary,
-    ) = _FIXED.unpack_from(body)
+    fixed = _FIXED.unpack_from(body)
+    crc, dtype_code, fingerprint, key_digest, *shape = fixed[3:13]  # as in the middle of PageLayout
+    n_tokens, n_pages, page_bytes, name_bytes, key_bytes, summary_bytes, summary = fixed[13:]
+    block = shape[-1]
     struct.pack_into("<I", body, _CRC_OFFSET, 0)
     if zlib.crc32(body) != crc:
         raise PageError("record", "the record fails its CRC")
     if layout is not None:
         if fingerprint != digest(layout.fingerprint):
             raise PageError("fingerprint", "pages of another model, tokenizer or dtype")
-        if (dtype_code, rank, world, layers, kv_heads, head_dim, block, page_bytes) != layout.sizes():
+        if (*shape, dtype_code, page_bytes) != astuple(layout)[1:]:
             raise PageError("shape", "pages of another shape or tensor-parallel rank")
     at = FIXED_BYTES + 4 * (n_pages + n_tokens)
     if at + name_bytes + key_bytes > total or n_tokens < 1 or block < 1 or n_pages != -(-n_tokens // block):
         raise PageError("record", "the record's counts do not agree")
     tail = bytes(body[at : at + name_bytes + key_bytes])
-    namespace, found_key = (
-        tail[:name_bytes].decode(errors="replace"),
-        tail[name_bytes:].decode(errors="replace"),
-    )
+    namespace, found_key = (part.decode(errors="replace") for part in (tail[:name_bytes], tail[name_bytes:]))
     if key_digest != digest(found_key) or (key is not None and found_key != key):
         raise PageError("key", "pages of another document")
     return Record(

@@ -45,7 +45,7 @@ class Promoter:
     def _load_entry(
         self, entry: HostEntry, record: Record | None, blocks: Sequence[int] | None
     ) -> LoadTicket:
-        tiers, io = self._tiers, self._tiers.io
+        tiers = self._tiers
         wanted = range(len(entry.pages)) if blocks is None else sorted(set(blocks))
         if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < len(entry.pages):
             tiers.host.settle(entry)
@@ -56,23 +56,23 @@ class Promoter:
         absent = [block for block in wanted if entry.pages[block] < 0]
         missing = [block for block in absent if block not in entry.loading]
         parts = [part for part in entry.parts_loading() if any(block in part.blocks for block in absent)]
-        own: list[LoadPart] = []
-        if missing:
-            if record is None:
-                return LoadTicket(reason="not_on_disk")
-            pages = tiers.host.allocate(len(missing), keep=entry)
-            if pages is None:
-                return LoadTicket(reason="no_room")
-            per_part = max(1, -(-len(missing) // 2), _PART_BYTES // tiers.shape.page_bytes)
-            starts = range(0, len(missing), per_part)
-            own = [LoadPart(missing[at : at + per_part], pages[at : at + per_part]) for at in starts]
-            for part in own:
-                entry.in_flight += 1
-                entry.loading.update(dict.fromkeys(part.blocks, part))
+        if not missing:
+            return LoadTicket(parts)
+        if record is None:
+            return LoadTicket(reason="not_on_disk")
+        pages = tiers.host.allocate(len(missing), keep=entry)
+        if pages is None:
+            return LoadTicket(reason="no_room")
+        per_part = max(1, -(-len(missing) // 2), _PART_BYTES // tiers.shape.page_bytes)
+        starts = range(0, len(missing), per_part)
+        own = [LoadPart(missing[at : at + per_part], pages[at : at + per_part]) for at in starts]
         ticket = LoadTicket([*parts, *own])
-        ticket.own(own)
         for part in own:
-            if io is None or record is None or not io.read(partial(self._run, entry, part, record)):
+            part.counted_by = ticket
+            entry.in_flight += 1
+            entry.loading.update(dict.fromkeys(part.blocks, part))
+        for part in own:
+            if not tiers.io.read(partial(self._run, entry, part, record)):
                 self._end(entry, part, "closed")
         return ticket
 
@@ -82,8 +82,7 @@ class Promoter:
         reason = "io"
         try:
             targets = [tiers.host.page_view(page) for page in part.pages]
-            if tiers.disk is not None:
-                reason = tiers.disk.load(record, part.blocks, targets, part.pages)
+            reason = tiers.disk.load(record, part.blocks, targets, part.pages)
         except OSError as error:
             tiers.faults("io", f"loading document {entry.key}: {error}")
         finally:
@@ -93,9 +92,9 @@ class Promoter:
                 if reason == "missing" and not entry.removed:
                     tiers.faults("missing", f"document {entry.key} is gone from the disk")
                 self._end(entry, part, reason)
-                if not failed and tiers.disk is not None:
+                if not failed:
                     tiers.disk.touch(entry.key, entry.namespace)
-                elif failed and not entry.removed and tiers.index.record(entry.key) is record:
+                elif not entry.removed and tiers.index.record(entry.key) is record:
                     tiers.forget(entry.key)
                 tiers.refresh()
 

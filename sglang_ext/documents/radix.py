@@ -57,19 +57,16 @@ class DocumentRadixCache(RadixCache):
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.observer.before_release(req, kv_len_to_handle)
+        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
         if self.observer.is_composed(req):
             # One call: with pages the composed slots and the extended ones may share a page, which is freed
             # once per call.
-            self.token_to_kv_pool_allocator.free(
-                self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
-            )
+            self.token_to_kv_pool_allocator.free(slots)
             self.observer.on_finished()
             return
         is_insert = is_insert and not _is_private(req)
         if is_insert and not self.disable:
-            self.observer.on_document(
-                req, self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
-            )
+            self.observer.on_document(req, slots)
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
         self.observer.on_finished()
 

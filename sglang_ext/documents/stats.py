@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_ext.documents.page_format import pages_of_file
@@ -26,7 +27,10 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "pinned_documents": sum(1 for entry in everyone if entry.pins),
             "metadata_bytes": metadata,
             "metadata_share": _share(metadata, host.used * page_bytes),
-            "namespaces": _host_namespaces(tiers),
+            "namespaces": _by_namespace(
+                (entry.namespace, n := len(entry.resident()), n * page_bytes)
+                for entry in host.entries.values()
+            ),
         },
         "disk": None,
         "hits": {tier: tiers.counts[f"hits_{tier}"] for tier in ("device", "host", "disk")},
@@ -39,14 +43,22 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
         "dropped_writes": tiers.counts["dropped_writes"],
     }
     if config is not None:
-        spaces = _disk_namespaces(tiers)
+        block = tiers.shape.block
+        spaces = _by_namespace(
+            (
+                entry.namespace,
+                pages_of_file(entry.size, entry.namespace, key, block=block, page_bytes=page_bytes),
+                entry.size,
+            )
+            for key, entry in index.entries.items()
+        )
         pages = sum(space["pages"] for space in spaces.values())
         figures["disk"] = {
             "backend": config.backend,
             "path": None if config.path is None else str(config.path),
             "bytes": index.used,
             "budget_bytes": index.budget,
-            "documents": len(index),
+            "documents": len(index.entries),
             "pages": pages,
             "metadata_bytes": index.used - pages * page_bytes,
             "metadata_share": _share(index.used - pages * page_bytes, pages * page_bytes),
@@ -63,25 +75,9 @@ def _share(metadata: int, pages: int) -> float:
     return round(metadata / pages, 5) if pages else 0.0
 
 
-def _host_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:
+def _by_namespace(documents: Iterable[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
+    """Sum documents (namespace, pages, bytes) by namespace."""
     spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for entry in tiers.host.entries.values():
-        resident = len(entry.resident())
-        figures = {
-            "documents": min(resident, 1),
-            "pages": resident,
-            "bytes": resident * tiers.shape.page_bytes,
-        }
-        spaces[entry.namespace].update(figures)
-    return {name: dict(figures) for name, figures in sorted(spaces.items())}
-
-
-def _disk_namespaces(tiers: Tiers) -> dict[str, dict[str, int]]:
-    spaces: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    shape = tiers.shape
-    for key, entry in tiers.index.items():
-        pages = pages_of_file(
-            entry.size, entry.namespace, key, block=shape.block, page_bytes=shape.page_bytes
-        )
-        spaces[entry.namespace].update({"documents": 1, "bytes": entry.size, "pages": pages})
+    for namespace, pages, bytes_ in documents:
+        spaces[namespace].update({"documents": min(pages, 1), "pages": pages, "bytes": bytes_})
     return {name: dict(figures) for name, figures in sorted(spaces.items())}

@@ -45,7 +45,7 @@ class Summaries:
             return SummaryTicket.known(self._replacing[key])
         record = tiers.record(key) if tiers.find_on_disk(key, None) is not None else None
         ticket = SummaryTicket()
-        if record is None or not record.summary_bytes or tiers.io is None:
+        if record is None or not record.summary_bytes:
             return SummaryTicket.known(None)
         return ticket if tiers.io.read(lambda: self._read(record, ticket)) else SummaryTicket.known(None)
 
@@ -60,7 +60,7 @@ class Summaries:
         if tiers.find_on_disk(key, None) is None:
             return entry is not None
         record = tiers.record(key)
-        if record is None or record.summary_bytes or key in self._replacing or tiers.io is None:
+        if record is None or record.summary_bytes or key in self._replacing:
             return True
         self._replacing[key] = data
         if not tiers.io.write(lambda: self._replace(key, data)):
@@ -70,8 +70,7 @@ class Summaries:
     def _read(self, record: Record, ticket: SummaryTicket) -> None:
         """An IO job."""
         try:
-            if self._tiers.disk is not None:
-                ticket.data = self._tiers.disk.load_summary(record)
+            ticket.data = self._tiers.disk.load_summary(record)
         finally:
             ticket.finished.set()
 
@@ -80,16 +79,14 @@ class Summaries:
         tiers, disk, reserved = self._tiers, self._tiers.disk, 0
         try:
             with tiers.lock:
-                old = tiers.record(key) if key in tiers.index else None
+                old = tiers.record(key) if key in tiers.index.entries else None
                 if (
-                    disk is None
-                    or old is None
+                    old is None
                     or old.summary_bytes
                     or not tiers.make_disk_room(old.file_bytes + len(data))
+                    or key not in tiers.index.entries  # evicted itself to make room
                 ):
                     return
-                if key not in tiers.index:
-                    return  # evicted itself to make room
                 layout = tiers.layout
                 encoded = page_format.encode(key, old.namespace, old.token_ids, old.crcs, layout, data)
                 new = replace(old, summary_bytes=len(data), summary_crc=page_format.summary_crc(key, data))
@@ -100,7 +97,7 @@ class Summaries:
             with tiers.lock:
                 tiers.index.reserved -= reserved
                 reserved = 0
-                if done and key in tiers.index:
+                if done and key in tiers.index.entries:
                     tiers.index.add(key, old.namespace, new.file_bytes, new)
                     tiers.make_disk_room(0)
                 elif done:

@@ -18,7 +18,6 @@ from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_files import PageFile
 from sglang_ext.documents.page_format import digest, token_array
 from sglang_ext.documents.promote import Promoter
-from sglang_ext.documents.removal import Remover
 from sglang_ext.documents.summaries import Summaries, SummaryTicket
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import (
@@ -68,7 +67,7 @@ class TierStore:
         scratch = _SCRATCH_PAGES if disk is not None and by_pool_index(disk) else 0
         host = HostTier(shape, budget_bytes=host_bytes, pin=pin, scratch_pages=scratch)
         self._disk_config = disk
-        tier: DiskTier | None = None
+        tier = DiskTier(layout, faults)
         index = DiskIndex(None)
         if disk is not None and disk.backend == OWN_BACKEND:
             tier = FileTier(disk, layout, faults)
@@ -81,9 +80,7 @@ class TierStore:
         queue_bytes = disk.queue_bytes if disk is not None else 0
         self._writes = WriteBack(self._tiers, queue_bytes=queue_bytes, late_summary=self._summaries.put)
         self._promoter = Promoter(self._tiers)
-        self._remover = Remover(self._tiers, self._writes)
-        if self._tiers.io is not None:
-            self._tiers.io.write(self._tiers.scan)  # before any other write, which then knows what is there
+        self._tiers.io.write(self._tiers.scan)  # before any other write, which then knows what is there
 
     @property
     def pool(self) -> torch.Tensor:
@@ -142,7 +139,7 @@ class TierStore:
         bytes, and faults so far.
         """
         with self._tiers.open() as tiers:
-            disk = tiers.disk is not None
+            disk = self._disk_config is not None
             return {
                 "lasting": "disk" if disk else "host",
                 "budget_bytes": tiers.index.budget if disk else tiers.host.limit * self.shape.page_bytes,
@@ -178,13 +175,13 @@ class TierStore:
             pages = host.allocate(len(missing), keep=entry) if missing else []
             if pages is None:
                 host.settle(entry)
-                if tiers.disk is not None:
+                if self._disk_config is not None:
                     self._writes.offer_aside(meta, token_ids, k, v, summary)
             else:
                 entry.summary = summary or entry.summary
                 self._fill(entry, missing, pages, k, v)
                 host.entries.move_to_end(meta.key)
-                if tiers.disk is not None:
+                if self._disk_config is not None:
                     # on disk since before a restart: need not be written again
                     tiers.find_on_disk(meta.key, meta.namespace)
                     self._writes.offer(entry)
@@ -261,17 +258,55 @@ class TierStore:
         but no lookup finds them.
         """
         with self._tiers.open(changing=True):
-            return self._remover.remove(key)
+            return self._remove(key)
 
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace and return their number. On disk this is one rename."""
-        with self._tiers.open(changing=True):
-            return self._remover.remove_namespace(namespace)
+        with self._tiers.open(changing=True) as tiers:
+            keys = self._keys(namespace)
+            try:
+                keys.update(tiers.disk.remove_namespace(namespace))
+            except OSError as error:
+                tiers.faults("io", f"removing namespace {namespace}: {error}")
+            for key in keys:
+                self._remove(key)
+            tiers.note_trash()
+            return len(keys)
 
     def clear(self) -> None:
-        """Remove everything from host and disk."""
-        with self._tiers.open(changing=True):
-            self._remover.clear()
+        """Remove everything from host and disk, including what the scan has not reached."""
+        with self._tiers.open(changing=True) as tiers:
+            for key in self._keys(None):
+                self._remove(key)
+            try:
+                tiers.disk.clear()
+            except OSError as error:
+                tiers.faults("io", f"clearing the document folder: {error}")
+            tiers.note_trash()
+
+    def _remove(self, key: str) -> bool:
+        tiers = self._tiers
+        entry = tiers.host.entries.get(key)
+        tiers.find_on_disk(key, entry.namespace if entry is not None else None)
+        if not tiers.disk.has_folder and key in tiers.index.entries:
+            tiers.record(key)  # other backends delete page by page
+        was_writing = self._writes.cancel(key)
+        on_disk = tiers.forget(key)
+        if entry is not None:
+            tiers.host.remove(entry)
+        return entry is not None or was_writing or on_disk
+
+    def _keys(self, namespace: str | None) -> set[str]:
+        """Documents (of a namespace) on host, in the queue or on disk. Other disk backends list only what
+        this process has met.
+        """
+        tiers = self._tiers
+        keys = {key for key, entry in tiers.host.entries.items() if namespace in (None, entry.namespace)}
+        keys.update(self._writes.keys(namespace))
+        keys.update(key for key, entry in tiers.index.entries.items() if namespace in (None, entry.namespace))
+        if isinstance(tiers.disk, FileTier) and not tiers.index.complete:
+            keys.update(found.key for found in tiers.disk.files.scan(namespace))
+        return keys
 
     def drop_host(self) -> int:
         """Evict every document from host that nobody reads or writes, and return their number. What is not on
@@ -289,7 +324,7 @@ class TierStore:
         with self._tiers.open(changing=True) as tiers:
             if host_bytes is not None:
                 tiers.host.set_limit(host_bytes)
-            if disk_bytes is not None and tiers.disk is not None and tiers.disk.has_folder:
+            if disk_bytes is not None and tiers.disk.has_folder:
                 if disk_bytes < 0:
                     raise ValueError("the disk budget cannot be negative")
                 tiers.index.budget = disk_bytes
@@ -307,7 +342,9 @@ class TierStore:
         not removed.
         """
         with self._tiers.open() as tiers:
-            listed = [PageFile(entry.namespace, key, entry.size, 0.0) for key, entry in tiers.index.items()]
+            listed = [
+                PageFile(entry.namespace, key, entry.size, 0.0) for key, entry in tiers.index.entries.items()
+            ]
         if isinstance(tiers.disk, FileTier):
             listed = list(tiers.disk.scan())
         report = VerifyReport()
@@ -315,8 +352,7 @@ class TierStore:
             self.check_integrity()
         except IntegrityError as error:
             report.integrity = str(error)
-        if tiers.disk is not None:
-            report.add(listed, tiers.disk.verify)
+        report.add(listed, tiers.disk.verify)
         return report
 
     def check_integrity(self) -> None:
@@ -344,16 +380,13 @@ class TierStore:
             if tiers.closed:
                 return
             tiers.closed = True
-            tiers.stop()
-        if tiers.io is not None:
-            tiers.io.close()
+        tiers.io.close()
         with tiers.lock:
             self._promoter.close()
             for entry in tiers.host.all_entries():
                 entry.wait_copied()
             tiers.host.close()
-        if tiers.disk is not None:
-            tiers.disk.close()
+        tiers.disk.close()
 
     def _check(self, meta: DocumentMeta, k: torch.Tensor, v: torch.Tensor) -> None:
         shape = self.shape

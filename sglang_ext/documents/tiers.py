@@ -12,7 +12,6 @@ from sglang_ext.documents.disk_index import DiskEntry, DiskIndex
 from sglang_ext.documents.host import HostEntry, HostTier
 from sglang_ext.documents.io_pool import IoPool
 from sglang_ext.documents.metrics import KvMetrics
-from sglang_ext.documents.page_files import PageFile
 from sglang_ext.documents.page_format import (
     PageError,
     PageLayout,
@@ -35,7 +34,7 @@ class Tiers:
         layout: PageLayout,
         host: HostTier,
         index: DiskIndex,
-        disk: DiskTier | None,
+        disk: DiskTier,
         faults: Faults,
         metrics: KvMetrics,
     ) -> None:
@@ -47,13 +46,12 @@ class Tiers:
         self.disk = disk
         self.faults = faults
         self.metrics = metrics
-        self.io = IoPool("ragserve-kv") if disk is not None else None
+        self.io = IoPool("ragserve-kv")
         self.counts: Counter[str] = Counter()  # hits_device, hits_host, hits_disk, misses, dropped_writes
         self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk
         # documents whose file is being written: not to be found by path until then, or ever if removed
         self.writing: set[str] = set()
         self.closed = False
-        self._stopping = False
         self._trashed = self._swept = 0  # removals of whole namespaces; those whose space has been freed
         self._host_evictions = 0
 
@@ -90,24 +88,24 @@ class Tiers:
         if entry is not None:
             self.host.entries.move_to_end(key)
         if on_disk:
-            self.index.touch(key)
+            self.index.entries.move_to_end(key)
         return entry, on_disk or (entry is not None and not entry.missing())
 
     def find_on_disk(self, key: str, namespace: str | None) -> DiskEntry | None:
         """Find a document in the index, or by its path, without reading its file; other backends are queried.
         Without a namespace every namespace is tried.
         """
-        known = self.index.get(key)
+        known = self.index.entries.get(key)
         if known is not None:
             return known if namespace in (None, known.namespace) else None
         valid = valid_key(key) and (namespace is None or valid_namespace(namespace))
-        if self.disk is None or key in self.writing or not valid:
+        if key in self.writing or not valid:
             return None
         if not isinstance(self.disk, FileTier):
             record = self._read_record(key, namespace or "")
             if record is not None:
                 self.index.add(key, record.namespace, record.file_bytes, record)
-            return self.index.get(key)
+            return self.index.entries.get(key)
         if namespace is None and self.index.complete:
             return None
         try:
@@ -120,13 +118,13 @@ class Tiers:
         self.index.add(key, found.namespace, found.size)
         if self.index.complete:  # put there by another program; before the scan's end the sum is unknown
             self.make_disk_room(0)
-        return self.index.get(key)
+        return self.index.entries.get(key)
 
     def record(self, key: str) -> Record | None:
         """The checked record of a document in the index. A record that must not be used is a miss, and the
         document is forgotten.
         """
-        entry, record = self.index.get(key), self.index.record(key)
+        entry, record = self.index.entries.get(key), self.index.record(key)
         if entry is None or record is not None:
             return record
         record = self._read_record(key, entry.namespace)
@@ -140,8 +138,8 @@ class Tiers:
         """Delete whatever the disk has of a document; True if the index knew it."""
         record = self.index.record(key)
         entry = self.index.drop(key)
-        if entry is None or self.disk is None:
-            return entry is not None
+        if entry is None:
+            return False
         try:
             self.disk.remove(key, entry.namespace, record)
         except OSError as error:
@@ -188,14 +186,14 @@ class Tiers:
             self.faults("io", f"listing the document folder: {error}")
             listed = []
         listed.sort(key=lambda found: found.used_at, reverse=True)
-        for batch in _batches(listed):
+        for at in range(0, len(listed), _SCAN_BATCH):
             with self.lock:
-                if self._stopping:
+                if self.closed:
                     return
-                for found in batch:
+                for found in listed[at : at + _SCAN_BATCH]:
                     # removals take the lock, too: a file that is there now was not removed since the listing
                     there = disk.files.find(found.namespace, found.key) is not None
-                    if there and found.key not in self.index:
+                    if there and found.key not in self.index.entries:
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
         with self.lock:
             self.index.complete = True
@@ -211,32 +209,19 @@ class Tiers:
     def note_trash(self) -> None:
         """Delete a namespace that was moved aside, in an IO thread."""
         self._trashed += 1
-        if self.io is not None:
-            self.io.write(self.sweep)
+        self.io.write(self.sweep)
 
     def sweep(self) -> None:
         """Delete namespaces that were moved aside. An IO job; takes the lock itself."""
         with self.lock:
             seen = self._trashed
-        if self.disk is not None:
-            self.disk.sweep()
+        self.disk.sweep()
         with self.lock:
             self._swept = max(self._swept, seen)
 
-    def stop(self) -> None:
-        """End the scan early."""
-        self._stopping = True
-
     def _read_record(self, key: str, namespace: str) -> Record | None:
-        if self.disk is None:
-            return None
         try:
             return self.disk.find(key, namespace)
         except (PageError, OSError) as error:
             self.faults.note(error, f"reading the record of document {key}")
         return None
-
-
-def _batches(found: list[PageFile]) -> Iterator[list[PageFile]]:
-    for at in range(0, len(found), _SCAN_BATCH):
-        yield found[at : at + _SCAN_BATCH]

@@ -62,17 +62,8 @@ class KvShape:
 
     def layout(self, fingerprint: str, rank: int, world: int) -> PageLayout:
         """Layout that a record must have for this rank to use its pages."""
-        return PageLayout(
-            fingerprint=fingerprint,
-            rank=rank,
-            world=world,
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            block=self.block,
-            dtype_code=DTYPE_CODES[self.dtype],
-            page_bytes=self.page_bytes,
-        )
+        sizes = (self.layers, self.kv_heads, self.head_dim, self.block)
+        return PageLayout(fingerprint, rank, world, *sizes, DTYPE_CODES[self.dtype], self.page_bytes)
 
 
 @dataclass(frozen=True)
@@ -154,11 +145,6 @@ class LoadTicket:
     def bytes_(self) -> int:
         """Page bytes moved from disk for this ticket, without those that an earlier ticket requested."""
         return sum(part.bytes_ for part in self._parts if part.counted_by is self)
-
-    def own(self, parts: Sequence[LoadPart]) -> None:
-        """Count these parts' bytes as this ticket's."""
-        for part in parts:
-            part.counted_by = self
 
 
 @dataclass(eq=False)

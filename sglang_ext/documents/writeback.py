@@ -65,7 +65,7 @@ class WriteBack:
 
     def offer(self, entry: HostEntry) -> None:
         """Queue a document that is complete on host, now or when there is room."""
-        if entry.key in self._writes or entry.key in self._tiers.index:
+        if entry.key in self._writes or entry.key in self._tiers.index.entries:
             return
         size = len(entry.pages) * self._tiers.shape.page_bytes
         if self.queued_bytes and self.queued_bytes + size > self._limit:
@@ -84,17 +84,17 @@ class WriteBack:
         token_ids: array[int],
         k: torch.Tensor,
         v: torch.Tensor,
-        summary: bytes = b"",
-    ) -> bool:
-        """Queue a copy of a document that has no room on host; False when the queue has no room either."""
+        summary: bytes,
+    ) -> None:
+        """Queue a copy of a document that has no room on host, unless the queue has no room either."""
         tiers = self._tiers
-        if meta.key in self._writes or meta.key in tiers.index:
-            return True
+        if meta.key in self._writes or meta.key in tiers.index.entries:
+            return
         blocks = range(tiers.shape.blocks(meta.n_tokens))
         size = len(blocks) * tiers.shape.page_bytes
         if self.queued_bytes + size > self._limit:
             tiers.counts["dropped_writes"] += 1
-            return False
+            return
         staged = torch.empty((len(blocks), *tiers.shape.page_shape), dtype=tiers.shape.dtype)
         fill_pages(staged, tiers.shape, blocks, blocks, k, v)
         if k.is_cuda:
@@ -109,7 +109,6 @@ class WriteBack:
                 summary=summary,
             )
         )
-        return True
 
     def cancel(self, key: str) -> bool:
         """Drop a removed document from the queue; True if it was queued or waiting."""
@@ -119,7 +118,7 @@ class WriteBack:
         if write is None:
             return was_waiting
         write.cancelled = True
-        if write.started and self._tiers.disk is not None:
+        if write.started:
             self._tiers.disk.remove(key, write.namespace, None)
         return True
 
@@ -130,11 +129,8 @@ class WriteBack:
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything is written; False on timeout."""
         until = time.monotonic() + timeout_s
-        io = self._tiers.io
-        if io is None:
-            return True
         while True:
-            idle = io.wait_idle(max(0.0, until - time.monotonic()))
+            idle = self._tiers.io.wait_idle(max(0.0, until - time.monotonic()))
             with self._tiers.lock:
                 if idle and not self._writes and not self._waiting:
                     return True
@@ -151,17 +147,16 @@ class WriteBack:
             raise IntegrityError("the write queue counts fewer bytes than it holds")
 
     def _submit(self, write: _Write) -> None:
-        io = self._tiers.io
         self.queued_bytes += write.bytes_
         self._writes[write.key] = write
-        if io is None or not io.write(lambda: self._run(write)):
+        if not self._tiers.io.write(lambda: self._run(write)):
             self._finish(write)
 
     def _run(self, write: _Write) -> None:
         """An IO job."""
         tiers, disk, reserved, done = self._tiers, self._tiers.disk, 0, False
         try:
-            if disk is None or write.cancelled:
+            if write.cancelled:
                 return
             record, data, views, numbers, summary = self._prepare(write)
             if tiers.trash:

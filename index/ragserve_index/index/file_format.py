@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ragserve.errors import Unavailable
 from ragserve_index.database import is_full, storage_full
-from ragserve_index.errors import Unavailable
 from ragserve_index.locks import file_lock
 
 log = logging.getLogger(__name__)
@@ -74,9 +74,9 @@ class _Counted:
         return len(data)
 
 
-def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], None]) -> int:
-    """Write a file atomically. ``save`` receives a callable that takes the payload piece by piece. Returns
-    the file's size in bytes. Raises StorageFull or Unavailable.
+def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], None]) -> None:
+    """Write a file atomically. ``save`` receives a callable that takes the payload piece by piece. Raises
+    StorageFull or Unavailable.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -90,7 +90,6 @@ def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], N
             file.write(whole + length + struct.pack("<I", zlib.crc32(whole + length)) + _MAGIC)
             file.flush()
             os.fsync(file.fileno())
-            size = file.tell()
         temporary.replace(path)
         directory = os.open(path.parent, os.O_RDONLY)
         try:
@@ -107,14 +106,18 @@ def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], N
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return size
 
 
-def read_footer(path: Path) -> Footer | None:
-    """Read the footer from the file's end; None without a file. Raises Damaged."""
+def read_footer(path: Path, *, verify: bool = False) -> Footer | None:
+    """Read the footer from the file's end; None without a file. ``verify`` checks every byte of the file.
+    Raises Damaged.
+    """
     try:
         with path.open("rb") as file:
-            return _footer(file)
+            footer = _footer(file)
+            if verify:
+                _check_payload(file, footer)
+            return footer
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -144,26 +147,17 @@ def _footer(file: BinaryIO) -> Footer:
     return footer
 
 
-def verify(path: Path) -> Footer | None:
-    """Check every byte of the file and return its footer; None without a file. Raises Damaged."""
-    try:
-        with path.open("rb") as file:
-            footer = _footer(file)
-            file.seek(0)
-            crc, left = 0, footer.payload_bytes
-            while left > 0:
-                block = file.read(min(_BLOCK, left))
-                if not block:
-                    raise Damaged("it was cut while being read")
-                crc = zlib.crc32(block, crc)
-                left -= len(block)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise Damaged(f"unreadable: {error}") from error
+def _check_payload(file: BinaryIO, footer: Footer) -> None:
+    file.seek(0)
+    crc, left = 0, footer.payload_bytes
+    while left > 0:
+        block = file.read(min(_BLOCK, left))
+        if not block:
+            raise Damaged("it was cut while being read")
+        crc = zlib.crc32(block, crc)
+        left -= len(block)
     if crc != footer.payload_crc:
         raise Damaged("its content fails its checksum")
-    return footer
 
 
 def remove_leftovers(directory: Path, list_known: Callable[[], set[Path]]) -> None:

@@ -10,8 +10,7 @@ from ragserve_index.database import Database
 from ragserve_index.index import file_format
 from ragserve_index.index.file_format import Damaged, Footer
 from ragserve_index.locks import file_lock
-from ragserve_index.structures import Structure
-from ragserve_index.structures.base import load_faiss
+from ragserve_index.structures.base import Structure, load_faiss
 
 
 class IndexFile:
@@ -21,6 +20,7 @@ class IndexFile:
         self.path = file_format.index_path(directory, ns.id)
         self._lock = directory / ".lock"
         self._namespace_id = ns.id
+        self._name = ns.name
         self._uid = ns.uid
         self._dim = ns.dim
         self._database = database
@@ -28,7 +28,7 @@ class IndexFile:
     def load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[Structure, Footer] | None:
         """Read the saved structure; None without a file. Raises Damaged for a file that cannot be used."""
         with file_lock(self._lock):  # nobody replaces the file between its check and its reading
-            footer = file_format.verify(self.path)
+            footer = file_format.read_footer(self.path, verify=True)
             if footer is None:
                 return None
             self._must_be_ours(footer, connection, ns)
@@ -45,7 +45,7 @@ class IndexFile:
     def status(self, connection: sqlite3.Connection, ns: registry.Namespace) -> str:
         """Check every byte of the file. Returns `current`, `behind`, `missing`, or `damaged: reason`."""
         try:
-            footer = file_format.verify(self.path)
+            footer = file_format.read_footer(self.path, verify=True)
             if footer is None:
                 return "missing"
             if footer.namespace_uid == ns.uid and footer.index_type != ns.index_type:
@@ -95,7 +95,14 @@ class IndexFile:
                 state=structure.state(),
             )
             file_format.write(self.path, footer, structure.write)
-        self._prune_log(version)
+        # Prune the change log: indexes of other processes that are older compare ids from now on.
+        with self._database.write() as connection:
+            for statement in (
+                "DELETE FROM removals WHERE namespace_id = ?1 AND version <= ?2",
+                "DELETE FROM versions WHERE namespace_id = ?1 AND version < ?2",
+                "UPDATE namespaces SET log_floor = max(log_floor, ?2) WHERE id = ?1",
+            ):
+                connection.execute(statement, (self._namespace_id, version))
         return None
 
     def ours_on_disk(self) -> Footer | None:
@@ -105,26 +112,8 @@ class IndexFile:
             if footer is None:
                 return None
             with self._database.read() as connection:
-                ns = registry.namespace_by_id(connection, self._namespace_id)
-                if ns is None:
-                    return None
+                ns = registry.namespace_by_id(connection, self._namespace_id, self._name)
                 self._must_be_ours(footer, connection, ns)
         except Damaged:
             return None
         return footer
-
-    def _prune_log(self, version: int) -> None:
-        """Delete the change log up to ``version``. Indexes of other processes that are older compare ids from
-        now on.
-        """
-        with self._database.write() as connection:
-            connection.execute(
-                "DELETE FROM removals WHERE namespace_id = ? AND version <= ?", (self._namespace_id, version)
-            )
-            connection.execute(
-                "DELETE FROM versions WHERE namespace_id = ? AND version < ?", (self._namespace_id, version)
-            )
-            connection.execute(
-                "UPDATE namespaces SET log_floor = max(log_floor, ?) WHERE id = ?",
-                (version, self._namespace_id),
-            )

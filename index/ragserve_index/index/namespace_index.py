@@ -20,16 +20,15 @@ from threading import Lock, RLock
 
 import numpy as np
 
+from ragserve.errors import InvalidRequest
 from ragserve_index import registry, structures
 from ragserve_index.database import Database
-from ragserve_index.errors import InvalidRequest
 from ragserve_index.gpu import GpuMirror
 from ragserve_index.index import file_format, vectors
 from ragserve_index.index.file_format import Damaged
 from ragserve_index.index.index_file import IndexFile
 from ragserve_index.locks import ReadWriteLock
-from ragserve_index.structures import Floats, Ids, IdSelection, Results, Structure
-from ragserve_index.structures.base import load_faiss
+from ragserve_index.structures.base import Floats, Ids, IdSelection, Results, Structure, load_faiss
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +119,7 @@ class NamespaceIndex:
         If the caller has held ``updating`` since before the transaction began, the index is exactly at that
         version, and stays there."""
         with self.updating:
-            ns = registry.namespace_by_id(connection, self.namespace_id)
-            if ns is None:
-                raise registry.namespace_not_found(self.name)
+            ns = registry.namespace_by_id(connection, self.namespace_id, self.name)
             self._wanted_type = ns.index_type
             if self.structure is None:
                 loaded = self._load(connection, ns)
@@ -235,9 +232,7 @@ class NamespaceIndex:
         log.info("namespace %s: rebuilding its %s index: %s", self.name, self.index_type, reason)
         while True:
             with self._database.read() as connection:
-                ns = registry.namespace_by_id(connection, self.namespace_id)
-                if ns is None:
-                    raise registry.namespace_not_found(self.name)
+                ns = registry.namespace_by_id(connection, self.namespace_id, self.name)
                 structure = self._build(connection, ns)
             if self._bring_in(structure, ns):
                 self.file_unfit = True
@@ -252,9 +247,9 @@ class NamespaceIndex:
         if footer is None or footer.changed <= (self._saved or (0, 0))[0]:
             return False
         with self._database.read() as connection:
-            ns = registry.namespace_by_id(connection, self.namespace_id)
-            structure = None if ns is None else self._load(connection, ns)
-        if ns is None or structure is None or structures.why_rebuild(ns.index_type, structure) is not None:
+            ns = registry.namespace_by_id(connection, self.namespace_id, self.name)
+            structure = self._load(connection, ns)
+        if structure is None or structures.why_rebuild(ns.index_type, structure) is not None:
             return False
         return self._bring_in(structure, ns)
 
@@ -263,9 +258,7 @@ class NamespaceIndex:
         impossible.
         """
         with self.updating, self._database.read() as connection:
-            now = registry.namespace_by_id(connection, self.namespace_id)
-            if now is None:
-                raise registry.namespace_not_found(self.name)
+            now = registry.namespace_by_id(connection, self.namespace_id, self.name)
             if now.index_type != ns.index_type or not self._reconcile(structure, connection, now, ns.version):
                 return False
             self._install(structure, connection, now)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
+from ragserve.errors import NotFound, RagserveError
 from ragserve_index import registry
 from ragserve_index.database import Database
-from ragserve_index.errors import NotFound, RagserveError
 from ragserve_index.gpu import ON_GPU, GpuMirror
 from ragserve_index.index.namespace_index import NamespaceIndex
 
@@ -55,25 +57,17 @@ class IndexPool:
         with self._lock:
             self._indexes.pop(namespace_id, None)
 
-    def after_write(self, namespace_id: int) -> None:
+    def after_write(self, ns: registry.Namespace) -> None:
         """Do the upkeep that a commit made due. Never fails: the documents are safe in the registry, and the
         next write or search tries again.
         """
-        try:
-            ns = self._row(namespace_id)
-            if ns is None:
-                return
+        with _tolerant(ns.name, "upkeep of its index failed, it will be tried again"):
+            ns = self._row(ns.id, ns.name)
             index = self.of(ns)
             outdated = index.structure is not None and ns.changed - index.changed >= REFRESH_AFTER
             if outdated or _worth_saving(index, ns):
                 index.catch_up()
             self._upkeep(index, ns)
-        except NotFound:
-            return  # dropped meanwhile
-        except RagserveError as error:
-            log.warning(
-                "namespace %d: upkeep of its index failed, it will be tried again: %s", namespace_id, error
-            )
 
     def after_search(self, index: NamespaceIndex) -> None:
         """Do the upkeep that catching up made due, in the background: a search does not wait for training."""
@@ -90,11 +84,8 @@ class IndexPool:
 
     def _upkeep_in_background(self, index: NamespaceIndex) -> None:
         try:
-            ns = self._row(index.namespace_id)
-            if ns is not None:
-                self._upkeep(index, ns)
-        except RagserveError as error:
-            log.warning("namespace %s: upkeep of its index failed: %s", index.name, error)
+            with _tolerant(index.name, "upkeep of its index failed"):
+                self._upkeep(index, self._row(index.namespace_id, index.name))
         finally:
             self._scheduled.discard(index.namespace_id)
 
@@ -111,26 +102,29 @@ class IndexPool:
         with self._lock:
             everything = list(self._indexes.values())
         for index in everything:
-            try:
-                ns = self._row(index.namespace_id)
-                if ns is None:
-                    continue
+            with _tolerant(
+                index.name, "its index was not saved, the next start rebuilds it from the registry"
+            ):
+                ns = self._row(index.namespace_id, index.name)
                 unsaved = index.unsaved(ns)
                 cheap = ns.n_chunks <= CLOSE_SAVES_UP_TO or unsaved * CLOSE_SAVES_SHARE >= ns.n_chunks
                 if index.file_unfit or (unsaved and (index.structure is not None or cheap)):
                     index.bring_up_and_save()
-            except NotFound:
-                continue  # dropped meanwhile
-            except RagserveError as error:
-                log.warning(
-                    "namespace %s: its index was not saved, the next start rebuilds it from the registry: %s",
-                    index.name,
-                    error,
-                )
 
-    def _row(self, namespace_id: int) -> registry.Namespace | None:
+    def _row(self, namespace_id: int, name: str) -> registry.Namespace:
         with self._database.read() as connection:
-            return registry.namespace_by_id(connection, namespace_id)
+            return registry.namespace_by_id(connection, namespace_id, name)
+
+
+@contextmanager
+def _tolerant(name: str, problem: str) -> Iterator[None]:
+    """Only log failures of upkeep, and nothing about a namespace that was dropped meanwhile."""
+    try:
+        yield
+    except NotFound:
+        pass
+    except RagserveError as error:
+        log.warning("namespace %s: %s: %s", name, problem, error)
 
 
 def _worth_saving(index: NamespaceIndex, ns: registry.Namespace) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ragserve_index import registry
-from ragserve_index.structures import Floats, Ids
+from ragserve_index.structures.base import Floats, Ids
 
 SLAB = 16_384  # vectors read at a time
 

@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from ragserve_index.errors import InvalidRequest
-from ragserve_index.structures.base import Floats, Ids, IdSelection, Results, Structure, load_faiss
+from ragserve.errors import InvalidRequest
+from ragserve_index.structures.base import Floats, Structure, load_faiss
 from ragserve_index.structures.flat import Flat, Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf, lists_for
 from ragserve_index.types import IndexType
 
 INDEX_TYPES: tuple[str, ...] = get_args(IndexType)
-
-__all__ = [
-    "INDEX_TYPES",
-    "Floats",
-    "IdSelection",
-    "Ids",
-    "Results",
-    "Structure",
-    "check_type",
-    "create",
-    "load",
-    "why_rebuild",
-]
 
 
 def check_type(index_type: str) -> str:
@@ -62,24 +49,16 @@ def why_rebuild(index_type: str, structure: Structure) -> str | None:
 def load(name: str, index: Any, state: dict[str, Any]) -> Structure:
     """The structure ``name`` around an index that FAISS has read. Raises ValueError if they do not match."""
     faiss = load_faiss()
-    expected = {
-        "flat": (faiss.IndexIDMap2, faiss.IndexFlat),
-        "sq8": (faiss.IndexIDMap2, faiss.IndexScalarQuantizer),
-        "ivf": (faiss.IndexIVFFlat, None),
-        "hnsw": (faiss.IndexIDMap, faiss.IndexHNSWFlat),
+    expected: dict[str, tuple[Callable[..., Structure], type, type | None]] = {
+        "flat": (Flat, faiss.IndexIDMap2, faiss.IndexFlat),
+        "sq8": (Sq8, faiss.IndexIDMap2, faiss.IndexScalarQuantizer),
+        "ivf": (Ivf, faiss.IndexIVFFlat, None),
+        "hnsw": (Hnsw, faiss.IndexIDMap, faiss.IndexHNSWFlat),
     }
     if name not in expected:
         raise ValueError(f"no structure {name!r}")
-    outer, inner = expected[name]
-    found = faiss.downcast_index(index.index) if inner is not None and hasattr(index, "index") else None
-    if (
-        type(index) is not outer
-        or (inner is not None and not isinstance(found, inner))
-        or index.metric_type != faiss.METRIC_INNER_PRODUCT
-    ):
+    kind, outer, inner = expected[name]
+    sound = index.metric_type == faiss.METRIC_INNER_PRODUCT and type(index) is outer
+    if not sound or (inner is not None and not isinstance(faiss.downcast_index(index.index), inner)):
         raise ValueError(f"a {type(index).__name__} is not a {name} index")
-    if name == "hnsw":
-        return Hnsw(index)
-    if name == "flat":
-        return Flat(index)
-    return (Sq8 if name == "sq8" else Ivf)(index, int(state["trained_on"]))
+    return kind(index, int(state["trained_on"])) if name in ("sq8", "ivf") else kind(index)

@@ -84,19 +84,16 @@ class Ivf(Structure):
         # As many candidates as an unfiltered search would score, and enough for k: a selective filter probes
         # more lists, up to all.
         wanted = max(nprobe * self.count, nlist * k * self.CANDIDATES_PER_RESULT) / max(1, candidates)
+        selector = None if selection is None else selection.selector()
         if selection is None and wanted <= nprobe:
             scores, ids = search_plain(self.index, queries, k)
         else:
-            selector = None if selection is None else selection.selector()
             nprobe = min(nlist, math.ceil(wanted))
-            scores, ids = self.index.search(
-                queries, k, params=faiss.SearchParametersIVF(nprobe=nprobe, sel=selector)
-            )
+            params = faiss.SearchParametersIVF(nprobe=nprobe, sel=selector)
+            scores, ids = self.index.search(queries, k, params=params)
         if nprobe < nlist and (ids[:, -1] < 0).any():  # too few vectors in the probed lists: probe all
-            selector = None if selection is None else selection.selector()
-            scores, ids = self.index.search(
-                queries, k, params=faiss.SearchParametersIVF(nprobe=nlist, sel=selector)
-            )
+            params = faiss.SearchParametersIVF(nprobe=nlist, sel=selector)
+            scores, ids = self.index.search(queries, k, params=params)
         return scores, ids
 
     def state(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pytest
 from ragserve.errors import NotFound, Unavailable
 from ragserve_index import Eq, IndexStore, database, search
 from ragserve_index.locks import ReadWriteLock
-from ragserve_index.structures import IdSelection
+from ragserve_index.structures.base import IdSelection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf

@@ -12,6 +12,7 @@ import pytest
 
 from ragserve.errors import InvalidRequest
 from ragserve_index import IndexStore, Range, structures
+from ragserve_index.structures.base import IdSelection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
@@ -202,7 +203,7 @@ def test_hnsw_widens_for_a_selection_too_large_to_score(monkeypatch: pytest.Monk
     ids = np.arange(1, n + 1)
     graph.add(ids, vectors)
     keep = ids[ids % 10 != 0]
-    selection = structures.IdSelection(keep)
+    selection = IdSelection(keep)
     queries = vectors_of("q", n=20)
     _, found = graph.search(queries, 10, selection)
     assert not (found % 10 == 0).any()
