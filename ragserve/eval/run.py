@@ -100,10 +100,9 @@ def ask_given(
     answer."""
 
     def ask(question: Question) -> AnswerOutcome:
-        documents = question.gold if gold else question.documents
-        return _ask(
-            client, question, options, documents=[{"title": d.title, "text": d.text} for d in documents]
-        )
+        given = question.gold if gold else question.documents
+        documents = [{"title": each.title, "text": each.text} for each in given]
+        return _ask(client, question, options, documents=documents)
 
     return _each(questions, ask, options, progress)
 
@@ -181,9 +180,8 @@ def losses(retrieved: Sequence[AnswerOutcome], ceiling: Sequence[AnswerOutcome])
     ``lost_reading_context``: right with the gold documents alone, so the other passages misled the model.
     ``lost_reading``: wrong even then."""
     n = len(retrieved)
-    counts = dict.fromkeys(
-        ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading"), 0
-    )
+    kinds = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading")
+    counts = dict.fromkeys(kinds, 0)
     for outcome, best in zip(retrieved, ceiling, strict=True):
         if outcome.em:
             counts["right" if outcome.found else "right_by_chance"] += 1
@@ -204,7 +202,6 @@ def _ask(
     client: Client,
     question: Question,
     options: Options,
-    *,
     passages: tuple[RetrievedPassage, ...] = (),
     **fields: Any,
 ) -> AnswerOutcome:

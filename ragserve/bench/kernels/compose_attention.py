@@ -116,17 +116,19 @@ def block_summary_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
         if length <= 2048:
             plan = BlockPlan.build([length], device="cuda")
             got = block_summary(q[:length], k[:length], plan)
-            plain = {"scale": 1 / math.sqrt(HEAD_DIM), "token": got.token, "precision": torch.float32}
-            want = block_summary_naive(q[:length], k[:length], plan, **plain)
+            plain = partial(block_summary_naive, scale=1 / math.sqrt(HEAD_DIM), precision=torch.float32)
+            want = plain(q[:length], k[:length], plan, token=got.token)
             for name in ("received", "mean_k", "local_q"):
                 agree(getattr(got, name), getattr(want, name), f"block_summary {name}")
             fitted = got.exponent.isfinite()
             agree(got.exponent[fitted], want.exponent[fitted], "block_summary exponent")
-        wide = [t.view(documents, length, -1, HEAD_DIM).transpose(1, 2).contiguous() for t in (q, k, k)]
+        wide: list[Any] = [
+            t.view(documents, length, -1, HEAD_DIM).transpose(1, 2).contiguous() for t in (q, k, k)
+        ]
 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            sdpa = partial(F.scaled_dot_product_attention, *wide, is_causal=True, enable_gqa=True)
-            prefill = median_ms(sdpa)
+            sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+            prefill = median_ms(partial(sdpa, *wide))
         rival = "rival: the prefill's attention itself (SDPA, flash)"
         yield {"case": case, "variant": rival, "ms": round(prefill, 4)}
         lse = torch.full((QUERY_HEADS, documents * length), math.log(length), device="cuda")

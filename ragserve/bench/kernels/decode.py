@@ -57,7 +57,8 @@ def _sdpa(case: DecodeCase) -> Callable[[int], torch.Tensor]:
         (at.q[:, :, None], *(x[slots].transpose(1, 2).contiguous() for x in (at.k, at.v)))
         for at in case.layers
     ]
-    return lambda i: F.scaled_dot_product_attention(*layers[i], enable_gqa=True)[:, :, 0]
+    attend: Any = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    return lambda i: attend(*layers[i])[:, :, 0]
 
 
 def _flashinfer_rows(name: str, case: DecodeCase, want: torch.Tensor, ceiling: float) -> Iterator[Row]:
