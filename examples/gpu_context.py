@@ -287,7 +287,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part:
         return not PARTS[options.part](options)
-    failed = []
+    failed = False
     for part in options.parts.split(","):
         started = time.monotonic()
         command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
@@ -295,13 +295,10 @@ def main() -> int:
             code = subprocess.run(command, timeout=LIMITS_S[part], check=False).returncode
         except subprocess.TimeoutExpired:
             code = -1
-        print(
-            f"== {part}: {'right' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-        if code:
-            failed.append(part)
-    return 1 if failed else 0
+        outcome = f"FAILED ({code})" if code else "right"
+        print(f"== {part}: {outcome}, {time.monotonic() - started:.0f} s", flush=True)
+        failed |= bool(code)
+    return failed
 
 
 if __name__ == "__main__":

@@ -152,11 +152,9 @@ def _compare(
         build_s = time.perf_counter() - started
     raw, raw_rss, raw_open_s = _opened(lambda: _tuned(faiss.read_index(str(raw_path))))
     store, rss, open_s = _opened(lambda: _open(data_dir, queries))
-    try:
+    with store:
         latency, recalls = _latency(store, raw, queries, truth, quick)
         structure = store.check(_NAMESPACE)[0]
-    finally:
-        store.close()
     return {
         "structure": structure.structure,
         **recalls,
@@ -271,18 +269,18 @@ def _latency(
         pairs = zip(found, truth, strict=True)
         return round(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in pairs) / truth.size, 4)
 
-    p50, p99 = percentile(ids_ms, 50), percentile(ids_ms, 99)
-    raw_p50, raw_p99 = percentile(raw_ms, 50), percentile(raw_ms, 99)
-    rows_p50, raw_again_p50 = percentile(rows_ms, 50), percentile(raw_again_ms, 50)
+    def overhead(own: list[float], rival: list[float]) -> float:
+        return round(100 * (percentile(own, 50) / percentile(rival, 50) - 1), 1)
+
     latency = {
-        "p50 ms": round(p50, 4),
-        "raw p50 ms": round(raw_p50, 4),
-        "overhead %": round(100 * (p50 / raw_p50 - 1), 1),
-        "p99 ms": round(p99, 4),
-        "raw p99 ms": round(raw_p99, 4),
+        "p50 ms": round(percentile(ids_ms, 50), 4),
+        "raw p50 ms": round(percentile(raw_ms, 50), 4),
+        "overhead %": overhead(ids_ms, raw_ms),
+        "p99 ms": round(percentile(ids_ms, 99), 4),
+        "raw p99 ms": round(percentile(raw_ms, 99), 4),
         "raw copy p50 ms": round(percentile(copy_ms, 50), 4),
-        "with rows p50 ms": round(rows_p50, 4),
-        "with rows overhead %": round(100 * (rows_p50 / raw_again_p50 - 1), 1),
+        "with rows p50 ms": round(percentile(rows_ms, 50), 4),
+        "with rows overhead %": overhead(rows_ms, raw_again_ms),
     }
     return latency, {"recall@10": recall(ours), "raw recall@10": recall(theirs)}
 

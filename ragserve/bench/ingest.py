@@ -97,8 +97,7 @@ def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path)
     from ragserve.ingest.prune import every_document
     from ragserve_index import IndexStore
 
-    store = IndexStore(data_dir)
-    try:
+    with IndexStore(data_dir) as store:
         ingestor = Ingestor(settings.model_copy(update={"data_dir": data_dir}), store, embedder)
         started = time.perf_counter()
         job = ingestor.submit_paths("bench", [str(source)], PathOptions(recursive=True))
@@ -109,9 +108,7 @@ def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path)
             for document in every_document(store, "bench")
             for chunk in store.document_chunks("bench", document.doc_id)
         ]
-    finally:
-        store.close()
-        shutil.rmtree(data_dir)
+    shutil.rmtree(data_dir)
     figures = {name: getattr(result.progress, name) for name in ("embed_s", "index_s", "tokens")}
     return {"seconds": seconds, "texts": texts, **figures}
 

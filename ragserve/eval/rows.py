@@ -22,8 +22,9 @@ def key(row: Mapping[str, Any]) -> Key:
 
 @contextmanager
 def appending(path: Path) -> Iterator[Callable[[Row], object]]:
-    """Yield a function that appends a row to a file, one JSON object per line and write. Cuts off a line that a
-    killed process left unfinished."""
+    """Yield a function that appends a row to a file, one JSON object per line and write.
+
+    Cuts off a line that a killed process left unfinished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, text.rfind(b"\n") + 1)

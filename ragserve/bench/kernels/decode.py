@@ -262,8 +262,8 @@ def run(
         note=(
             "Times are medians of a CUDA graph of 8 layers' calls (real keys: of all layers), per call, "
             "L2 emptied before. GB count the bytes that must move: K and V attended to, and the summaries "
-            "where pages are selected. every_4th_step_ms: selection reused for 4 steps (select / 4 + attend). "
-            "slower_than_*: 0.02 is 2 % slower than the rival, FlashInfer's fastest variant."
+            "where pages are selected. every_4th_step_ms: selection reused for 4 steps (select / 4 + "
+            "attend). slower_than_*: 0.02 is 2 % slower than the rival, FlashInfer's fastest variant."
         ),
         out_dir=out_dir,
     )
