@@ -1,4 +1,4 @@
-"""Run measurements that each need a process, and perhaps a GPU, of their own."""
+"""Run measurements that each need a process, and perhaps a GPU, of their own; options of their engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def engine_args(attention: str | None) -> dict[str, Any]:
+    """SGLang's options for an attention backend; None: SGLang's default, or what RAGSERVE_ATTENTION names."""
+    attention = attention or os.environ.get("RAGSERVE_ATTENTION")
+    return {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
 
 
 def fan_out(commands: Mapping[str, Sequence[str]], gpus: int) -> list[str]:

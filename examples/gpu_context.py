@@ -25,6 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fan_out import engine_args
+
 REPOSITORY = Path(__file__).parents[1]
 SEEN_BY_GPU = (
     "tests/kernels/test_composition.py",
@@ -51,14 +53,13 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def kernels(out: Path) -> bool:
+def kernels(options: argparse.Namespace) -> bool:
     """Run the tests that need a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SEEN_BY_GPU]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     print(done.stdout[-1500:], done.stderr[-500:], flush=True)
-    (out / "context-kernels.json").write_text(
-        json.dumps({"exit": done.returncode, "end": done.stdout[-3000:]}, indent=1) + "\n"
-    )
+    result = {"exit": done.returncode, "end": done.stdout[-3000:]}
+    (options.out / "context-kernels.json").write_text(json.dumps(result, indent=1) + "\n")
     return done.returncode == 0
 
 
@@ -128,6 +129,10 @@ def _median_difference(pairs: list[tuple[bool, float]]) -> float:
     return statistics.median(difference for _, difference in pairs)
 
 
+def _differences(pairs: list[tuple[bool, float]]) -> dict[str, Any]:
+    return {"same tokens": sum(same for same, _ in pairs), "worst": max(worst for _, worst in pairs)}
+
+
 async def check_graphs(engine: Any, ask: Answers, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     """Recompute whole contexts, short enough for a CUDA graph: the answers must be those of `full`."""
     from sglang_ext.context.recompute.graphs import SIZES
@@ -163,18 +168,11 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
     pairs = [apart(a, b) for a, b in zip(everything, exact, strict=True)]
     control = [apart(a, b) for a, b in zip(nothing, exact, strict=True)]
     found["questions"] = len(rows)
-    found["recompute all against full"] = {
-        "same tokens": sum(same for same, _ in pairs),
-        "worst": max(d for _, d in pairs),
-    }
-    found["recompute nothing against full"] = {
-        "same tokens": sum(same for same, _ in control),
-        "worst": max(d for _, d in control),
-    }
+    found["recompute all against full"] = _differences(pairs)
+    found["recompute nothing against full"] = _differences(control)
     # bfloat16: other kernels round differently, and a tie may fall the other way
-    found["right: recompute all"] = _median_difference(pairs) < BFLOAT16 and 2 * sum(
-        same for same, _ in pairs
-    ) > len(rows)
+    same = sum(same for same, _ in pairs)
+    found["right: recompute all"] = _median_difference(pairs) < BFLOAT16 and 2 * same > len(rows)
     await check_graphs(engine, ask, rows, found)
     print(json.dumps(found), f"{time.monotonic() - started:.0f} s", flush=True)
     for strategy, options in STRATEGIES:
@@ -189,17 +187,15 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
                 answers[tier].append(await ask(row, strategy, options))
         name = f"{strategy} {json.dumps(options)}"
         tiers = {tier: all(used == {tier} for _, _, used in got) for tier, got in answers.items()}
-        worst = {
-            t: [apart(a, b) for a, b in zip(answers[t], answers["device"], strict=True)]
+        beside = {
+            t: _differences([apart(a, b) for a, b in zip(answers[t], answers["device"], strict=True)])
             for t in ("host", "disk")
         }
-        same = {tier: sum(equal for equal, _ in got) for tier, got in worst.items()}
-        found[name] = {
-            "from the tier meant": tiers,
-            "same tokens": same,
-            "worst": {t: max(d for _, d in got) for t, got in worst.items()},
-        }
-        found[f"right: {name}"] = all(tiers.values()) and all(n >= len(rows) - 1 for n in same.values())
+        found[name] = {"from the tier meant": tiers}
+        for figure in ("same tokens", "worst"):
+            found[name][figure] = {tier: each[figure] for tier, each in beside.items()}
+        close = all(each["same tokens"] >= len(rows) - 1 for each in beside.values())
+        found[f"right: {name}"] = all(tiers.values()) and close
         print(name, found[name], f"{time.monotonic() - started:.0f} s", flush=True)
     single = [await ask(row, "epic", {"first": 16}) for row in rows]
     together = []
@@ -209,32 +205,29 @@ async def check_answers(engine: Any, found: dict[str, Any], questions: int) -> N
             ask(row, s, o) for row in rows for s, o in (("epic", {"first": 16}), ("full", {}), ("concat", {}))
         ]
         together += [apart(a, b) for a, b in zip((await asyncio.gather(*mixed))[::3], single, strict=True)]
-    found["epic from host in a crowd, as alone"] = {
-        "same tokens": sum(same for same, _ in together),
-        "of": len(together),
-        "worst": max(d for _, d in together),
-    }
+    found["epic from host in a crowd, as alone"] = _differences(together) | {"of": len(together)}
     found["right: crowd"] = _median_difference(together) < BFLOAT16
     await engine.control("check")
     found["right: accounts"] = True
 
 
-def answers(out: Path, attention: str, questions: int) -> bool:
+def answers(options: argparse.Namespace) -> bool:
     from ragserve.config import DEFAULT_MODEL, load
     from ragserve.engine.offline import run_once
 
     found: dict[str, Any] = {}
-    path = out / "context-answers.json"
+    path = options.out / "context-answers.json"
 
     async def work(engine: Any) -> None:
         found["engine"] = str(engine.info)
         try:
-            await check_answers(engine, found, questions)
+            await check_answers(engine, found, options.questions)
         finally:
             path.write_text(json.dumps(found, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="ragserve-answers-") as folder:
-        run_once(load(model=DEFAULT_MODEL, data_dir=Path(folder), engine_args=engine_args(attention)), work)
+        args = engine_args(options.answers_attention)
+        run_once(load(model=DEFAULT_MODEL, data_dir=Path(folder), engine_args=args), work)
     print(json.dumps(found, indent=1), flush=True)
     return all(value for name, value in found.items() if name.startswith("right"))
 
@@ -258,8 +251,7 @@ def speed(options: argparse.Namespace) -> bool:
     return True
 
 
-def engine_args(attention: str) -> dict[str, Any]:
-    return {"attention_backend": attention, "sampling_backend": "pytorch"}
+PARTS = {"kernels": kernels, "answers": answers, "speed": speed}
 
 
 def main() -> int:
@@ -293,13 +285,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.part == "kernels":
-        return not kernels(options.out)
-    if options.part == "answers":
-        return not answers(options.out, options.answers_attention, options.questions)
-    if options.part == "speed":
-        return not speed(options)
-    failed = []
+    if options.part:
+        return not PARTS[options.part](options)
+    failed = False
     for part in options.parts.split(","):
         started = time.monotonic()
         command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
@@ -307,13 +295,10 @@ def main() -> int:
             code = subprocess.run(command, timeout=LIMITS_S[part], check=False).returncode
         except subprocess.TimeoutExpired:
             code = -1
-        print(
-            f"== {part}: {'right' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-        if code:
-            failed.append(part)
-    return 1 if failed else 0
+        outcome = f"FAILED ({code})" if code else "right"
+        print(f"== {part}: {outcome}, {time.monotonic() - started:.0f} s", flush=True)
+        failed |= bool(code)
+    return failed
 
 
 if __name__ == "__main__":

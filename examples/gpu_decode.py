@@ -45,14 +45,8 @@ def child(backend: str, out: Path, given: argparse.Namespace) -> None:
     path = out / f"decode-{backend}.json"
     points = SMALL if given.embedded else SHORT if given.short else POINTS
     shape = "embedded" if given.embedded else "llama-3.1-8b"
-    run(
-        backend,
-        points,
-        write=lambda report: save(report, path),
-        shape=shape,
-        threshold=given.threshold,
-        until=given.until,
-    )
+    limits = {"threshold": given.threshold, "until": given.until}
+    run(backend, points, write=lambda report: save(report, path), shape=shape, **limits)
 
 
 def parent(out: Path, given: argparse.Namespace) -> int:
@@ -60,10 +54,8 @@ def parent(out: Path, given: argparse.Namespace) -> int:
     extra = ["--embedded"] * given.embedded + ["--short"] * given.short + ["--threshold"] * given.threshold
     if given.minutes is not None:
         extra += ["--until", str(time.time() + 60 * given.minutes)]
-    failed = fan_out(
-        {name: [sys.executable, __file__, str(out), name, "--child", *extra] for name in given.backends},
-        given.gpus,
-    )
+    start = [sys.executable, __file__, str(out)]
+    failed = fan_out({name: [*start, name, "--child", *extra] for name in given.backends}, given.gpus)
     merge(out)
     return len(failed)
 
@@ -85,13 +77,8 @@ def merge(out: Path) -> None:
     for report in reports:
         for row in report["rows"]:
             rival = plain.get((row["context"], row["batch"]))
-            rows.append(
-                {
-                    "backend": report["backend"],
-                    **row,
-                    "times flashinfer": None if rival is None else round(rival / row["ms a step"], 2),
-                }
-            )
+            faster = None if rival is None else round(rival / row["ms a step"], 2)
+            rows.append({"backend": report["backend"], **row, "times flashinfer": faster})
     engines = {
         report["backend"]: {key: value for key, value in report.items() if key not in ("backend", "rows")}
         for report in reports

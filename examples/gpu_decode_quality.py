@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from fan_out import fan_out
+from fan_out import engine_args, fan_out
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL, load
@@ -36,27 +35,16 @@ from sglang_ext.attention.streaming_heads import save_pattern
 LONGEST = 8000
 IN_FLIGHT = 16
 PAGES: dict[str, dict[str, Any]] = {
-    "64 of 16": {"decode_page_size": 64, "decode_logical_page": 16},
-    "flat 16": {"decode_page_size": 16, "decode_logical_page": 16},
-    "flat 64": {"decode_page_size": 64, "decode_logical_page": 64},
-    "64 of 16 in 8 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 8},
-    "64 of 16 in 4 bits": {"decode_page_size": 64, "decode_logical_page": 16, "kv_bits": 4},
-    **{
-        f"64 of 16, {share} % streaming": {
-            "decode_page_size": 64,
-            "decode_logical_page": 16,
-            "streaming": share,
-        }
-        for share in (25, 50, 75)
-    },
-    "64 by centre": {
-        "decode_page_size": 64,
-        "decode_logical_page": 16,
-        "decode_ranking": "center",
-        "decode_bound": "lowest",
-    },
+    "64 of 16": {},
+    "flat 16": {"decode_page_size": 16},
+    "flat 64": {"decode_logical_page": 64},
+    "64 of 16 in 8 bits": {"kv_bits": 8},
+    "64 of 16 in 4 bits": {"kv_bits": 4},
+    **{f"64 of 16, {share} % streaming": {"streaming": share} for share in (25, 50, 75)},
+    "64 by centre": {"decode_ranking": "center", "decode_bound": "lowest"},
 }
 GATES = Path(__file__).parent / "results" / "heads-embedded.json"
+Asked = tuple[list[int], list[str], bool]  # prompt, answers, whether the answer must be exact
 DENSE: dict[str, Any] = {"mode": "dense"}
 
 
@@ -82,8 +70,8 @@ STREAMING = [
 THRESHOLDS = [threshold(value) for value in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
 
-def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[int], list[str], bool]]:
-    """(prompt, answers, whether the answer must be exact) of ``rows`` rows, spread over a set."""
+def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[Asked]:
+    """Prompts of ``rows`` rows, spread over a set."""
     raw = [row for _, row in json_lines(path)]
     raw = [raw[i * len(raw) // rows] for i in range(rows)] if rows < len(raw) else raw
     found = []
@@ -95,11 +83,8 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[in
         elif "expected_number" in row:
             head, _, tail = row["prompt"].rpartition("Now the record is over.")
             documents = [PromptDocument("lines", "Record", head or row["prompt"])]
-            question, answers, exact = (
-                tail.strip() or "What is the number?",
-                [str(row["expected_number"])],
-                False,
-            )
+            question = tail.strip() or "What is the number?"
+            answers, exact = [str(row["expected_number"])], False
         else:
             documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
             question, answers, exact = row["question"], row["answers"], True
@@ -110,15 +95,10 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[tuple[list[in
 
 
 async def ask(
-    engine: Any,
-    namespace: str,
-    mode: dict[str, Any],
-    places: asyncio.Semaphore,
-    ids: list[int],
-    answers: list[str],
-    exact: bool,
+    engine: Any, namespace: str, mode: dict[str, Any], places: asyncio.Semaphore, prompt: Asked
 ) -> tuple[bool, Any]:
     """Whether the answer is right, and what its decode steps read."""
+    ids, answers, exact = prompt
     async with places:
         request = GenerateRequest("q", ids, namespace, "prefix", Sampling(40), decode=mode)
         answer = await first_token(engine, request)
@@ -144,7 +124,7 @@ async def measure(
             continue
         for mode in modes:
             places = asyncio.Semaphore(IN_FLIGHT)
-            done = await asyncio.gather(*(ask(engine, path.name, mode, places, *each) for each in asked))
+            done = await asyncio.gather(*(ask(engine, path.name, mode, places, each) for each in asked))
             read = [use for _, use in done if use is not None]
             row: dict[str, Any] = {"pages": name, "set": path.name.split(".")[0], **mode, "n": len(done)}
             row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
@@ -175,19 +155,15 @@ def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> Non
         "decode_budget": 128,
         "decode_max_budget": 2048,
         "max_total_tokens": 2**18,
+        "decode_page_size": 64,
+        "decode_logical_page": 16,
     } | PAGES[name]
     if (share := options.pop("streaming", None)) is not None:
         options["decode_heads"] = heads = out / f"heads-{share}.json"
-        save_pattern(
-            heads,
-            torch.tensor(json.loads(GATES.read_text(encoding="utf-8"))["gates"]),
-            share=share / 100,
-            model="ragserve-tiny",
-        )
-    attention = os.environ.get("RAGSERVE_ATTENTION")
-    options["engine_args"] = {"cuda_graph_max_bs_decode": IN_FLIGHT, "disable_prefill_cuda_graph": True} | (
-        {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
-    )
+        gates = torch.tensor(json.loads(GATES.read_text(encoding="utf-8"))["gates"])
+        save_pattern(heads, gates, share=share / 100, model="ragserve-tiny")
+    graphs = {"cuda_graph_max_bs_decode": IN_FLIGHT, "disable_prefill_cuda_graph": True}
+    options["engine_args"] = graphs | engine_args(None)
     folder = out / f"data-{number}"
     run_once(
         load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options),
@@ -211,18 +187,11 @@ def main() -> int:
         child(names[0], given.out, given.sets, given.rows, given.reuse)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
-    same = [
-        str(given.out),
-        *map(str, given.sets),
-        "--rows",
-        str(given.rows),
-        "--child",
-        *["--reuse"] * given.reuse,
-    ]
+    same = [str(given.out), *map(str, given.sets), "--rows", str(given.rows), "--child"]
+    same += ["--reuse"] * given.reuse
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
-    reports = [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.out.glob("quality-*.json"))
-    ]
+    paths = sorted(given.out.glob("quality-*.json"))
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     save(reports, given.out / "quality.json")
     return len(failed)
 

@@ -13,10 +13,11 @@ RAGSERVE_ATTENTION names another."""
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
+
+from fan_out import engine_args
 
 from ragserve.config import load
 from ragserve.errors import RagserveError
@@ -26,23 +27,11 @@ from ragserve.eval.summary import write
 from ragserve.profiles import gate
 from ragserve.strategy_spec import parse
 
-SETS = (
-    "onehop",
-    "crossdoc",
-    "mid_onehop",
-    "mid_crossdoc",
-    "long_onehop",
-    "long_crossdoc",
-    "needle",
-    "2wikimqa",
-    "musique",
-)
-STRATEGIES = ",".join(
-    (
-        "full,prefix,concat,concat:experimental.rotate=false,concat:recompute=all,epic:first=16,epic:first=32",
-        "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3",
-        "random:share=0.15,random:share=0.3,random:share=0.5",
-    )
+SETS = "onehop,crossdoc,mid_onehop,mid_crossdoc,long_onehop,long_crossdoc,needle,2wikimqa,musique"
+STRATEGIES = (
+    "full,prefix,concat,concat:experimental.rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
+    "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,"
+    "random:share=0.15,random:share=0.3,random:share=0.5"
 )
 POOL_TOKENS = 400_000  # per engine: 12 questions in flight with 8k document tokens, composed twice
 
@@ -56,26 +45,16 @@ def main() -> int:
     options.add_argument("--engines", type=int, default=5)
     options.add_argument("--in-flight", type=int, default=12)
     options.add_argument("--limit", type=int, default=None)
-    options.add_argument("--only", default=",".join(SETS))
+    options.add_argument("--only", default=SETS)
     options.add_argument("--strategies", default=STRATEGIES)
     options.add_argument("--seconds", type=float, default=480)
     given = options.parse_args()
-    attention = os.environ.get("RAGSERVE_ATTENTION")
     # Small CUDA graphs: start-up matters more here than the last millisecond of decoding.
-    engine_args = {"cuda_graph_max_bs_decode": 16, "disable_prefill_cuda_graph": True} | (
-        {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
-    )
-    settings = load(max_total_tokens=POOL_TOKENS, engine_args=engine_args)
+    graphs = {"cuda_graph_max_bs_decode": 16, "disable_prefill_cuda_graph": True}
+    settings = load(max_total_tokens=POOL_TOKENS, engine_args=graphs | engine_args(None))
     paths = [find(name, given.sets) for name in given.only.split(",")]
-    plan = Plan(
-        paths,
-        parse(given.strategies),
-        settings,
-        given.limit,
-        in_flight=given.in_flight,
-        workers=given.engines,
-        seconds=given.seconds,
-    )
+    sizes = {"in_flight": given.in_flight, "workers": given.engines, "seconds": given.seconds}
+    plan = Plan(paths, parse(given.strategies), settings, given.limit, **sizes)
     started, shown = time.monotonic(), [0.0]
 
     def progress(done: int, total: int) -> None:
@@ -96,10 +75,8 @@ def main() -> int:
     print("verified: " + (", ".join(label for label, entry in entries.items() if entry.verified) or "none"))
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])
-    print(
-        f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; "
-        f"{time.monotonic() - started:.0f} s"
-    )
+    took = f"{time.monotonic() - started:.0f} s"
+    print(f"{len(rows)} answers; {failed} failed; {cut} documents did not fit; {took}")
     return 1 if failed or broken else 0
 
 

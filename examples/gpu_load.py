@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from fan_out import engine_args
+
 from ragserve.bench import load
 from ragserve.bench.load import Effort
 
@@ -46,11 +48,7 @@ def main() -> int:
     parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options, as JSON")
     options = parser.parse_args()
     started = time.monotonic()
-    gpu = (
-        {"attention_backend": options.attention, "sampling_backend": "pytorch"}
-        if options.shape != "embedded"
-        else {}
-    )
+    gpu = engine_args(options.attention) if options.shape != "embedded" else {}
     settings = {"mem_fraction_static": 0.75} if gpu else {}
     report = load.run(
         options.out,

@@ -117,11 +117,7 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
 @contextlib.contextmanager
 def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
     """Ingest the example corpus into a new namespace, dropped at the end of the block."""
-    files = (
-        sorted(path for path in CORPUS.iterdir() if path.is_file())[: 8 if quick else None]
-        if CORPUS.is_dir()
-        else []
-    )
+    files = sorted(path for path in CORPUS.glob("*") if path.is_file())[: 8 if quick else None]
     if not files:
         raise InvalidRequest(
             f"There is no example corpus at {CORPUS}.", hint="Run from a checkout of the repository."
@@ -129,10 +125,8 @@ def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
     namespace = f"bench-api-{uuid.uuid4().hex[:8]}"
     uploads = [("files", (path.name, path.read_bytes())) for path in files]
     job = api.wait(_checked(http.post("/rag/ingest", files=uploads, data={"namespace": namespace}))["job_id"])
-    if job["counts"]["indexed"] != len(files):
-        raise RagserveError(
-            f"Only {job['counts']['indexed']} of {len(files)} files of the example corpus could be ingested."
-        )
+    if (indexed := job["counts"]["indexed"]) != len(files):
+        raise RagserveError(f"Only {indexed} of {len(files)} files of the example corpus could be ingested.")
     try:
         yield namespace
     finally:
@@ -162,12 +156,8 @@ def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) 
                 hint="Serve with a longer context.",
             )
         sampling = {"temperature": 0.0, "max_new_tokens": _MAX_NEW_TOKENS, "stop": list(prompt.stop)}
-        questions.append(
-            BenchQuestion(
-                {**body, "max_new_tokens": _MAX_NEW_TOKENS},
-                {"input_ids": prompt.input_ids, "sampling_params": sampling},
-            )
-        )
+        plain = {"input_ids": prompt.input_ids, "sampling_params": sampling}
+        questions.append(BenchQuestion({**body, "max_new_tokens": _MAX_NEW_TOKENS}, plain))
     return questions
 
 
@@ -191,28 +181,21 @@ def _timed(http: httpx.Client, route: str, body: dict[str, Any]) -> tuple[float,
 
 
 def _latency_rows(samples: Sequence[OverheadSample]) -> list[dict[str, Any]]:
-    measured: list[tuple[str, list[float]]] = [
-        ("/rag/query, total", [s.ours for s in samples]),
-        ("  embedding", [s.embed for s in samples]),
-        ("  search", [s.search for s in samples]),
-        ("  engine", [s.engine for s in samples]),
-        ("  our overhead, the client's own and HTTP included", [s.overhead for s in samples]),
-        ("plain SGLang /generate, total", [s.plain for s in samples]),
-        (
-            "/rag/query beyond embedding, search and plain SGLang, per question",
-            [s.beyond_plain for s in samples],
-        ),
-    ]
-    return [
-        {
-            "what": what,
-            "clients": 1,
-            "n": len(values),
-            "p50_ms": report.percentile(values, 50),
-            "p99_ms": report.percentile(values, 99),
-        }
-        for what, values in measured
-    ]
+    measured = {
+        "/rag/query, total": "ours",
+        "  embedding": "embed",
+        "  search": "search",
+        "  engine": "engine",
+        "  our overhead, the client's own and HTTP included": "overhead",
+        "plain SGLang /generate, total": "plain",
+        "/rag/query beyond embedding, search and plain SGLang, per question": "beyond_plain",
+    }
+    rows = []
+    for what, field in measured.items():
+        values = [getattr(sample, field) for sample in samples]
+        percentiles = {f"p{q}_ms": report.percentile(values, q) for q in (50, 99)}
+        rows.append({"what": what, "clients": 1, "n": len(values), **percentiles})
+    return rows
 
 
 def _under_load(

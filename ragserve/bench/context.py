@@ -12,7 +12,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,19 @@ def run(
     lengths = lengths[:1] if quick else lengths
     with tempfile.TemporaryDirectory(prefix="ragserve-context-") as folder:
         flags: dict[str, Any] = {"data_dir": Path(folder) / "data", "port": 30999, **settings}
+        flags |= model_shapes.flags(shape, Path(folder), settings.get("engine_args", {}))
         if shape != "embedded":
-            flags["model"] = model_shapes.dummy_model(shape, Path(folder))
-            flags["engine_args"] = {"load_format": "dummy", **flags.get("engine_args", {})}
-            flags["dtype"] = "bfloat16"
             needed = (sum(lengths) + len(lengths) * 1024 + 4096) * model_shapes.kv_bytes_per_token(shape)
             flags = {"kv_host_bytes": needed, "kv_disk_bytes": 2 * needed, **flags}
-        report = _report(out_dir / f"context-{shape}.json" if out_dir else None, merge)
+        earlier = json.loads(merge.read_text(encoding="utf-8"))["rows"] if merge and merge.exists() else []
+        report = GrowingReport(
+            "context",
+            out_dir / f"context-{shape}.json" if out_dir else None,
+            note=NOTE,
+            key=_KEY,
+            earlier=earlier,
+            order=lambda row: (row["document tokens"], row["context tokens"]),
+        )
         report.workload = {
             "model": shape,
             "system tokens": SYSTEM_TOKENS,
@@ -148,18 +154,6 @@ def run(
     return result
 
 
-def _report(out: Path | None, merge: Path | None = None) -> GrowingReport:
-    earlier = json.loads(merge.read_text(encoding="utf-8"))["rows"] if merge and merge.exists() else []
-    return GrowingReport(
-        "context",
-        out,
-        note=NOTE,
-        key=_KEY,
-        earlier=earlier,
-        order=lambda row: (row["document tokens"], row["context tokens"]),
-    )
-
-
 def cost_samples(rows: Sequence[Mapping[str, Any]], cases: Sequence[ContextCase]) -> list[CostSample]:
     """The samples that `ragserve calibrate` would have measured: those of `full`, `prefix` and
     AUTO_STRATEGY."""
@@ -185,14 +179,8 @@ def _request(length: int, size: int) -> tuple[GenerateRequest, random.Random]:
     draw = random.Random(length * 1000 + size)
     end = SYSTEM_TOKENS + length
     spans = (Span(0, SYSTEM_TOKENS), *(Span(a, min(a + size, end)) for a in range(SYSTEM_TOKENS, end, size)))
-    request = GenerateRequest(
-        "bench",
-        random_tokens(draw, end),
-        f"bench-{length}-{size}",
-        sampling=Sampling(max_new_tokens=2),
-        spans=spans,
-    )
-    return request, draw
+    ids, sampling = random_tokens(draw, end), Sampling(max_new_tokens=2)
+    return GenerateRequest("bench", ids, f"bench-{length}-{size}", sampling=sampling, spans=spans), draw
 
 
 async def _rows(
@@ -225,8 +213,8 @@ async def _rows(
                 "fastest ms": round(min(times), 2),
                 "slowest ms": round(max(times), 2),
                 "runs": len(runs),
+                "times sooner than full": round(full_ms[length] / ttft, 1) if length in full_ms else None,
             }
-            row["times sooner than full"] = round(full_ms[length] / ttft, 1) if length in full_ms else None
             yield row | _breakdown(runs)
 
 
@@ -250,7 +238,8 @@ async def _in_turn(
         return WARM_UPS, repeats
 
     for round_ in range(WARM_UPS + repeats):
-        for at in _rotated(len(group), round_):
+        for number in range(len(group)):
+            at = (number + round_) % len(group)
             tier, case = group[at]
             if errors[at] or len(runs[at]) >= sum(times(runs[at])):
                 continue
@@ -260,10 +249,6 @@ async def _in_turn(
             except RagserveError as error:
                 errors[at] = str(error)
     return [(own[times(own)[0] :], error) for own, error in zip(runs, errors, strict=True)]
-
-
-def _rotated(count: int, by: int) -> Iterator[int]:
-    return ((at + by) % count for at in range(count))
 
 
 async def _auto_rows(
@@ -287,10 +272,8 @@ async def _auto_rows(
             choice_ms = (time.perf_counter() - started) * 1e3
         exact = chosen.spec.name in EXACT_STRATEGIES
         name, options = ("full", {}) if exact else (chosen.spec.name, dict(chosen.spec.options))
-        group = [
-            ("", ContextCase("full", "full")),
-            ("" if exact else tier, ContextCase("auto", name, options)),
-        ]
+        own_case = ("" if exact else tier, ContextCase("auto", name, options))
+        group = [("", ContextCase("full", "full")), own_case]
         (full, lost), (own, failed) = await _in_turn(engine, request, group, draw, repeats)
         row: dict[str, Any] = {
             "context tokens": length,

@@ -111,21 +111,15 @@ def run(
         if chosen.sparse:
             flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_logical_page": _LOGICAL}
             flags |= {"decode_page_size": chosen.page, "kv_bits": chosen.bits}
-        if shape == "embedded":
-            flags["max_total_tokens"] = largest + 4096
-        else:
-            flags |= {
-                "model": model_shapes.dummy_model(shape, Path(folder)),
-                "max_total_tokens": largest + 16_384,
-            }
+        flags["max_total_tokens"] = largest + (4096 if shape == "embedded" else 16_384)
+        if shape != "embedded":
             flags["engine_args"] |= {
-                "load_format": "dummy",
                 "attention_backend": chosen.attention,
                 "mem_fraction_static": 0.85,
                 "disable_prefill_cuda_graph": True,
                 "cuda_graph_bs_decode": batches,
             }
-        flags["engine_args"] |= engine_args or {}
+        flags |= model_shapes.flags(shape, Path(folder), flags["engine_args"] | (engine_args or {}))
         started = time.perf_counter()
 
         async def work(engine: Any) -> None:

@@ -17,6 +17,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def run(
     few queries.
 
     Raises InvalidRequest for an unknown type."""
+    import numpy as np
+
     from ragserve.retrieval.embedder import Embedder
 
     if unknown := [kind for kind in types if kind not in TYPES]:
@@ -53,7 +56,9 @@ def run(
     lines = sentences(texts, 600 if quick else 4_000)
     n_queries = min(300, len(lines) // 5)
     real = Embedder(embedder).encode(lines)
-    queries, real, lines = real[::5][:n_queries], _without_every_fifth(real), _without_every_fifth(lines)
+    held_out = range(0, len(lines), 5)
+    queries, real = real[::5][:n_queries], np.delete(real, held_out, axis=0)
+    lines = [line for number, line in enumerate(lines) if number % 5]
     vectors, origin = multiply(real, sizes[-1])
     report = GrowingReport("index", out_dir / "index.json" if out_dir else None, note=_NOTE)
     report.workload = {
@@ -78,17 +83,6 @@ _NOTE = (
 )
 
 
-def _without_every_fifth(items: Any) -> Any:
-    import numpy as np
-
-    keep = np.arange(len(items)) % 5 != 0
-    return (
-        items[keep]
-        if isinstance(items, np.ndarray)
-        else [item for item, kept in zip(items, keep, strict=True) if kept]
-    )
-
-
 def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str], quick: bool) -> Any:
     """Yield a row per type: the registry is written once, and the index built from it as each type in
     turn."""
@@ -108,12 +102,7 @@ def _rows_of(vectors: Any, lines: list[str], queries: Any, types: Sequence[str],
         for index_type in types:
             raw_path = Path(folder) / "raw.faiss"
             figures = _compare(data_dir, raw_path, index_type, vectors, queries, truth + first, first, quick)
-            yield {
-                "vectors": n,
-                "type": index_type,
-                **figures,
-                "registry write_s": round(write_s, 1),
-            }
+            yield {"vectors": n, "type": index_type, **figures, "registry write_s": round(write_s, 1)}
 
 
 def _write(store: Any, vectors: Any, lines: list[str]) -> int:
@@ -163,11 +152,9 @@ def _compare(
         build_s = time.perf_counter() - started
     raw, raw_rss, raw_open_s = _opened(lambda: _tuned(faiss.read_index(str(raw_path))))
     store, rss, open_s = _opened(lambda: _open(data_dir, queries))
-    try:
+    with store:
         latency, recalls = _latency(store, raw, queries, truth, quick)
         structure = store.check(_NAMESPACE)[0]
-    finally:
-        store.close()
     return {
         "structure": structure.structure,
         **recalls,
@@ -267,39 +254,33 @@ def _latency(
         rounds = 1 if quick else max(1, min(20, round(_SECONDS_PER_SIDE / each / len(single))))
         asked = single * rounds
         same = store.faiss_index(_NAMESPACE)
-        ids_ms, raw_ms = _alternate(
-            lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked
-        )
+        search_ids = partial(store.search_ids, _NAMESPACE, k=_K)
+        ids_ms, raw_ms = _alternate(search_ids, partial(same.search, k=_K), asked)
         rows_ms, raw_again_ms = _alternate(
-            lambda q: store.search(_NAMESPACE, q, _K), lambda q: same.search(q, _K), asked
+            partial(store.search, _NAMESPACE, k=_K), partial(same.search, k=_K), asked
         )
-        _, copy_ms = _alternate(
-            lambda q: store.search_ids(_NAMESPACE, q, _K), lambda q: raw.search(q, _K), asked
-        )
-        ours = [store.search_ids(_NAMESPACE, query, _K)[1][0] for query in single]
+        _, copy_ms = _alternate(search_ids, partial(raw.search, k=_K), asked)
+        ours = [search_ids(query)[1][0] for query in single]
         theirs = [raw.search(query, _K)[1][0] for query in single]
     finally:
         faiss.omp_set_num_threads(threads)
 
     def recall(found: list[Any]) -> float:
-        return round(
-            sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, truth, strict=True))
-            / truth.size,
-            4,
-        )
+        pairs = zip(found, truth, strict=True)
+        return round(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in pairs) / truth.size, 4)
 
-    p50, p99 = percentile(ids_ms, 50), percentile(ids_ms, 99)
-    raw_p50, raw_p99 = percentile(raw_ms, 50), percentile(raw_ms, 99)
-    rows_p50, raw_again_p50 = percentile(rows_ms, 50), percentile(raw_again_ms, 50)
+    def overhead(own: list[float], rival: list[float]) -> float:
+        return round(100 * (percentile(own, 50) / percentile(rival, 50) - 1), 1)
+
     latency = {
-        "p50 ms": round(p50, 4),
-        "raw p50 ms": round(raw_p50, 4),
-        "overhead %": round(100 * (p50 / raw_p50 - 1), 1),
-        "p99 ms": round(p99, 4),
-        "raw p99 ms": round(raw_p99, 4),
+        "p50 ms": round(percentile(ids_ms, 50), 4),
+        "raw p50 ms": round(percentile(raw_ms, 50), 4),
+        "overhead %": overhead(ids_ms, raw_ms),
+        "p99 ms": round(percentile(ids_ms, 99), 4),
+        "raw p99 ms": round(percentile(raw_ms, 99), 4),
         "raw copy p50 ms": round(percentile(copy_ms, 50), 4),
-        "with rows p50 ms": round(rows_p50, 4),
-        "with rows overhead %": round(100 * (rows_p50 / raw_again_p50 - 1), 1),
+        "with rows p50 ms": round(percentile(rows_ms, 50), 4),
+        "with rows overhead %": overhead(rows_ms, raw_again_ms),
     }
     return latency, {"recall@10": recall(ours), "raw recall@10": recall(theirs)}
 

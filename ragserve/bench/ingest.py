@@ -6,6 +6,7 @@ embedding alone, in chunks a second."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -37,11 +38,11 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
         source = Path(folder) / "documents"
         source.mkdir()
-        n_files = (
+        if texts:
             _write_articles(texts, source, 20 if quick else 400)
-            if texts
-            else _copy_corpus(source, copies, quick)
-        )
+        else:
+            _copy_corpus(source, copies, quick)
+        n_files = len(list(source.iterdir()))
         if not n_files:
             raise InvalidRequest(f"No documents in {texts or _CORPUS}.")
         whole, alone = [], []
@@ -96,8 +97,7 @@ def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path)
     from ragserve.ingest.prune import every_document
     from ragserve_index import IndexStore
 
-    store = IndexStore(data_dir)
-    try:
+    with IndexStore(data_dir) as store:
         ingestor = Ingestor(settings.model_copy(update={"data_dir": data_dir}), store, embedder)
         started = time.perf_counter()
         job = ingestor.submit_paths("bench", [str(source)], PathOptions(recursive=True))
@@ -108,31 +108,18 @@ def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path)
             for document in every_document(store, "bench")
             for chunk in store.document_chunks("bench", document.doc_id)
         ]
-    finally:
-        store.close()
-        shutil.rmtree(data_dir)
-    progress = result.progress
-    return {
-        "seconds": seconds,
-        "embed_s": progress.embed_s,
-        "index_s": progress.index_s,
-        "tokens": progress.tokens,
-        "texts": texts,
-    }
+    shutil.rmtree(data_dir)
+    figures = {name: getattr(result.progress, name) for name in ("embed_s", "index_s", "tokens")}
+    return {"seconds": seconds, "texts": texts, **figures}
 
 
-def _copy_corpus(target: Path, copies: int, quick: bool) -> int:
+def _copy_corpus(target: Path, copies: int, quick: bool) -> None:
     files = sorted(_CORPUS.iterdir())[:: 5 if quick else 1]
     for number in range(1 if quick else copies):
         for file in files:
             shutil.copyfile(file, target / f"{number}-{file.name}")
-    return len(list(target.iterdir()))
 
 
-def _write_articles(texts: Path, target: Path, limit: int) -> int:
-    n = 0
-    for n, (_, article) in enumerate(json_lines(texts), 1):
+def _write_articles(texts: Path, target: Path, limit: int) -> None:
+    for n, (_, article) in enumerate(itertools.islice(json_lines(texts), limit), 1):
         (target / f"{n:06d}.md").write_text(f"# {article['title']}\n\n{article['text']}\n", encoding="utf-8")
-        if n == limit:
-            break
-    return n

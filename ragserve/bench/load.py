@@ -21,15 +21,15 @@ from typing import Any
 
 from ragserve.bench import model_shapes
 from ragserve.bench.open_loop import SEED, LoadOutcome, capacity, offer
-from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace
+from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace, require
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
-from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.errors import RagserveError
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.report import GrowingReport, percentile
 from ragserve.strategy_spec import StrategySpec, parse
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.protocol import EXACT_STRATEGIES
 
 STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sentences"
 NEW_TOKENS = 32
@@ -75,10 +75,7 @@ def run(
     Raises:
         InvalidRequest: No trace is given.
     """
-    if not traces:
-        raise InvalidRequest(
-            "load needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it."
-        )
+    require(traces, "load")
     effort = effort or (Effort(3.0, 2, 1.0) if quick else Effort())
     specs = parse(strategies)
     parts = [
@@ -92,15 +89,10 @@ def run(
             "port": 30998,
             "kv_disk_bytes": 0,
             "kv_analysis_bytes": 4 * 2**30,
+            "kv_host_bytes": _host_bytes(parts, shape),
+            **settings,
         }
-        if shape != "embedded":
-            flags |= {"model": model_shapes.dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
-            settings = {
-                **settings,
-                "engine_args": {"load_format": "dummy", **settings.get("engine_args", {})},
-            }
-        flags["kv_host_bytes"] = _host_bytes(parts, shape)
-        flags |= settings
+        flags |= model_shapes.flags(shape, Path(folder), settings.get("engine_args", {}))
         report = _report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
 
         async def work(engine: Any) -> None:
@@ -121,12 +113,8 @@ def run(
 
 def _host_bytes(parts: Sequence[Trace], shape: str) -> int:
     """Bytes that hold all documents of all traces, each with one partly filled page."""
-    token = (
-        model_shapes.kv_bytes_per_token(shape)
-        if shape != "embedded"
-        else model_shapes.embedded_kv_bytes_per_token()
-    )
-    return sum(trace.tokens + 32 * (len(trace.unique) + 1) for trace in parts) * token + 2**28
+    tokens = sum(trace.tokens + 32 * (len(trace.unique) + 1) for trace in parts)
+    return tokens * model_shapes.kv_bytes_per_token(shape) + 2**28
 
 
 _NOTE = (
@@ -211,10 +199,8 @@ class _Load:
         served = [each for each in tried if each.within(limit)]
         best = max(served, key=lambda each: each.rate, default=None)
         too_many = [each.rate for each in tried if not each.within(limit)]
-        row |= {
-            "requests/s": _rounded(best.rate) if best else None,
-            "too many/s": _rounded(min(too_many)) if too_many else None,
-        }
+        row["requests/s"] = round(best.rate, 2) if best else None
+        row["too many/s"] = round(min(too_many), 2) if too_many else None
         if best is None:
             return row | {"tried": _tried(tried, limit)}
         slots = statistics.mean(_slots(chunk) for chunk in best.last)
@@ -223,17 +209,16 @@ class _Load:
         reports = [chunk.context for chunk in best.last if chunk.context is not None]
         kept = [each.kept / each.document_tokens for each in reports]
         recomputed = [each.recomputed / each.document_tokens for each in reports]
+        cached = [chunk.usage.cached / chunk.usage.prompt for chunk in best.last]
         common = [most[i] for i, each in enumerate(tried) if each.rate == self._full_rate]
         return row | {
             "requests": best.arrivals,
             "ttft ms p50": round(1e3 * percentile(best.ttft_s, 50), 1),
             "ttft ms p99": round(1e3 * best.p99_s, 1),
             "answer tokens/s": round(sum(chunk.usage.completion for chunk in best.last) / best.seconds, 1),
-            "kept %": round(100 * statistics.mean(kept), 1) if kept else None,
-            "recomputed %": round(100 * statistics.mean(recomputed), 1) if recomputed else None,
-            "prefix %": round(
-                100 * statistics.mean(chunk.usage.cached / chunk.usage.prompt for chunk in best.last), 1
-            ),
+            "kept %": _percent(kept),
+            "recomputed %": _percent(recomputed),
+            "prefix %": _percent(cached),
             "KV slots a request": round(slots),
             "of full's %": round(100 * slots / self._full_slots, 1) if self._full_slots else None,
             "most KV slots at full's rate": common[0] if common else None,
@@ -251,9 +236,7 @@ class _Load:
         await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s / 2)
         guess = await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s)
         await self._idle()
-        print(
-            f"{spec.label}: {guess:.2f} first tokens a second with {AT_ONCE} requests in flight", flush=True
-        )
+        print(f"{spec.label}: {guess:.2f} first tokens a second, {AT_ONCE} requests in flight", flush=True)
         low, high = 0.0, math.inf
         first = self._full_rate if self._full_rate is not None and spec.name != "full" else None
         while len(tried) < self._effort.rates:
@@ -266,10 +249,8 @@ class _Load:
             most.append((await self._engine.control("slots"))["most"])
             await self._idle()
             tried.append(outcome)
-            print(
-                f"  {_tried([outcome], limit)}, {outcome.arrivals} requests, {outcome.errors[:1] or ''}",
-                flush=True,
-            )
+            figures = f"{_tried([outcome], limit)}, {outcome.arrivals} requests"
+            print(f"  {figures}, {outcome.errors[:1] or ''}", flush=True)
             if outcome.within(limit):
                 low = max(low, rate)
             else:
@@ -284,18 +265,10 @@ class _Load:
         run = self._runs
         # Composed contexts read the cached documents. The prefix cache, keyed by namespace, must begin empty.
         namespace = f"run-{run}" if spec.name in EXACT_STRATEGIES else _CACHED
-        queries = [self._trace.queries[i] for i in self._order]
+        sampling = Sampling(NEW_TOKENS, ignore_eos=True)
         requests = [
-            GenerateRequest(
-                "load",
-                query.ids,
-                namespace,
-                spec.name,
-                Sampling(NEW_TOKENS, ignore_eos=True),
-                tuple(Span(a, b) for a, b in query.spans),
-                spec.options,
-            )
-            for query in queries
+            self._trace.queries[i].request("load", namespace, spec.name, spec.options, sampling)
+            for i in self._order
         ]
         return lambda number: replace(requests[number % len(requests)], rid=f"load-{run}-{number}")
 
@@ -332,19 +305,19 @@ def _next_rate(low: float, high: float, guess: float) -> float:
     return 0.65 * high if math.isfinite(high) else max(0.8 * guess, 0.05)
 
 
+def _percent(shares: Sequence[float]) -> float | None:
+    return round(100 * statistics.mean(shares), 1) if shares else None
+
+
 def _slots(chunk: GenerateChunk) -> int:
     """KV slots of a finished request: its context, question and answer."""
     left_out = 0 if chunk.context is None else chunk.context.document_tokens - chunk.context.kept
     return chunk.usage.prompt - left_out + chunk.usage.completion
 
 
-def _rounded(rate: float) -> float:
-    return round(rate, 2)
-
-
 def _tried(outcomes: Sequence[LoadOutcome], limit_s: float) -> str:
     return ", ".join(
-        f"{_rounded(each.rate)}/s {'within' if each.within(limit_s) else 'not within'} "
+        f"{round(each.rate, 2)}/s {'within' if each.within(limit_s) else 'not within'} "
         f"(p99 {'given up' if each.broken else f'{1e3 * each.p99_s:.0f} ms'})"
         for each in outcomes
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """KV bytes per token of one of SHAPES in bfloat16."""
-    config = SHAPES[shape]
-    return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
-
-
-def embedded_kv_bytes_per_token() -> int:
-    """KV bytes per token of the embedded model in float32."""
-    config = json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
+    """KV bytes per token of one of SHAPES in bfloat16, or of the `embedded` model in float32."""
+    own = SHAPES.get(shape)
+    config = own or json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    return int(values * (2 if own else 4))
+
+
+def flags(shape: str, folder: Path, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine settings for one of SHAPES, whose model is made in ``folder``, or for `embedded`."""
+    if shape == "embedded":
+        return {"engine_args": dict(engine_args)}
+    model = dummy_model(shape, folder)
+    return {"model": model, "dtype": "bfloat16", "engine_args": {"load_format": "dummy", **engine_args}}
 
 
 def dummy_model(shape: str, folder: Path) -> str:

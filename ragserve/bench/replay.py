@@ -23,16 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench import model_shapes
-from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache_in, read_trace
+from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache_in, read_trace, require
 from ragserve.config import DEFAULT_MODEL, load
-from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.base import Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.engine.ports import free_port
-from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.measuring.engine_run import TIERS, first_token
-from ragserve.measuring.report import GrowingReport, percentile
-from sglang_ext.protocol import Span
+from ragserve.errors import RagserveError
+from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token
+from ragserve.measuring.report import GrowingReport, percentile, reading
 
 SHARES = (0.05, 0.2, 1.0)
 HOST_SHARE, DISK_SHARE = 0.3, 1.2  # budgets, as shares of the documents' KV
@@ -77,10 +76,7 @@ def run(
     Raises:
         InvalidRequest: No trace is given, or the file is not a report of this benchmark.
     """
-    if not traces:
-        raise InvalidRequest(
-            "replay needs a trace.", hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it."
-        )
+    require(traces, "replay")
     n_queries, shares = (min(n_queries, 24), shares[:1]) if quick else (n_queries, shares)
     traced = [read_trace(path, n_queries, DEFAULT_MODEL) for path in traces]
     workload: dict[str, Any] = {"model": "ragserve-tiny", "queries": n_queries, "drawn with seed": SEED}
@@ -123,30 +119,17 @@ def _earlier(out: Path | None, workload: Mapping[str, Any]) -> list[dict[str, An
     """The rows that the file has of the same workload."""
     if out is None or not out.exists():
         return []
-    try:
+    with reading(out):
         before = json.loads(out.read_text(encoding="utf-8"))
         return list(before["rows"]) if before["workload"] == workload else []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(
-            f"{out} is not a report of this benchmark: {error!r}.", hint="Move it away, or give --out."
-        ) from error
 
 
 def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     """Run all cases on one engine, in a process of its own because SGLang starts only once in a process."""
     job, result = folder / "job.json", folder / "result.json"
     queries = [[query.ids, query.spans, query.documents] for query in trace.queries]
-    job.write_text(
-        json.dumps(
-            {
-                "name": trace.name,
-                "share": share,
-                "folder": str(folder),
-                "queries": queries,
-                "unique": trace.unique,
-            }
-        )
-    )
+    figures = {"name": trace.name, "share": share, "folder": str(folder)}
+    job.write_text(json.dumps(figures | {"queries": queries, "unique": trace.unique}))
     result.unlink(missing_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", "ragserve.bench.replay", str(job), str(result)],
@@ -170,22 +153,19 @@ def main(job_path: str, result_path: str) -> None:
         TraceQuery(ids, [(a, b) for a, b in spans], documents) for ids, spans, documents in job["queries"]
     ]
     trace = Trace(job["name"], queries, job["unique"])
-    kv_bytes = trace.tokens * model_shapes.embedded_kv_bytes_per_token()
+    kv_bytes = trace.tokens * model_shapes.kv_bytes_per_token("embedded")
+    longest = max(len(query.ids) for query in queries)
     settings = load(
         data_dir=Path(job["folder"]) / "data",
         port=free_port(),
         log_level="warning",
-        max_total_tokens=max(
-            int(trace.tokens * job["share"]), 2 * max(len(query.ids) for query in queries) + NEW_TOKENS
-        ),
+        max_total_tokens=max(int(trace.tokens * job["share"]), 2 * longest + NEW_TOKENS),
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
     )
 
-    async def work(engine: LocalEngine) -> list[dict[str, Any]]:
-        return await _Replay(engine, trace, job["share"]).run()
-
-    Path(result_path).write_text(json.dumps(run_once(settings, work)))
+    rows = run_once(settings, lambda engine: _Replay(engine, trace, job["share"]).run())
+    Path(result_path).write_text(json.dumps(rows))
 
 
 class _Replay:
@@ -224,20 +204,17 @@ class _Replay:
                 if case.strategy != "prefix":
                     documents = [self._trace.unique[name] for name in query.documents]
                     found.update((await self._engine.where(namespace, documents)).fastest())
-                ttft_ms, share = await self._ask(case, namespace, query, number)
-                ttft.append(ttft_ms)
-                cached.append(share)
+                answer = await self._ask(case, namespace, query, number)
+                ttft.append(answer.ttft_ms)
+                cached.append(answer.last.usage.cached / answer.last.usage.prompt)
                 await self._within_budget()
 
         started = time.perf_counter()
         await asyncio.gather(*(one(number, query) for number, query in enumerate(self._trace.queries)))
         seconds = time.perf_counter() - started
         stat = await self._within_budget()
-        row: dict[str, Any] = {
-            "trace": self._trace.name,
-            "KV slots": f"{self._share:.0%}",
-            "strategy": case.name,
-        }
+        row: dict[str, Any] = {"trace": self._trace.name, "KV slots": f"{self._share:.0%}"}
+        row["strategy"] = case.name
         if case.strategy == "prefix":
             row["prefix %"] = round(100 * statistics.mean(cached), 1)
         else:
@@ -254,24 +231,14 @@ class _Replay:
             row[f"{tier} metadata %"] = round(100 * figures["metadata_share"], 2)
         return row
 
-    async def _ask(
-        self, case: ReplayCase, namespace: str, query: TraceQuery, number: int
-    ) -> tuple[float, float]:
-        """Returns the TTFT in milliseconds and the share of the prompt found in the prefix cache. Raises
-        RagserveError if another strategy answered."""
-        request = GenerateRequest(
-            f"replay-{number}",
-            query.ids,
-            namespace,
-            case.strategy,
-            Sampling(max_new_tokens=NEW_TOKENS),
-            tuple(Span(a, b) for a, b in query.spans),
-            case.options,
-        )
+    async def _ask(self, case: ReplayCase, namespace: str, query: TraceQuery, number: int) -> TimedAnswer:
+        """Raises RagserveError if another strategy answered."""
+        sampling = Sampling(max_new_tokens=NEW_TOKENS)
+        request = query.request(f"replay-{number}", namespace, case.strategy, case.options, sampling)
         answer = await first_token(self._engine, request)
         if answer.last.fallback or (case.strategy != "prefix" and answer.context is None):
             raise RagserveError(f"query {number} was not answered by {case.strategy}: {answer.last.fallback}")
-        return answer.ttft_ms, answer.last.usage.cached / answer.last.usage.prompt
+        return answer
 
     async def _within_budget(self) -> dict[str, Any]:
         """Returns the cache's figures. Raises RagserveError if a tier holds more than its budget."""

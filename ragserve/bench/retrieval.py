@@ -7,6 +7,7 @@ the same run."""
 from __future__ import annotations
 
 import hashlib
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,13 +54,10 @@ def run(
         for index_type in index_types:
             rankings, build_s, query_ms = _ours(collection, passages, vectors, model, index_type)
             rows.append(_row(collection, f"ragserve {index_type}", rankings, embed_s + build_s, query_ms))
+    queries = "first 50" if quick else "all with a relevant document"
     return report.write(
         "retrieval",
-        {
-            "depth": _DEPTH,
-            "embedder": embedder,
-            "queries": "first 50" if quick else "all with a relevant document",
-        },
+        {"depth": _DEPTH, "embedder": embedder, "queries": queries},
         rows,
         out=out_dir / "retrieval.json" if out_dir else None,
         note="bm25s: Lucene's BM25, k1 1.5, b 0.75. query_ms: one at a time, embedding included; build_s: "
@@ -75,8 +73,8 @@ def _row(
     query_ms: list[float],
 ) -> dict[str, Any]:
     def mean(measure: Callable[[Sequence[str], dict[str, int], int], float]) -> float:
-        return sum(measure(rankings[q], collection.judged[q], _DEPTH) for q in collection.queries) / len(
-            collection.queries
+        return statistics.fmean(
+            measure(rankings[q], collection.judged[q], _DEPTH) for q in collection.queries
         )
 
     return {
@@ -116,28 +114,27 @@ def _ours(
 ) -> tuple[dict[str, list[str]], float, list[float]]:
     from ragserve_index import IndexStore
 
-    with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
-        store = IndexStore(Path(folder), index_type=index_type)
-        try:
-            started = time.perf_counter()
-            store.ensure_namespace("bench", embedder=model.name, dim=model.dim, index_type=index_type)
-            documents = [_document(*item) for item in zip(collection.documents, passages, strict=True)]
-            for start in range(0, len(documents), _BATCH):
-                batch = documents[start : start + _BATCH]
-                store.replace_documents(
-                    "bench", [(*item, vectors[start + i : start + i + 1]) for i, item in enumerate(batch)]
-                )
-            build_s = time.perf_counter() - started
+    with (
+        tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder,
+        IndexStore(Path(folder), index_type=index_type) as store,
+    ):
+        started = time.perf_counter()
+        store.ensure_namespace("bench", embedder=model.name, dim=model.dim, index_type=index_type)
+        documents = [_document(*item) for item in zip(collection.documents, passages, strict=True)]
+        for start in range(0, len(documents), _BATCH):
+            batch = documents[start : start + _BATCH]
+            store.replace_documents(
+                "bench", [(*item, vectors[start + i : start + i + 1]) for i, item in enumerate(batch)]
+            )
+        build_s = time.perf_counter() - started
 
-            def search(text: str) -> list[str]:
-                # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were
-                # there several.
-                hits = store.search("bench", model.encode_queries([text]), _DEPTH).hits[0]
-                return list(dict.fromkeys(hit.chunk.source for hit in hits))
+        def search(text: str) -> list[str]:
+            # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were
+            # there several.
+            hits = store.search("bench", model.encode_queries([text]), _DEPTH).hits[0]
+            return list(dict.fromkeys(hit.chunk.source for hit in hits))
 
-            rankings, query_ms = _timed(collection, search)
-        finally:
-            store.close()
+        rankings, query_ms = _timed(collection, search)
     return rankings, build_s, query_ms
 
 
@@ -145,13 +142,7 @@ def _document(doc_id: str, text: str) -> tuple[Any, list[Any]]:
     from ragserve_index.types import NewChunk, NewDocument
 
     data = text.encode()
-    document = NewDocument(
-        source=doc_id,
-        title="",
-        content_hash=hashlib.sha256(data).hexdigest(),
-        mime="text/plain",
-        size_bytes=len(data),
-    )
+    document = NewDocument(doc_id, "", hashlib.sha256(data).hexdigest(), "text/plain", len(data))
     # search does not read n_tokens: counting words saves a tokenizer
     return document, [NewChunk(text=text, start=0, end=len(text), n_tokens=len(text.split()))]
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from ragserve.engine.base import GenerateRequest
+from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring.engine_run import in_tier
@@ -33,6 +35,12 @@ class TraceQuery:
     spans: list[tuple[int, int]]
     documents: list[str]
 
+    def request(
+        self, rid: str, namespace: str, strategy: str, options: Mapping[str, Any], sampling: Sampling
+    ) -> GenerateRequest:
+        spans = tuple(Span(a, b) for a, b in self.spans)
+        return GenerateRequest(rid, self.ids, namespace, strategy, sampling, spans, options)
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -48,8 +56,17 @@ class Trace:
         return sum(map(len, self.unique.values()))
 
 
-def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, seed: int = SEED) -> Trace:
-    """Draw ``n_queries`` with this seed, keep the order of the trace, and build the model's prompts.
+def require(traces: Sequence[Path], bench: str) -> None:
+    """Raise InvalidRequest if no trace is given."""
+    if not traces:
+        raise InvalidRequest(
+            f"{bench} needs a trace.",
+            hint="Give --data NAME.trace.jsonl, with NAME.docs.jsonl[.gz] beside it.",
+        )
+
+
+def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0) -> Trace:
+    """Draw ``n_queries`` with SEED, keep the order of the trace, and build the model's prompts.
 
     With ``passages``, a query gets that many different documents: its own, then those of the queries drawn
     after it, the first following the last (fewer if all of them have fewer). Raises InvalidRequest for a bad
@@ -60,9 +77,8 @@ def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, see
     texts = _documents(path, name)
     rows = [row for _, row in json_lines(path, _FORMAT)]
     try:
-        chosen = [
-            rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(n_queries, len(rows))))
-        ]
+        drawn = random.Random(SEED).sample(range(len(rows)), min(n_queries, len(rows)))
+        chosen = [rows[i] for i in sorted(drawn)]
         lists = [[str(i) for i in row["doc_ids"]] for row in chosen]
         missing = {i for some in lists for i in some} - texts.keys()
     except (KeyError, TypeError) as error:
@@ -76,9 +92,8 @@ def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0, see
     for at, (row, names) in enumerate(zip(chosen, lists, strict=True)):
         wanted = dict.fromkeys(names)
         if passages:
-            wanted = dict.fromkeys(
-                islice(dict.fromkeys(i for some in (*lists[at:], *lists[:at]) for i in some), passages)
-            )
+            further = dict.fromkeys(i for some in (*lists[at:], *lists[:at]) for i in some)
+            wanted = dict.fromkeys(islice(further, passages))
         documents = [PromptDocument(i, *texts[i]) for i in wanted]
         question = str(row.get("question") or f"What is said about {texts[names[0]][1][:40]}?")
         prompt = builder.build(question, documents, max_prompt_tokens=2**20)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.engine_run import TIERS, first_token, in_tier, random_tokens
+from ragserve.measuring.engine_run import TIERS, doubling, first_token, in_tier, random_tokens
 from ragserve.profiles.costs import CostSample
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import Span
@@ -39,12 +39,7 @@ class CostSchedule:
         """Context lengths in tokens. Raises InvalidRequest if the engine takes too few to see a curve."""
         longest = engine.info.max_prompt_tokens - QUESTION_TOKENS - _RESERVED_TOKENS
         longest = min(longest, self.max_tokens) if self.max_tokens else longest
-        lengths = []
-        length = _MIN_TOKENS
-        while length < longest:
-            lengths.append(length)
-            length *= 2
-        lengths.append(longest)
+        lengths = doubling(_MIN_TOKENS, longest)
         if len(lengths) >= 3 and longest >= lengths[-2] * 1.2:
             return lengths
         if longest < 64:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ragserve.engine.base import Engine
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.engine_run import decode_step, prefill, random_tokens
+from ragserve.measuring.engine_run import decode_step, doubling, prefill, random_tokens
 from ragserve.profiles.decode import Point
 
 _SHORTEST = 1024
@@ -19,12 +19,7 @@ _NAMESPACE = "calibration"
 def lengths(shortest: int, longest: int) -> list[int]:
     """Context lengths to measure: doubling, then the longest. Raises InvalidRequest if there are fewer than
     two."""
-    found = []
-    length = max(_SHORTEST, shortest)
-    while length < longest:
-        found.append(length)
-        length *= 2
-    found.append(longest)
+    found = doubling(max(_SHORTEST, shortest), longest)
     if len(found) < 2 or longest <= shortest:
         raise InvalidRequest(
             f"Contexts of {longest} tokens are too short to compare dense and sparse decoding.",

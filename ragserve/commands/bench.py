@@ -102,13 +102,12 @@ def bench(
         raise InvalidRequest(
             "--part selects parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode."
         )
-    options: dict[str, dict[str, Any]] = {
-        "retrieval": {"data": data or (), "index_types": types},
-        "kernels-compose": {"parts": part or ()},
-        "kernels-decode": {"parts": part or (), "model": model, "data": data or ()},
-        "replay": {"traces": data or (), "n_queries": queries} | ({"shares": share} if share else {}),
-        "load": {"traces": data or (), "n_queries": queries, "passages": (passages,)}
-        | ({"strategies": strategies} if strategies else {}),
+    given: dict[str, dict[str, Any]] = {
+        "retrieval": {"data": data, "index_types": types},
+        "kernels-compose": {"parts": part},
+        "kernels-decode": {"parts": part, "model": model, "data": data},
+        "replay": {"traces": data, "n_queries": queries, "shares": share},
+        "load": {"traces": data, "n_queries": queries, "passages": (passages,), "strategies": strategies},
     }
     chosen = list(_KERNELS) if name is Name.KERNELS else [name]
     if name is Name.ALL:
@@ -120,4 +119,5 @@ def bench(
             chosen.remove(Name.RETRIEVAL)
     for each in chosen:
         module = import_module(f"ragserve.bench.{each.value.replace('-', '.')}")
-        module.run(None if no_write else out, quick=quick, **options.get(each.value, {}))
+        options = {key: value for key, value in given.get(each.value, {}).items() if value}
+        module.run(None if no_write else out, quick=quick, **options)

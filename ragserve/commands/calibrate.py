@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from ragserve.commands.options import ENGINE_SETTINGS, with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
@@ -97,15 +96,15 @@ def calibrate(
 async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.calibration.samkv import ProbeSchedule, find, table
-    from ragserve.measuring.report import environment
+    from ragserve.measuring.report import environment, measured_on
     from ragserve.profiles.samkv import SAMKV, SamkvProfile, place_of
 
-    info, ran = engine.info, environment()
+    info = engine.info
     if info.only_exact:
         raise InvalidRequest(f"There is no samkv for this model: {info.only_exact}.")
     schedule = ProbeSchedule(sets=sets, questions=questions)
     probes = schedule.probes(PromptBuilder.load(info.tokenizer), info.max_prompt_tokens)
-    found = await find(engine, probes, _say)
+    found = await find(engine, probes, say)
     for line in table(found):
         typer.echo(line)
     profile = SamkvProfile(
@@ -113,11 +112,9 @@ async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: 
         found.heads,
         selection="",  # the built-in ones
         options={},
-        model=Path(settings.model).name,
-        hardware=ran["gpu"] or ran["cpu"],
         dtype=info.dtype,
-        date=time.strftime("%Y-%m-%d"),
-        versions=ran["versions"],
+        versions=environment()["versions"],
+        **measured_on(settings.model),
         probes={
             "sets": sets,
             "seed": schedule.seed,
@@ -143,7 +140,7 @@ async def _costs(
     """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
     verified with, samkv is left out by default."""
     from ragserve.calibration.costs import measure
-    from ragserve.measuring.report import environment
+    from ragserve.measuring.report import measured_on
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit
     from ragserve.profiles.gate import Gate
     from ragserve.strategy_spec import parse
@@ -160,19 +157,13 @@ async def _costs(
             "Run ragserve eval --write-gate first, or name strategies with --strategies.",
         )
         if new_profile:
-            _say(f"No costs were measured. {why} {hint}")
+            say(f"No costs were measured. {why} {hint}")
             return
         raise InvalidRequest(why, hint=hint)
-    samples = await measure(engine, specs, schedule, _say)
-    ran = environment()
-    costs = fit(
-        samples,
-        model=Path(settings.model).name,
-        hardware=ran["gpu"] or ran["cpu"],
-        date=time.strftime("%Y-%m-%d"),
-    )
+    samples = await measure(engine, specs, schedule, say)
+    costs = fit(samples, **measured_on(settings.model))
     place = settings.data_dir / FILE_NAME
-    COSTS.save(place, engine.info.fingerprint, costs)
+    COSTS.save(place, info.fingerprint, costs)
     typer.echo(f"{len(samples)} measurements, mean error of the fit {costs.error:.1%}")
     for label in costs.composed:
         for tokens in (1024, 4096):
@@ -182,7 +173,3 @@ async def _costs(
                 f"exact prefill: {costs.exact_ms(tokens):.0f} ms"
             )
     typer.echo(f"written: {place}")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

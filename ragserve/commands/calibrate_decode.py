@@ -4,13 +4,12 @@ machine."""
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragserve.commands.options import ENGINE_SETTINGS, with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings
 
 if TYPE_CHECKING:
@@ -57,16 +56,15 @@ def calibrate_decode(
     from ragserve.calibration.decode import measure
     from ragserve.engine.offline import run_once
     from ragserve.engine.ports import free_port
-    from ragserve.measuring.report import environment
+    from ragserve.measuring.report import measured_on
     from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, crossover, options_of
 
     options = options_of(settings)
     place = settings.data_dir / FILE_NAME
-    served: dict[str, str] = {}
 
-    async def work(engine: LocalEngine) -> list[Point]:
-        served["fingerprint"] = engine.info.fingerprint
-        return await measure(engine, options, batch=batch, max_tokens=max_tokens, tokens=tokens, report=_say)
+    async def work(engine: LocalEngine) -> tuple[str, list[Point]]:
+        points = await measure(engine, options, batch=batch, max_tokens=max_tokens, tokens=tokens, report=say)
+        return engine.info.fingerprint, points
 
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
         own = {
@@ -76,18 +74,10 @@ def calibrate_decode(
             "sparse_attention": "on",
             "decode_dense_below": 0,
         }
-        points = run_once(settings.model_copy(update=own), work)
-    ran = environment()
-    found = DecodeProfile(
-        crossover(points),
-        options,
-        batch,
-        tuple(points),
-        Path(settings.model).name,
-        ran["gpu"] or ran["cpu"],
-        time.strftime("%Y-%m-%d"),
-    )
-    DECODE.save(place, served["fingerprint"], found)
+        fingerprint, points = run_once(settings.model_copy(update=own), work)
+    where = measured_on(settings.model)
+    found = DecodeProfile(crossover(points), options, batch, tuple(points), **where)
+    DECODE.save(place, fingerprint, found)
     longest = points[-1]
     faster = longest.dense_ms / longest.sparse_ms
     typer.echo(
@@ -95,7 +85,3 @@ def calibrate_decode(
         f"at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast"
     )
     typer.echo(f"written: {place}")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

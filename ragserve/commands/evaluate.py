@@ -6,7 +6,6 @@ import contextlib
 import enum
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -18,7 +17,7 @@ from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
-    from ragserve.eval.run import Options
+    from ragserve.measuring.server import RunningServer
 
 Line = dict[str, Any]
 
@@ -116,19 +115,28 @@ def evaluate(
     if mode is EvalMode.given and url is None:
         from ragserve.eval.parallel import Plan
 
-        lines = _engines(
-            Plan(paths, specs, settings, limit, max_new_tokens, concurrency, workers),
-            work,
-            out,
-            write_gate=write_gate,
-        )
+        plan = Plan(paths, specs, settings, limit, max_new_tokens, concurrency, workers)
+        lines = _engines(plan, work, out, write_gate=write_gate)
     else:
+        from ragserve.client import Client
+        from ragserve.eval.data import set_name
+        from ragserve.eval.rest import evaluate_set
         from ragserve.eval.run import Options
 
         runs = [Options(spec.name, k, max_new_tokens, concurrency, spec.options) for spec in specs]
-        lines = _rest(
-            paths, runs, settings, url, api_key, retrieved=mode is EvalMode.retrieved, limit=limit, out=out
-        )
+        with contextlib.ExitStack() as stack:
+            if url is None:
+                url = stack.enter_context(_server(settings, api_key)).url
+            client = stack.enter_context(Client(url, api_key=api_key))
+            lines = []
+            for path in paths:  # with several sets, each report file gets its set's name
+                report = (
+                    out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}")
+                    if out and len(paths) > 1
+                    else out
+                )
+                retrieved = mode is EvalMode.retrieved
+                lines += evaluate_set(client, path, runs, retrieved=retrieved, limit=limit, out=report)
     if records is not None:
         records.parent.mkdir(parents=True, exist_ok=True)
         records.write_text(
@@ -159,49 +167,20 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
         entries = gate.measured(report)
         gate.record(place, served["engine"]["fingerprint"], entries)
         for label, entry in entries.items():
-            typer.echo(
-                f"{label}: "
-                + ("verified" if entry.verified else f"not verified ({'; '.join(entry.shortfalls())})")
-            )
+            short = "; ".join(entry.shortfalls())
+            typer.echo(f"{label}: {'verified' if entry.verified else f'not verified ({short})'}")
         typer.echo(f"written: {place}")
     return rows
 
 
-def _rest(
-    paths: Sequence[Path],
-    runs: Sequence[Options],
-    settings: Settings,
-    url: str | None,
-    api_key: str | None,
-    *,
-    retrieved: bool,
-    limit: int | None,
-    out: Path | None,
-) -> list[Line]:
-    """Ask the server at ``url``, or start one with the settings. With several sets, each report file gets its
-    set's name."""
-    from ragserve.client import Client
-    from ragserve.eval.data import set_name
-    from ragserve.eval.rest import evaluate_set
+def _server(settings: Settings, api_key: str | None) -> contextlib.AbstractContextManager[RunningServer]:
+    """Start a server with the settings that were given."""
     from ragserve.measuring.server import running_server
 
-    lines: list[Line] = []
-    with contextlib.ExitStack() as stack:
-        if url is None:
-            flags: dict[str, Any] = {
-                name: getattr(settings, name)
-                for name in (*ENGINE_SETTINGS, "model")
-                if name in settings.model_fields_set
-            }
-            if "engine_args" in flags:
-                flags["engine_args"] = json.dumps(flags["engine_args"])
-            if api_key:
-                flags["api_key"] = api_key
-            url = stack.enter_context(running_server(**flags)).url
-        client = stack.enter_context(Client(url, api_key=api_key))
-        for path in paths:
-            report = (
-                out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}") if out and len(paths) > 1 else out
-            )
-            lines += evaluate_set(client, path, runs, retrieved=retrieved, limit=limit, out=report)
-    return lines
+    given = (name for name in (*ENGINE_SETTINGS, "model") if name in settings.model_fields_set)
+    flags: dict[str, Any] = {name: getattr(settings, name) for name in given}
+    if "engine_args" in flags:
+        flags["engine_args"] = json.dumps(flags["engine_args"])
+    if api_key:
+        flags["api_key"] = api_key
+    return running_server(**flags)

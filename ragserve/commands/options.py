@@ -59,6 +59,11 @@ def with_settings(
     return run
 
 
+def say(line: str) -> None:
+    """Print a line of progress on stderr."""
+    typer.echo(line, err=True)
+
+
 def settings_from(**flags: Any) -> Settings:
     """Load the settings. Raises ``InvalidRequest`` with one line per wrong field."""
     try:

@@ -40,11 +40,10 @@ class WarmEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How to ask: ``in_flight`` questions at a time; ``compare`` adds the KL divergence from `full`."""
+    """How to ask: ``in_flight`` questions at a time."""
 
     max_new_tokens: int = 24
     in_flight: int = 4
-    compare: bool = True
 
 
 async def evaluate(
@@ -55,7 +54,7 @@ async def evaluate(
     ask: Ask,
     *,
     finished: Container[Key],
-    write: Callable[[Row], None],
+    write: Callable[[Row], object],
 ) -> None:
     """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
     known. Failures become rows too."""
@@ -87,12 +86,11 @@ class _Asking:
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
         self._reference: NDArray[np.float64] | None = None
 
-    async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], None]) -> None:
+    async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
         others = [spec for spec in specs if spec.label != FULL.label]
-        if len(others) < len(specs) or self._ask.compare:
-            row = await self._row(FULL)
-            if len(others) < len(specs):
-                write(row)
+        row = await self._row(FULL)  # asked even if it is not wanted: the others are compared with it
+        if len(others) < len(specs):
+            write(row)
         if any(spec.name not in EXACT_STRATEGIES for spec in others):
             try:
                 await self._engine.warm(self._request(others[0]))
@@ -109,7 +107,7 @@ class _Asking:
         rid = f"{self._name}-{self._question.id}"
         ids = self._prompt.input_ids
         return GenerateRequest(
-            rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=self._ask.compare
+            rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=True
         )
 
     async def _row(self, spec: StrategySpec) -> Row:
@@ -137,27 +135,18 @@ class _Asking:
             "fallback": last.fallback,
             "error": None,
         }
-        if self._ask.compare:
-            distribution = decode(last.distribution)
-            if spec.label == FULL.label:
-                self._reference = distribution
-            if self._reference is not None:  # None if `full` failed
-                row["kl"] = float(f"{kl(self._reference, distribution):.4g}")
-                row["agrees"] = bool(self._reference.argmax() == distribution.argmax())
+        distribution = decode(last.distribution)
+        if spec.label == FULL.label:
+            self._reference = distribution
+        if self._reference is not None:  # None if `full` failed
+            row["kl"] = float(f"{kl(self._reference, distribution):.4g}")
+            row["agrees"] = bool(self._reference.argmax() == distribution.argmax())
         return row
 
     def _failed(self, spec: StrategySpec, error: RagserveError) -> Row:
-        return self._head(spec) | {
-            "answer": "",
-            "em": 0.0,
-            "f1": 0.0,
-            "error": f"{error.code}: {error.message}",
-        }
+        failure = f"{error.code}: {error.message}"
+        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "error": failure}
 
     def _head(self, spec: StrategySpec) -> dict[str, Any]:
-        return {
-            "set": self._name,
-            "id": self._question.id,
-            "kind": self._question.kind,
-            "strategy": spec.label,
-        }
+        question = self._question
+        return {"set": self._name, "id": question.id, "kind": question.kind, "strategy": spec.label}

@@ -21,7 +21,7 @@ from ragserve.engine.ports import free_port
 from ragserve.errors import EngineError
 from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
-from ragserve.eval.engine_worker import WorkerJob
+from ragserve.files import write_json
 from ragserve.measuring.server import stop_with_parent
 from ragserve.strategy_spec import StrategySpec
 
@@ -44,7 +44,6 @@ class Plan:
     max_new_tokens: int = 24
     in_flight: int = 4
     workers: int = 1
-    compare: bool = True
     seconds: float | None = None
 
 
@@ -69,11 +68,11 @@ def run(
     done = {key for key in keys if key in before and not before[key].get("error")}
     if len(done) < len(set(keys)):
         written = rows.count(folder)
-        _work(
-            plan,
-            folder,
-            lambda: progress(min(len(keys), len(done) + rows.count(folder) - written), len(keys)),
-        )
+
+        def tick() -> None:
+            progress(min(len(keys), len(done) + rows.count(folder) - written), len(keys))
+
+        _work(plan, folder, tick)
     return known(plan, folder)
 
 
@@ -98,7 +97,7 @@ def _identity(plan: Plan) -> dict[str, Any]:
     """What all rows of one table must have in common."""
     engine = {name: getattr(plan.settings, name) for name in ("model", "tokenizer", "dtype", "engine_args")}
     sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
-    return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": plan.compare, "sets": sets}
+    return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": True, "sets": sets}
 
 
 def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
@@ -130,22 +129,23 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
     # Documents serve one question each, so they need no disk; every engine needs its own port and folder.
     own = {"port": free_port(), "kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
     settings = plan.settings.model_copy(update=own)
-    job = WorkerJob(
-        folder=str(folder),
-        index=index,
-        of=plan.workers,
-        sets=tuple(str(path) for path in plan.sets),
-        limit=plan.limit,
-        strategies=tuple(spec.label for spec in plan.strategies),
-        max_new_tokens=plan.max_new_tokens,
-        in_flight=plan.in_flight,
-        compare=plan.compare,
-        settings=settings.model_dump(mode="json", exclude={"api_key", "engine_api_key"}),
-    )
+    job = {
+        "folder": str(folder),
+        "index": index,
+        "of": plan.workers,
+        "sets": [str(path) for path in plan.sets],
+        "limit": plan.limit,
+        "strategies": [spec.label for spec in plan.strategies],
+        "max_new_tokens": plan.max_new_tokens,
+        "in_flight": plan.in_flight,
+        "settings": settings.model_dump(mode="json", exclude={"api_key", "engine_api_key"}),
+    }
+    place = folder / f"job-{index}.json"
+    write_json(place, job)
     log = folder / f"worker-{index}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ragserve.eval.engine_worker", str(job.save())],
+            [sys.executable, "-m", "ragserve.eval.engine_worker", str(place)],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

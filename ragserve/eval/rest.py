@@ -63,11 +63,9 @@ def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Opt
             with progress(f"gold, {options.label}", len(questions)) as step:
                 ceiling = ask_given(client, questions, options, gold=True, progress=step)
             for context, outcomes in (("retrieved", retrieved), ("gold documents alone", ceiling)):
-                rows.append({"context": context, "strategy": options.label, **summary(outcomes)})
-                lines += [
-                    {"context": context, "strategy": options.label, **outcome.record()}
-                    for outcome in outcomes
-                ]
+                head = {"context": context, "strategy": options.label}
+                rows.append(head | summary(outcomes))
+                lines += [head | outcome.record() for outcome in outcomes]
             lost.append({"strategy": options.label, **losses(retrieved, ceiling)})
     settings = {"k": runs[0].k, "max_new_tokens": runs[0].max_new_tokens, "concurrency": runs[0].concurrency}
     return rows, lost, lines, settings | ingestion

@@ -4,9 +4,10 @@ stopped."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ragserve.errors import InvalidRequest
@@ -19,29 +20,16 @@ def key(row: Mapping[str, Any]) -> Key:
     return str(row["set"]), str(row["id"]), str(row["strategy"])
 
 
-class RowFile:
-    """Appends rows to a file, one JSON object per line and write. Cuts off a line that a killed process left
-    unfinished."""
+@contextmanager
+def appending(path: Path) -> Iterator[Callable[[Row], object]]:
+    """Yield a function that appends a row to a file, one JSON object per line and write.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            text = path.read_bytes()
-            if not text.endswith(b"\n"):
-                with path.open("r+b") as file:
-                    file.truncate(text.rfind(b"\n") + 1)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    def __enter__(self) -> RowFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+    Cuts off a line that a killed process left unfinished."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        yield lambda row: file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def read(folder: Path) -> dict[Key, Row]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.answering.auto import AUTO
-from ragserve.answering.results import Answer, RetrievedPassage
+from ragserve.answering.results import RetrievedPassage
 from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
@@ -100,10 +100,9 @@ def ask_given(
     answer."""
 
     def ask(question: Question) -> AnswerOutcome:
-        documents = question.gold if gold else question.documents
-        return _ask(
-            client, question, options, documents=[{"title": d.title, "text": d.text} for d in documents]
-        )
+        given = question.gold if gold else question.documents
+        documents = [{"title": each.title, "text": each.text} for each in given]
+        return _ask(client, question, options, documents=documents)
 
     return _each(questions, ask, options, progress)
 
@@ -160,6 +159,7 @@ def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
     n = len(outcomes)
     answered = [o for o in outcomes if not o.error]
     ttft = [o.ttft_ms for o in answered if o.ttft_ms is not None]
+    tokens = ("prompt_tokens", "cached_tokens", "completion_tokens")
     return {
         "n": n,
         "em": round(100 * sum(o.em for o in outcomes) / n, 2),
@@ -167,9 +167,7 @@ def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
         "failed": n - len(answered),
         "ttft_ms_mean": round(sum(ttft) / len(ttft), 1) if ttft else None,
         "ttft_ms_p50": round(percentile(ttft, 50), 1) if ttft else None,
-        "prompt_tokens": _mean([o.prompt_tokens for o in answered]),
-        "cached_tokens": _mean([o.cached_tokens for o in answered]),
-        "completion_tokens": _mean([o.completion_tokens for o in answered]),
+        **{name: _mean([getattr(o, name) for o in answered]) for name in tokens},
         "documents_dropped": sum(o.documents - o.documents_kept for o in answered),
     }
 
@@ -181,9 +179,8 @@ def losses(retrieved: Sequence[AnswerOutcome], ceiling: Sequence[AnswerOutcome])
     ``lost_reading_context``: right with the gold documents alone, so the other passages misled the model.
     ``lost_reading``: wrong even then."""
     n = len(retrieved)
-    counts = dict.fromkeys(
-        ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading"), 0
-    )
+    kinds = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading")
+    counts = dict.fromkeys(kinds, 0)
     for outcome, best in zip(retrieved, ceiling, strict=True):
         if outcome.em:
             counts["right" if outcome.found else "right_by_chance"] += 1
@@ -204,7 +201,6 @@ def _ask(
     client: Client,
     question: Question,
     options: Options,
-    *,
     passages: tuple[RetrievedPassage, ...] = (),
     **fields: Any,
 ) -> AnswerOutcome:
@@ -220,10 +216,6 @@ def _ask(
         )
     except RagserveError as error:
         return _failed(question, error)
-    return _outcome(question, answer, passages)
-
-
-def _outcome(question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...]) -> AnswerOutcome:
     gold = {p.key for p in question.gold}
     from_gold = [p for p in passages if p.source in gold]
     # Answers such as "yes" are not in the text: then any passage of a gold document counts as found.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,21 +21,13 @@ NOTE = (
     "document tokens. ttft: milliseconds, documents on the device."
 )
 
-SHOWN = (
-    "set",
-    "strategy",
-    "n",
-    "em",
-    "f1",
-    "f1_vs_full",
-    "f1_vs_full_se",
-    "kl",
-    "kept",
-    "recomputed",
-    "ttft_ms",
-    "ttft_ms_p50",
-    "failed",
-)
+UNPRINTED = (
+    "kl_p50",
+    "agrees",
+    "prompt_tokens",
+    "documents_dropped",
+    "fallbacks",
+)  # columns of the file only
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -43,18 +36,13 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["set"], row["strategy"]), []).append(row)
-    full = {
-        (row["set"], row["id"]): row
-        for (_, strategy), group in groups.items()
-        if strategy == "full"
-        for row in group
+    full_f1 = {
+        (row["set"], row["id"]): row["f1"]
+        for row in itertools.chain(*groups.values())
+        if row["strategy"] == "full"
     }
     return [
-        {
-            "set": name,
-            "strategy": strategy,
-            **_line(group, [full.get((row["set"], row["id"])) for row in group]),
-        }
+        {"set": name, "strategy": strategy, **_line(group, full_f1)}
         for (name, strategy), group in groups.items()
     ]
 
@@ -76,18 +64,19 @@ def write(
         "questions in flight each": plan.in_flight,
         "decoding": "greedy",
     }
-    return report.write(
-        "eval", workload, summarise(rows), out=out, note=NOTE, ran_on=served["environment"], shown=SHOWN
-    )
+    lines = summarise(rows)
+    shown = [column for column in lines[0] if column not in UNPRINTED]
+    ran_on = served["environment"]
+    return report.write("eval", workload, lines, out=out, note=NOTE, ran_on=ran_on, shown=shown)
 
 
-def _line(group: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+def _line(group: Sequence[Mapping[str, Any]], full_f1: Mapping[tuple[str, str], float]) -> dict[str, Any]:
     answered = [row for row in group if not row.get("error")]
     kls = [row["kl"] for row in answered if row["kl"] is not None]
     ttft = [row["ttft_ms"] for row in answered]
-    gains = [
-        100 * (row["f1"] - other["f1"]) for row, other in zip(group, full, strict=True) if other is not None
-    ]
+    agrees = [float(row["agrees"]) for row in answered if row["agrees"] is not None]
+    beside = [(row["f1"], full_f1.get((row["set"], row["id"]))) for row in group]
+    gains = [100 * (f1 - full) for f1, full in beside if full is not None]
     tokens = sum(row["document_tokens"] for row in answered)
     return {
         "n": len(group),
@@ -97,11 +86,7 @@ def _line(group: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any] |
         "f1_vs_full_se": _rounded(_standard_error(gains)) if len(gains) > 1 else None,
         "kl": float(f"{_mean(kls):.3g}") if kls else None,
         "kl_p50": float(f"{percentile(kls, 50):.3g}") if kls else None,
-        "agrees": _rounded(
-            100 * _mean([float(row["agrees"]) for row in answered if row["agrees"] is not None])
-        )
-        if kls
-        else None,
+        "agrees": _rounded(100 * _mean(agrees)) if agrees else None,
         "kept": _share(answered, "kept", tokens),
         "recomputed": _share(answered, "recomputed", tokens),
         "ttft_ms": _rounded(_mean(ttft)) if ttft else None,

@@ -141,6 +141,15 @@ async def decode_step(
     ] if reports else None
 
 
+def doubling(first: int, longest: int) -> list[int]:
+    """Context lengths to measure: doubling from ``first``, then ``longest``."""
+    lengths = []
+    while first < longest:
+        lengths.append(first)
+        first *= 2
+    return [*lengths, longest]
+
+
 async def in_tier(engine: Any, tier: str) -> None:
     """Evict cached documents from the tiers above ``tier``, so that the next request reads them there.
 

@@ -7,7 +7,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ragserve.errors import InvalidRequest
 from ragserve.files import write_json
 
 _PACKAGES = ("ragserve", "sglang", "torch", "transformers", "faiss-cpu", "sentence-transformers", "numpy")
@@ -74,7 +76,7 @@ def write(
         ran_on: The environment measured, if it is not this process's.
         shown: Columns to print; all by default.
     """
-    report = _assemble(name, workload, rows, note, ran_on)
+    report = assemble(name, workload, rows, note, ran_on)
     console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     table = Table()
@@ -124,7 +126,7 @@ class GrowingReport:
         figures = "  ".join(f"{name}: {value}" for name, value in row.items())
         print(f"{time.monotonic() - self._started:.0f} s  {figures}", flush=True)
         if self._out is not None:
-            save(_assemble(self._name, self.workload, self._all(), self._note), self._out)
+            save(assemble(self._name, self.workload, self._all(), self._note), self._out)
 
     def show(self, shown: Sequence[str] = ()) -> dict[str, Any]:
         """Print the whole table and return the report; see :func:`write`."""
@@ -139,13 +141,14 @@ class GrowingReport:
         return tuple(row.get(column) for column in self._key)
 
 
-def _assemble(
+def assemble(
     name: str,
     workload: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     note: str,
     ran_on: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """Make a report, of this process's environment by default."""
     return {
         "benchmark": name,
         "workload": dict(workload),
@@ -153,6 +156,24 @@ def _assemble(
         "rows": [dict(row) for row in rows],
         "note": note,
     }
+
+
+@contextmanager
+def reading(out: Path) -> Iterator[None]:
+    """Raise InvalidRequest if the block finds that the file ``out`` is not a report of its benchmark."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(
+            f"{out} is not a report of this benchmark: {error!r}.",
+            hint="Move it away, or give another folder with --out.",
+        ) from error
+
+
+def measured_on(model: str) -> dict[str, str]:
+    """The fields of a profile that say what was measured, where and when."""
+    ran = environment()
+    return {"model": Path(model).name, "hardware": ran["gpu"] or ran["cpu"], "date": ran["date"]}
 
 
 def save(report: Any, out: Path) -> None:

@@ -104,7 +104,8 @@ def _fitted(terms: Sequence[Coefficients], samples: Sequence[CostSample]) -> Coe
     scale = rows.max(axis=0)  # squared tokens are millions of times larger than 1
     scale[scale == 0] = 1
     solution, _ = nnls(rows / scale, np.ones(len(samples)))
-    return _three((solution / scale).tolist())
+    a, b, c = (solution / scale).tolist()
+    return (a, b, c)
 
 
 def _exact_terms(tokens: int, cached: int) -> Coefficients:

@@ -134,9 +134,8 @@ class Gate:
         stamps = tuple(_stamp(place) for place in self._places)
         if stamps != self._stamps:
             self._entries = {}
-            for place, stamp in zip(reversed(self._places), reversed(stamps), strict=True):
-                if stamp:
-                    self._entries |= self._read(place)
+            for place in reversed(self._places):  # one that does not exist has no entries
+                self._entries |= self._read(place)
             self._stamps = stamps
         return self._entries
 
@@ -194,9 +193,8 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
     names = Figures.__dataclass_fields__
     for row in report["rows"]:
         if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
-            groups.setdefault(row["strategy"], {})[row["set"]] = Figures(
-                **{name: row[name] for name in names}
-            )
+            figures = Figures(**{name: row[name] for name in names})
+            groups.setdefault(row["strategy"], {})[row["set"]] = figures
     where = (
         workload["model"],
         environment["date"],

@@ -44,12 +44,7 @@ class SamkvProfile:
     @property
     def engine(self) -> dict[str, Any]:
         """The part that the engine reads."""
-        return {
-            "stable": self.stable,
-            "heads": self.heads,
-            "selection": self.selection,
-            "options": self.options,
-        }
+        return {name: getattr(self, name) for name in ("stable", "heads", "selection", "options")}
 
 
 def _read(fields: dict[str, Any]) -> SamkvProfile:
@@ -76,12 +71,8 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
         if found is not None:
             return found
     if beside.exists():
-        log.warning(
-            "%s is of another model than the weights beside it (%s) and is not used: run %s",
-            beside,
-            fingerprint,
-            SAMKV.command,
-        )
+        warning = "%s is of another model than the weights beside it (%s) and is not used: run %s"
+        log.warning(warning, beside, fingerprint, SAMKV.command)
     return None
 
 

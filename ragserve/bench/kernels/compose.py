@@ -8,8 +8,7 @@ KV heads of 128, bfloat16."""
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from ragserve.bench.kernels.compose_attention import block_summary_rows, prefix_rows_attention_rows
 from ragserve.bench.kernels.compose_beside import beside_decode_rows
 from ragserve.bench.kernels.compose_load import gather_h2d_rows, rotate_gather_rows, scatter_d2h_rows
-from ragserve.bench.kernels.parts import chosen_parts, run_parts
+from ragserve.bench.kernels.parts import begin, run_parts
 from ragserve.bench.kernels.timing import (
     HEAD_DIM,
     KV_HEADS,
@@ -26,10 +25,9 @@ from ragserve.bench.kernels.timing import (
     Row,
     copy_gb_per_s,
     link_gb_per_s,
-    require_cuda,
 )
 
-PARTS: dict[str, Callable[[dict[str, float], bool], list[Row]]] = {
+PARTS: dict[str, Callable[[dict[str, float], bool], Iterator[Row]]] = {
     "rotate_gather": rotate_gather_rows,
     "rotate_gather beside decode": beside_decode_rows,
     "gather_h2d": gather_h2d_rows,
@@ -45,11 +43,7 @@ def run(out_dir: Path | None, *, quick: bool = False, parts: Sequence[str] = ())
     Raises: InvalidRequest: no CUDA device, or no such part. RagserveError: a kernel's result disagrees with
         its reference.
     """
-    chosen = chosen_parts(parts, list(PARTS), "kernels-compose")
-    require_cuda("kernels-compose")
-    import torch
-
-    torch.manual_seed(int(time.time()))
+    chosen = begin("kernels-compose", parts, list(PARTS))
     up, down = link_gb_per_s()
     ceilings = {
         "copy_gb_per_s": round(copy_gb_per_s()),

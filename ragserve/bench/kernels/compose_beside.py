@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench.kernels.compose_load import BLOCK, compose_case
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, bandwidth
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Row, bandwidth, normal
 from ragserve.errors import RagserveError
 
 if TYPE_CHECKING:
     import torch
 
 CASE = "host, 2048 tokens, beside decode of 8 x 8192"
+LOADS = 16
 
 
 def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
@@ -26,19 +27,11 @@ def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
     import torch
     import torch.nn.functional as F
 
-    def weight(n: int, m: int) -> torch.Tensor:
-        return torch.empty(n, m, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-
     hidden, wide = 4096, 14336
-    layers = [
-        (weight(hidden, 6144), weight(hidden, hidden), weight(hidden, 2 * wide), weight(wide, hidden))
-        for _ in range(4)
-    ]
-    caches = [
-        torch.empty(2, batch, KV_HEADS, context, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
-        for _ in range(4)
-    ]
-    x = torch.empty(batch, hidden, dtype=torch.bfloat16, device="cuda").normal_()
+    shapes = ((hidden, 6144), (hidden, hidden), (hidden, 2 * wide), (wide, hidden))
+    layers = [[normal(*shape) * 0.02 for shape in shapes] for _ in range(4)]
+    caches = [normal(2, batch, KV_HEADS, context, HEAD_DIM) for _ in range(4)]
+    x = normal(batch, hidden)
 
     def step() -> torch.Tensor:
         h = x
@@ -59,12 +52,11 @@ def _decode_graph(batch: int, context: int) -> tuple[Any, Any]:
     return graph, (layers, caches, x, out)
 
 
-def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
+def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
     import torch
 
     from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
-    rows: list[Row] = []
     args = compose_case(2048, 8, True)
     gb = 2048 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2 / 1e9
     graph, kept = _decode_graph(8, 8192)
@@ -78,18 +70,18 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             event.record()
         return events
 
-    def alone(n: int = 12) -> float:
-        events = steps(n)
+    def alone() -> float:
+        events = steps(12)
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
 
-    def measure(variant: str, load: Callable[[], object], *, loads: int = 16) -> Row:
+    def measure(variant: str, load: Callable[[], object]) -> Row:
         def submit() -> tuple[Any, Any]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(side):
                 load()
                 start.record()
-                for _ in range(loads):
+                for _ in range(LOADS):
                     load()
                 end.record()
             return start, end
@@ -97,7 +89,7 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
         torch.cuda.synchronize()
         start, end = submit()
         torch.cuda.synchronize()
-        unhindered = start.elapsed_time(end) / loads
+        unhindered = start.elapsed_time(end) / LOADS
         base = alone()
         start, end = submit()
         events = steps(12)
@@ -114,23 +106,15 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             "decode_alone_ms": round(base, 3),
             "decode_beside_ms": round(beside, 3),
             "decode_slowdown": round(beside / base - 1, 4),
+            "alone_gb_per_s": round(gb / unhindered * 1e3, 1),
         }
-        extra |= {"alone_gb_per_s": round(gb / unhindered * 1e3, 1)}
-        ms = start.elapsed_time(end) / loads
+        ms = start.elapsed_time(end) / LOADS
         return bandwidth(CASE, variant, ms, gb, ceiling["link_up_gb_per_s"], **extra, steps=len(within))
 
     for programs in (4,) if quick else (4, 1, 2, 3, 6, 8, 32, 64):
         load = partial(rotate_gather_triton, *args, tile_tokens=BLOCK, programs=programs)
-        rows.append(measure(f"programs {programs}", load))
-    host, device = (
-        torch.empty(round(gb * 1e9), dtype=torch.int8, **where)
-        for where in ({"pin_memory": True}, {"device": "cuda"})
-    )
-    rows.append(
-        measure(
-            "floor: one plain copy of as many bytes, by the copy engine",
-            partial(device.copy_, host, non_blocking=True),
-        )
-    )
+        yield measure(f"programs {programs}", load)
+    host = torch.empty(round(gb * 1e9), dtype=torch.int8, pin_memory=True)
+    copy = partial(torch.empty_like(host, device="cuda").copy_, host, non_blocking=True)
+    yield measure("floor: one plain copy of as many bytes, by the copy engine", copy)
     del kept
-    return rows

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree, bandwidth, median_ms
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree, bandwidth, median_ms, normal
 
 BLOCK = 16  # tokens
 
@@ -21,35 +21,19 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     from ragserve_kernels.rotate_gather import DeviceSource, HostSource
 
     length = 4 * tokens // documents
-    shape = (LAYERS, documents * length, KV_HEADS, HEAD_DIM)
-    dst = KVLayers(
-        *(
-            [
-                *torch.full(
-                    (LAYERS, tokens, KV_HEADS, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda"
-                )
-            ]
-            for _ in "kv"
-        )
-    )
+    empty = partial(torch.full, (LAYERS, tokens, KV_HEADS, HEAD_DIM), float("nan"), dtype=torch.bfloat16)
+    dst = KVLayers(*([*empty(device="cuda")] for _ in "kv"))
     source: DeviceSource | HostSource
     if host:
         each = LAYERS * KV_HEADS * length * HEAD_DIM
         base = torch.arange(documents, device="cuda") * each
         arenas = [torch.empty(documents * each, dtype=torch.bfloat16, pin_memory=True) for _ in "kv"]
         for arena in arenas:
-            arena.copy_(torch.empty(arena.shape, dtype=torch.bfloat16, device="cuda").normal_())
-        source = HostSource(
-            arenas[0],
-            arenas[1],
-            base,
-            torch.full((documents,), length, device="cuda"),
-            LAYERS,
-            KV_HEADS,
-            HEAD_DIM,
-        )
+            arena.copy_(normal(*arena.shape))
+        lengths = torch.full((documents,), length, device="cuda")
+        source = HostSource(arenas[0], arenas[1], base, lengths, LAYERS, KV_HEADS, HEAD_DIM)
     else:
-        pools = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in "kv"]
+        pools = [normal(LAYERS, documents * length, KV_HEADS, HEAD_DIM) for _ in "kv"]
         pages = torch.randperm(documents * length // 16, device="cuda")  # page size 16
         slots = (pages[:, None] * 16 + torch.arange(16, device="cuda")).flatten()
         source = DeviceSource(
@@ -59,15 +43,8 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
         [torch.randperm(documents * length // BLOCK)[: tokens // BLOCK].sort().values for _ in range(LAYERS)]
     )
     first = chosen * BLOCK
-    moves = torch.stack(
-        [
-            first // length,
-            first % length,
-            torch.full_like(first, BLOCK),
-            (torch.arange(tokens // BLOCK) * BLOCK).expand_as(first),
-        ],
-        -1,
-    )
+    target = (torch.arange(tokens // BLOCK) * BLOCK).expand_as(first)
+    moves = torch.stack([first // length, first % length, torch.full_like(first, BLOCK), target], -1)
     slots = torch.arange(tokens, device="cuda")
     shift = torch.arange(documents, device="cuda") * length + 100
     inv_freq = 500000.0 ** (-torch.arange(0, HEAD_DIM, 2, device="cuda", dtype=torch.float64) / HEAD_DIM)
@@ -100,22 +77,19 @@ def _per_layer_torch(
     return call
 
 
-def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
+def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
     import torch
 
     from ragserve_kernels.kv import KVLayers
     from ragserve_kernels.rotate_gather import rotate_gather_naive
     from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
-    rows: list[Row] = []
     token_bytes = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2  # K and V
     for host in (False, True):
         for tokens in (2048,) if quick else (512, 2048, 8192):
             args = compose_case(tokens, 8, host)
-            dst, truth = (
-                args[1],
-                KVLayers([torch.empty_like(t) for t in args[1].k], [torch.empty_like(t) for t in args[1].v]),
-            )
+            dst = args[1]
+            truth = KVLayers(*([torch.empty_like(layer) for layer in side] for side in (dst.k, dst.v)))
             rotate_gather_triton(*args, tile_tokens=BLOCK)
             if tokens <= 2048:  # the plain reference reads host memory element by element
                 rotate_gather_naive(args[0], truth, *args[2:], precision=torch.float32)
@@ -130,43 +104,32 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
             for programs in sweep:
                 ms = median_ms(partial(rotate_gather_triton, *args, tile_tokens=BLOCK, programs=programs))
                 label = f"programs {programs}" if programs else "default"
-                rows.append(bandwidth(case, label, ms, gb, limit))
+                yield bandwidth(case, label, ms, gb, limit)
             if not host:
                 ms = median_ms(_per_layer_torch(*args))
-                rows.append(bandwidth(case, "rival: torch, per layer", ms, gb, limit))
-    return rows
+                yield bandwidth(case, "rival: torch, per layer", ms, gb, limit)
 
 
-def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
+def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
     import torch
 
     from ragserve_kernels.gather_h2d.triton import gather_h2d_triton
 
-    rows: list[Row] = []
+    limit = ceiling["link_up_gb_per_s"]
     total = 64 << 20 if quick else 256 << 20  # bytes moved, K and V together
     for tokens in (16,) if quick else (16, 64, 256):
         blocks = total // (2 * tokens * HEAD_DIM * 2)
-        shape = (2 * blocks, tokens, HEAD_DIM)
-        host = [torch.empty(shape, dtype=torch.bfloat16, pin_memory=True) for _ in "kv"]
-        for arena in host:
-            arena.copy_(torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_())
-        out = [
-            torch.full((blocks, tokens, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda")
-            for _ in "kv"
-        ]
+        host = [normal(2 * blocks, tokens, HEAD_DIM).cpu().pin_memory() for _ in "kv"]
+        out = [torch.full_like(arena[:blocks], float("nan"), device="cuda") for arena in host]
         index = torch.randperm(2 * blocks, device="cuda")[:blocks]
         target = torch.randperm(blocks, device="cuda")
         gather_h2d_triton(host, out, index, target)
         for arena, got in zip(host, out, strict=True):
             agree(got[target], arena[index.cpu()].cuda(), "gather_h2d", 1e-12)
-        gb, limit, case = (
-            total / 1e9,
-            ceiling["link_up_gb_per_s"],
-            f"blocks of {tokens * HEAD_DIM * 2 // 1024} KB",
-        )
+        case = f"blocks of {tokens * HEAD_DIM * 2 // 1024} KB"
         for programs in (32,) if quick else (4, 8, 16, 32, 64):
             ms = median_ms(partial(gather_h2d_triton, host, out, index, target, programs=programs))
-            rows.append(bandwidth(case, f"programs {programs}", ms, gb, limit))
+            yield bandwidth(case, f"programs {programs}", ms, total / 1e9, limit)
         some = min(blocks, 2048)
         pairs = list(zip(index[:some].tolist(), target[:some].tolist(), strict=True))
 
@@ -175,19 +138,11 @@ def gather_h2d_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 out[0][place].copy_(host[0][source], non_blocking=True)
 
         ms = median_ms(one_by_one, graph=False)
-        rows.append(
-            bandwidth(
-                case,
-                f"rival: one copy per block ({some} blocks)",
-                ms,
-                some * tokens * HEAD_DIM * 2 / 1e9,
-                limit,
-            )
-        )
-    return rows
+        name = f"rival: one copy per block ({some} blocks)"
+        yield bandwidth(case, name, ms, some * tokens * HEAD_DIM * 2 / 1e9, limit)
 
 
-def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
+def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
     """Wall time from the first submission until everything lies in its host blocks: 16 tensors of 8,192
     tokens (K and V of 8 layers).
     """
@@ -195,22 +150,15 @@ def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
 
     from ragserve_kernels.scatter_d2h import Saver, scatter_d2h, scatter_d2h_naive
 
-    rows: list[Row] = []
     tokens, tensors, block = 8192, 4 if quick else 16, 16
-    sources = [
-        torch.empty(tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
-        for _ in range(tensors)
-    ]
+    sources = [normal(tokens, KV_HEADS, HEAD_DIM) for _ in range(tensors)]
     blocks = KV_HEADS * tokens // block
     hosts = [
         torch.zeros(blocks, block, HEAD_DIM, dtype=torch.bfloat16, pin_memory=True) for _ in range(tensors)
     ]
     index = torch.randperm(blocks).view(KV_HEADS, -1)
-    gb, limit, case = (
-        sum(s.nbytes for s in sources) / 1e9,
-        ceiling["link_down_gb_per_s"],
-        "K and V of 8,192 tokens per layer, blocks of 4 KB",
-    )
+    gb, limit = sum(source.nbytes for source in sources) / 1e9, ceiling["link_down_gb_per_s"]
+    case = "K and V of 8,192 tokens per layer, blocks of 4 KB"
     for threads in (4,) if quick else (1, 4, 8, 16):
         with Saver(staging_bytes=sources[0].nbytes, buffers=4, threads=threads) as saver:
             times = []
@@ -220,7 +168,7 @@ def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                     scatter_d2h(source, host, index, saver=saver)
                 saver.wait()
                 times.append((time.perf_counter() - started) * 1e3)
-            rows.append(bandwidth(case, f"saver, {threads} threads", statistics.median(times[1:]), gb, limit))
+            yield bandwidth(case, f"saver, {threads} threads", statistics.median(times[1:]), gb, limit)
     truth = torch.zeros_like(hosts[0])
     scatter_d2h_naive(sources[0], truth, index)
     agree(hosts[0], truth, "scatter_d2h", 1e-12)
@@ -231,5 +179,4 @@ def scatter_d2h_rows(ceiling: dict[str, float], quick: bool) -> list[Row]:
                 hosts[0][place].copy_(sources[0][i * block : (i + 1) * block, head], non_blocking=True)
 
     ms = median_ms(one_by_one, graph=False)
-    rows.append(bandwidth(case, "rival: one copy per block (one tensor)", ms, sources[0].nbytes / 1e9, limit))
-    return rows
+    yield bandwidth(case, "rival: one copy per block (one tensor)", ms, sources[0].nbytes / 1e9, limit)

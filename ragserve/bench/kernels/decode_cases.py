@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, QUERY_HEADS, median_ms
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, QUERY_HEADS, median_ms, normal
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 LOGICAL = 16  # tokens of a logical page
 TOKEN_BYTES = 2 * 2 * HEAD_DIM  # K and V of one token and head in bf16
+TOPICS, RUN_TOKENS = 48, 96  # of `topic_case`: a run of keys is about one topic
 
 
 @dataclass
@@ -91,6 +92,14 @@ def add_summaries(layer: Layer, page: int) -> None:
     layer.k_min, layer.k_max, layer.k_center = (torch.cat([part[i] for part in parts]) for i in (0, 1, 3))
 
 
+def slots_of(table: torch.Tensor, tokens: int, page: int) -> torch.Tensor:
+    """Pool slots of the first tokens, int64 [..., tokens], by a page table [..., pages]."""
+    import torch
+
+    positions = torch.arange(tokens, device=table.device)
+    return table[..., positions // page].long() * page + positions % page
+
+
 def random_case(
     batch: int, context: int, *, page: int = 64, summaries: bool = False, touched: int | None = None
 ) -> DecodeCase:
@@ -105,48 +114,41 @@ def random_case(
     table = torch.randperm(slots // page, device="cuda").to(torch.int32).view(batch, context // page)
     made = []
     for _ in range(count):
-        k, v = (
-            torch.empty(slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
-            for _ in range(2)
-        )
-        layer = Layer(torch.randn(batch, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"), k, v)
+        k, v = (normal(slots, KV_HEADS, HEAD_DIM) for _ in "kv")
+        layer = Layer(normal(batch, QUERY_HEADS, HEAD_DIM), k, v)
         if summaries:
             add_summaries(layer, page)
         made.append(layer)
-    return DecodeCase(
-        batch, context, page, table, torch.full((batch,), context, dtype=torch.int32, device="cuda"), made
-    )
+    lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    return DecodeCase(batch, context, page, table, lens, made)
 
 
-def topic_case(
-    batch: int, context: int, *, page: int = 64, topics: int = 48, run_tokens: int = 96, strength: float
-) -> DecodeCase:
-    """One layer with structure: keys come in runs about one of ``topics``, and each query head asks for a few
-    of them with unequal weight.
+def topic_case(batch: int, context: int, *, strength: float) -> DecodeCase:
+    """One layer with structure: keys come in runs about one of TOPICS, and each query head asks for a few of
+    them with unequal weight.
 
     Summaries included. ``strength`` is the distance, in scores, between the topic asked for most and the
     noise of the others."""
     import torch
 
-    case = random_case(batch, context, page=page, touched=1 << 40)
+    case = random_case(batch, context, touched=1 << 40)
     layer = case.layers[0]
     scale = HEAD_DIM**0.25
-    directions = torch.nn.functional.normalize(torch.randn(KV_HEADS, topics, HEAD_DIM, device="cuda"), dim=-1)
+    directions = torch.nn.functional.normalize(torch.randn(KV_HEADS, TOPICS, HEAD_DIM, device="cuda"), dim=-1)
     group = QUERY_HEADS // KV_HEADS
     for b in range(batch):
-        starts = torch.rand(context, device="cuda") < 1 / run_tokens
-        topic = torch.randint(0, topics, (context,), device="cuda")[starts.cumsum(0)]
+        starts = torch.rand(context, device="cuda") < 1 / RUN_TOKENS
+        topic = torch.randint(0, TOPICS, (context,), device="cuda")[starts.cumsum(0)]
         keys = 0.6 * torch.randn(context, KV_HEADS, HEAD_DIM, device="cuda")
         keys += scale * strength**0.5 * directions[:, topic].transpose(0, 1)
-        positions = torch.arange(context, device="cuda")
-        slots = case.table[b, positions // page].long() * page + positions % page
+        slots = slots_of(case.table[b], context, case.page)
         layer.k[slots] = keys.to(layer.k.dtype)
-        interest = torch.rand(KV_HEADS, group, topics, device="cuda").pow(12)  # few topics matter much
+        interest = torch.rand(KV_HEADS, group, TOPICS, device="cuda").pow(12)  # few topics matter much
         asked = torch.einsum("hgt,htd->hgd", interest, directions) * scale * strength**0.5
-        layer.q[b] = (
-            asked.view(QUERY_HEADS, HEAD_DIM) + 0.6 * torch.randn(QUERY_HEADS, HEAD_DIM, device="cuda")
-        ).to(layer.q.dtype)
-    add_summaries(layer, page)
+        layer.q[b] = asked.view(QUERY_HEADS, HEAD_DIM) + 0.6 * torch.randn(
+            QUERY_HEADS, HEAD_DIM, device="cuda"
+        )
+    add_summaries(layer, case.page)
     return case
 
 
@@ -161,7 +163,7 @@ def block_weights(case: DecodeCase, layer: Layer) -> torch.Tensor:
     positions = torch.arange(blocks * case.page, device=layer.q.device)
     parts = []
     for b in range(case.batch):
-        slots = case.table[b, positions // case.page].long() * case.page + positions % case.page
+        slots = slots_of(case.table[b], len(positions), case.page)
         q = layer.q[b].float().view(case.kv_heads, -1, head_dim)
         scores = torch.einsum("hgd,thd->hgt", q, layer.k[slots].float()).flatten(0, 1) / head_dim**0.5
         scores = scores.masked_fill(positions >= case.lens[b], -torch.inf)

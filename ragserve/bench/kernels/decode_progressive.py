@@ -7,7 +7,7 @@ prompts."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -76,10 +76,6 @@ def ranked(case: DecodeCase, layer: Layer, ranking: Ranking) -> PageSelection:
     )
 
 
-def _rank(case: DecodeCase, ranking: Ranking, i: int) -> PageSelection:
-    return ranked(case, case.layers[i], ranking)
-
-
 def progress(
     case: DecodeCase, layer: Layer, ranking: PageSelection, threshold: float, bound: Bound
 ) -> Progressive:
@@ -88,6 +84,21 @@ def progress(
     return progressive_decode(
         layer.q, (layer.k, layer.v), case.paged, ranking, threshold=threshold, bound=bound
     )
+
+
+def _progress_at(
+    case: DecodeCase, orders: Sequence[PageSelection], threshold: float, bound: Bound, i: int
+) -> Progressive:
+    return progress(case, case.layers[i], orders[i], threshold, bound)
+
+
+def _fixed(case: DecodeCase, ranking: str, blocks: int, layer: Layer) -> torch.Tensor:
+    """Attend to a fixed budget of blocks."""
+    return case.attend(layer, case.select(layer, blocks * case.page, ranking))
+
+
+def _each_layer_ms(case: DecodeCase, run: Callable[[Layer], object]) -> float:
+    return layer_ms(lambda i: run(case.layers[i]), len(case.layers), calls=max(8, len(case.layers)))
 
 
 def quality(cases: Sequence[DecodeCase], ranking: Ranking, bound: Bound, threshold: float) -> dict[str, Any]:
@@ -150,12 +161,12 @@ def ladder(cases: Sequence[DecodeCase], scoring: str) -> list[Fixed]:
     and layers.
     """
     most = max(-(-int(case.lens.max()) // case.page) for case in cases)
-    wanted = [[attended(case, layer)[0] for layer in case.layers] for case in cases]
+    wanted = [[case.attend(layer) for layer in case.layers] for case in cases]
     steps = []
     budget = min(4, most)
     while True:
         errors = [
-            relative_error(attended(case, layer, case.select(layer, budget * case.page, scoring))[0], want)
+            relative_error(_fixed(case, scoring, budget, layer), want)
             for case, wants in zip(cases, wanted, strict=True)
             for layer, want in zip(case.layers, wants, strict=True)
         ]
@@ -170,98 +181,67 @@ def compare(
     cases: Sequence[DecodeCase],
     ceiling: float,
     rankings: Sequence[Ranking],
-    thresholds: Sequence[float] = THRESHOLDS,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Per ranking, bound and threshold one row: what :func:`quality` says over all ``cases``, and the times
     of a call for the first of them, beside dense attention and the smallest budget of :func:`ladder` whose
     error is no larger. The true ranking is not timed."""
     case = cases[0]
-    count = len(case.layers)
-    calls = max(8, count)
     blocks = round(float((-(-case.lens // case.page)).float().mean()), 1)
     pair = case.kv_heads * case.token_bytes  # bytes of a token in all KV heads
     summary_gb = int(case.lens.sum()) // min(LOGICAL, case.page) * pair / 1e9
 
-    def dense(i: int) -> torch.Tensor:
-        return case.attend(case.layers[i])
-
-    dense_ms = layer_ms(dense, count, calls=calls)
-    fewest = {threshold: round(fewest_blocks(cases, threshold), 1) for threshold in thresholds}
-    rows: list[Row] = []
+    dense_ms = _each_layer_ms(case, case.attend)
+    fewest = {threshold: round(fewest_blocks(cases, threshold), 1) for threshold in THRESHOLDS}
     for ranking in rankings:
         orders = [ranked(case, layer, ranking) for layer in case.layers]
         budgets = [] if ranking == "true" else ladder(cases, ranking)
-        rank_ms = 0.0 if ranking == "true" else layer_ms(partial(_rank, case, ranking), count, calls=calls)
+        rank_ms = 0.0 if ranking == "true" else _each_layer_ms(case, partial(ranked, case, ranking=ranking))
         fixed_ms: dict[int, float] = {}
-        for bound, threshold in itertools.product(BOUNDS, thresholds):
+        for bound, threshold in itertools.product(BOUNDS, THRESHOLDS):
             held = quality(cases, ranking, bound, threshold)
-            row: Row = {"case": name, "variant": f"{ranking} ranking, bound {bound}, threshold {threshold}"}
-            row |= {"blocks": blocks, "fewest_blocks": fewest[threshold], **held}
+            variant = f"{ranking} ranking, bound {bound}, threshold {threshold}"
+            figures = {"blocks": blocks, "fewest_blocks": fewest[threshold], **held}
             if ranking == "true":
-                rows.append(row)
+                yield {"case": name, "variant": variant, **figures}
                 continue
-
-            def attend(
-                i: int,
-                orders: list[PageSelection] = orders,
-                threshold: float = threshold,
-                bound: Bound = bound,
-            ) -> Progressive:
-                return progress(case, case.layers[i], orders[i], threshold, bound)
-
-            ms = layer_ms(attend, count, calls=calls)
+            attend = partial(_progress_at, case, orders, threshold, bound)
+            ms = layer_ms(attend, len(orders), calls=max(8, len(orders)))
             gb = held["blocks_used"] / blocks * case.kv_bytes / 1e9
-            row = bandwidth(row.pop("case"), row.pop("variant"), ms, gb, ceiling, **row)
             top = next((step for step in budgets if step.error <= held["error"]), budgets[-1])
-
-            def fixed(i: int, tokens: int = top.blocks * case.page, ranking: Any = ranking) -> torch.Tensor:
-                layer = case.layers[i]
-                return case.attend(layer, case.select(layer, tokens, ranking))
-
             if top.blocks not in fixed_ms:
-                fixed_ms[top.blocks] = layer_ms(fixed, count, calls=calls)
-            row |= {
+                fixed_ms[top.blocks] = _each_layer_ms(case, partial(_fixed, case, ranking, top.blocks))
+            read = min(1.0, top.blocks / blocks) * case.kv_bytes / 1e9
+            yield bandwidth(name, variant, ms, gb, ceiling, **figures) | {
                 "rank_ms": round(rank_ms, 4),
                 "with_ranking_ms": round(rank_ms + ms, 4),
                 "dense_ms": round(dense_ms, 4),
                 "topk_blocks": top.blocks,
                 "topk_error": round(top.error, 4),
                 "topk_ms": round(fixed_ms[top.blocks], 4),
-                "topk_gb": round(
-                    min(1.0, top.blocks / blocks) * case.kv_bytes / 1e9
-                    + summary_gb * (0.5 if ranking == "center" else 1),
-                    4,
-                ),
+                "topk_gb": round(read + summary_gb * (0.5 if ranking == "center" else 1), 4),
             }
-            rows.append(row)
-    return rows
 
 
-def progressive_rows(ceiling: float, quick: bool) -> list[Row]:
+def progressive_rows(ceiling: float, quick: bool) -> Iterator[Row]:
     """Structured keys of an 8B model's shape."""
     import torch
 
-    rows: list[Row] = []
     every = [(32768, 1), (32768, 8), (32768, 32), (131072, 1), (131072, 8)]
-    shapes = [(*shape, "peaked", 9.0) for shape in every] + [
-        (*shape, "diffuse", 4.0) for shape in every if shape[1] == 8
-    ]
+    shapes = [(*shape, "peaked", 9.0) for shape in every]
+    shapes += [(*shape, "diffuse", 4.0) for shape in every if shape[1] == 8]
     for context, batch, kind, strength in shapes[1:2] if quick else shapes:
         case = topic_case(batch, context, strength=strength)
         rankings: list[Ranking] = ["minmax", "center", "true"] if batch == 8 else ["minmax"]
-        rows += compare(
-            f"{kind} keys, batch {batch} x {context}, blocks of {case.page}", [case], ceiling, rankings
-        )
+        name = f"{kind} keys, batch {batch} x {context}, blocks of {case.page}"
+        yield from compare(name, [case], ceiling, rankings)
         del case
         torch.cuda.empty_cache()
-    return rows
 
 
-def real_rows(ceiling: float, quick: bool, *, model: str, data: Sequence[Path]) -> list[Row]:
+def real_rows(ceiling: float, quick: bool, *, model: str, data: Sequence[Path]) -> Iterator[Row]:
     """Queries of several decode steps and the keys of all layers, per question set and block size."""
     import torch
 
-    rows: list[Row] = []
     device = torch.device("cuda")
     for path in data[:1] if quick else data:
         prompts = long_prompts(model, path, count=4 if quick else 16)
@@ -275,7 +255,6 @@ def real_rows(ceiling: float, quick: bool, *, model: str, data: Sequence[Path]) 
             cases = recorded_cases(records, page=page, steps=(7, 0, 3))
             tokens = int(cases[0].lens.float().mean())
             name = f"{path.name.split('.')[0]}, {len(prompts)} x {tokens} tokens, blocks of {page}"
-            rows += compare(name, cases, ceiling, ("minmax", "center", "true"))
+            yield from compare(name, cases, ceiling, ("minmax", "center", "true"))
             del cases
             torch.cuda.empty_cache()
-    return rows

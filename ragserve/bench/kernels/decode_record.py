@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
-from ragserve.bench.kernels.decode_cases import DecodeCase, Layer, add_summaries
+from ragserve.bench.kernels.decode_cases import DecodeCase, Layer, add_summaries, slots_of
 from ragserve.errors import InvalidRequest
 from ragserve.eval import data as sets
 
@@ -124,8 +124,7 @@ def recorded_cases(records: Sequence[Recorded], *, page: int, steps: Sequence[in
     for i in range(records[0].k.shape[0]):
         k, v = (torch.zeros(shape, dtype=records[0].k.dtype, device=device) for _ in range(2))
         for b, each in enumerate(records):
-            positions = torch.arange(each.k.shape[1], device=device)
-            slots = table[b, positions // page].long() * page + positions % page
+            slots = slots_of(table[b], each.k.shape[1], page)
             k[slots], v[slots] = each.k[i], each.v[i]
         layer = Layer(records[0].q[0, i], k, v)
         add_summaries(layer, page)

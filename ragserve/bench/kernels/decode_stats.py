@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from functools import partial
 
 from ragserve.bench.kernels.decode_cases import LOGICAL
-from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree, bandwidth, median_ms
-
-if TYPE_CHECKING:
-    import torch
-
-    from ragserve_kernels.page_stats import PageStats
+from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree, bandwidth, median_ms, normal
 
 PAGE = 64
 
 
-def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
+def page_stats_rows(ceiling: float, quick: bool) -> Iterator[Row]:
     """All layers in one launch, against plain torch layer by layer; the bytes are the keys read and the
     statistics written.
     """
@@ -26,11 +22,9 @@ def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
     from ragserve_kernels.page_stats import PageStats, page_stats
 
     pool = 2048 if quick else 8192  # pages
-    shape = (pool * PAGE, KV_HEADS, HEAD_DIM)
-    keys = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(LAYERS)]
+    keys = [normal(pool * PAGE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
     kv = KVLayers(keys, keys)  # values are not looked at
     into, want = (PageStats.zeros(kv, PAGE, LOGICAL) for _ in range(2))
-    rows: list[Row] = []
     for name, count in (
         ("32k tokens prefilled", 512),
         ("100k tokens prefilled", 1563),
@@ -38,26 +32,16 @@ def page_stats_rows(ceiling: float, quick: bool) -> list[Row]:
     ):
         pages = torch.randperm(pool, device="cuda")[:count].to(torch.int32)
 
-        def ours(pages: torch.Tensor = pages) -> None:
-            page_stats(kv, pages, into, page_size=PAGE)
-
-        def plain(pages: torch.Tensor = pages, want: PageStats = want) -> None:
-            with forced_naive():
-                page_stats(kv, pages, want, page_size=PAGE)
-
+        ours = partial(page_stats, kv, pages, into, page_size=PAGE)
+        plain = partial(page_stats, kv, pages, want, page_size=PAGE)
         ours()
-        plain()
-        for got, expected in (
-            (into.k_min, want.k_min),
-            (into.k_max, want.k_max),
-            (into.k_center, want.k_center),
-        ):
-            agree(got, expected, "page_stats")
+        with forced_naive():
+            plain()
+            for field in ("k_min", "k_max", "k_center"):
+                agree(getattr(into, field), getattr(want, field), "page_stats")
+            plain_ms = median_ms(plain, graph=False)
         key_bytes = len(pages) * PAGE * KV_HEADS * HEAD_DIM * 2 * LAYERS
         gb = key_bytes * (1 + 2 / LOGICAL + 1 / PAGE) / 1e9
         case = f"{name}, {len(pages)} pages of {PAGE} with logical pages of {LOGICAL}"
-        rows.append(bandwidth(case, "page_stats", median_ms(ours), gb, ceiling))
-        rows.append(
-            bandwidth(case, "rival: torch, layer by layer", median_ms(plain, graph=False), gb, ceiling)
-        )
-    return rows
+        yield bandwidth(case, "page_stats", median_ms(ours), gb, ceiling)
+        yield bandwidth(case, "rival: torch, layer by layer", plain_ms, gb, ceiling)

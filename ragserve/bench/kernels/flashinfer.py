@@ -22,11 +22,8 @@ def flashinfer() -> Any:
     """Return the module. Raise RivalMissing if it is not installed or does not load."""
     try:
         return importlib.import_module("flashinfer")
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # RuntimeError: versions of its parts that do not fit
+    # RuntimeError: versions of its parts that do not fit
+    except (ImportError, OSError, RuntimeError) as error:
         raise RivalMissing(
             f"FlashInfer is not measured: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
@@ -57,19 +54,10 @@ def decode(case: DecodeCase, *, page_size: int, tensor_cores: bool) -> Callable[
     last = (case.lens - 1) % page_size + 1
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=layer.q.device)
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+    sizes = (heads, case.kv_heads, head_dim, page_size)
     dtype = layer.q.dtype
     try:
-        wrapper.plan(
-            indptr,
-            indices,
-            last.int().cpu(),
-            heads,
-            case.kv_heads,
-            head_dim,
-            page_size,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-        )
+        wrapper.plan(indptr, indices, last.int().cpu(), *sizes, q_data_type=dtype, kv_data_type=dtype)
     except (OSError, RuntimeError) as error:  # no compiler, or a build that failed
         raise RivalMissing(f"FlashInfer's kernels do not build: {str(error).splitlines()[0]}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,28 @@ from ragserve.bench.kernels.timing import Row
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
 
-Part = Callable[[], list[Row]]
+Part = Callable[[], Iterable[Row]]
 
 
-def chosen_parts(names: Sequence[str], parts: Sequence[str], what: str) -> list[str]:
-    """Return ``names`` in the order of ``parts``; all parts if none is named.
+def begin(bench: str, names: Sequence[str], parts: Sequence[str]) -> list[str]:
+    """Seed torch anew and return ``names`` in the order of ``parts``; all parts if none is named.
 
     Raises:
-        InvalidRequest: a name that is no part of this benchmark.
+        InvalidRequest: a name that is no part of this benchmark; no CUDA device, because a kernel's time in
+            the interpreter means nothing.
     """
+    import torch
+
     if unknown := [name for name in names if name not in parts]:
         raise InvalidRequest(
-            f"`ragserve bench {what}` has no part {unknown[0]!r}.", hint=f"Choose from: {', '.join(parts)}."
+            f"`ragserve bench {bench}` has no part {unknown[0]!r}.", hint=f"Choose from: {', '.join(parts)}."
         )
+    if not torch.cuda.is_available():
+        raise InvalidRequest(
+            f"`ragserve bench {bench}` measures GPU kernels and found no CUDA device.",
+            hint="Run it on a machine with one.",
+        )
+    torch.manual_seed(int(time.time()))
     return [part for part in parts if part in names] if names else list(parts)
 
 
@@ -47,7 +56,14 @@ def run_parts(
     import triton
 
     out = out_dir / f"{name}.json" if out_dir else None
-    rows, measured = _earlier(out, parts)
+    rows: dict[str, list[Row]] = {}
+    measured: dict[str, Any] = {}
+    if out is not None and out.exists():
+        with report.reading(out):
+            before = json.loads(out.read_text(encoding="utf-8"))
+            for row in before["rows"]:
+                rows.setdefault(row["operation"], []).append(row)
+            measured |= before["workload"]["measured"]
     environment = report.environment()
     here = {
         "date": environment["date"],
@@ -66,35 +82,12 @@ def run_parts(
         print(f"{part}: {seconds} s", flush=True)
         rows[part] = fresh
         measured[part] = {**here, "seconds": seconds}
-        result = {
-            "benchmark": name,
-            "workload": {
-                **workload,
-                "measured": {each: measured[each] for each in parts if each in measured},
-            },
-            "environment": environment,
-            "rows": [row for each in parts for row in rows.get(each, [])],
-            "note": note,
-        }
+        known = {each: measured[each] for each in parts if each in measured}
+        every = [row for each in parts for row in rows.get(each, [])]
+        result = report.assemble(name, {**workload, "measured": known}, every, note, environment)
         if out is not None:
             report.save(result, out)
         torch.cuda.empty_cache()
     if out is not None:
         print(f"written: {out}", flush=True)
     return result
-
-
-def _earlier(out: Path | None, parts: Mapping[str, Part]) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-    """Return what ``out`` holds of ``parts``: rows, and where each part was measured."""
-    if out is None or not out.exists():
-        return {}, {}
-    try:
-        before = json.loads(out.read_text(encoding="utf-8"))
-        rows = {part: [row for row in before["rows"] if row["operation"] == part] for part in parts}
-        measured = dict(before["workload"]["measured"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(
-            f"{out} is not a report of this benchmark: {error!r}.",
-            hint="Move it away, or give another folder with --out.",
-        ) from error
-    return {part: found for part, found in rows.items() if found}, measured

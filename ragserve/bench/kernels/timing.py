@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.errors import RagserveError
 
 if TYPE_CHECKING:
     import torch
@@ -13,22 +13,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128  # Llama-3.1-8B
 L2_FLUSH_BYTES = 256 << 20  # several times the L2 of an H200 (60 MB)
-
-
-def require_cuda(name: str) -> torch.device:
-    """Return the current CUDA device.
-
-    Raises:
-        InvalidRequest: there is none; a kernel's time in the interpreter means nothing.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InvalidRequest(
-            f"`ragserve bench {name}` measures GPU kernels and found no CUDA device.",
-            hint="Run it on a machine with one.",
-        )
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def median_ms(run: Callable[[], object], *, graph: bool = True) -> float:
@@ -49,22 +33,29 @@ def median_ms(run: Callable[[], object], *, graph: bool = True) -> float:
     return float(do_bench(captured.replay, return_mode="median"))
 
 
-def copy_gb_per_s(gib: int = 4) -> float:
+def normal(*shape: int) -> torch.Tensor:
+    """Return a bfloat16 CUDA tensor of standard normal numbers."""
+    import torch
+
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+def copy_gb_per_s() -> float:
     """Return the device-to-device copy bandwidth, counting bytes read and written.
 
     Measured without a graph, whose copy node is slower (2.8 TB/s seen)."""
     import torch
 
-    source = torch.empty(gib << 28, dtype=torch.float32, device="cuda").normal_()
+    source = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_ms(lambda: target.copy_(source), graph=False) / 1e6
 
 
-def link_gb_per_s(mib: int = 512) -> tuple[float, float]:
+def link_gb_per_s() -> tuple[float, float]:
     """Return the bandwidth of one large copy from pinned host memory to the device, and back."""
     import torch
 
-    host = torch.zeros(mib << 20, dtype=torch.int8, pin_memory=True).random_()
+    host = torch.zeros(512 << 20, dtype=torch.int8, pin_memory=True).random_()
     device = torch.empty_like(host, device="cuda")
     up = median_ms(lambda: device.copy_(host, non_blocking=True), graph=False)
     down = median_ms(lambda: host.copy_(device, non_blocking=True), graph=False)
