@@ -249,7 +249,7 @@ def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseRefer
 
 def test_bad_options_end_the_request_with_a_reason(sparse: Any) -> None:
     for decode, reason in (
-        ({"mode": "fast"}, "decode mode 'fast'"),
+        ({"mode": "fast"}, "option mode of sparse decoding is 'fast'"),
         ({"mode": "hierarchical", "budget": 512}, "largest is 256"),
     ):
         assert reason in generate(sparse.client, [5] * 40, **decode)["error"]["message"]
