@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from ragserve.config import Settings
-from ragserve.errors import Unavailable
+from ragserve.errors import InvalidRequest, Unavailable
 
 # RFC 9110 section 7.6.1
 _HOP_BY_HOP = {
@@ -32,7 +32,7 @@ class ReverseProxy:
     """ASGI app that forwards requests. Callers' credentials stay here; the engine gets its own key."""
 
     def __init__(self, settings: Settings) -> None:
-        self._url = (settings.engine_url or "").rstrip("/")
+        self._url = httpx.URL((settings.engine_url or "").rstrip("/"))
         self._key = settings.engine_api_key
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.engine_timeout_s, connect=10),
@@ -46,14 +46,24 @@ class ReverseProxy:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1011, "reason": "websockets are not forwarded"})
             return
+        # As the client sent it: a decoded path would be read anew, and one without a slash would become part of
+        # the host, with the engine's key.
+        path = scope.get("raw_path") or scope["path"].encode()
+        if not path.startswith(b"/"):
+            refusal = InvalidRequest("The request's target must begin with a slash.", code="invalid_target")
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
+            return
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in _NOT_FORWARDED]
         if self._key is not None:
             headers.append((b"authorization", f"Bearer {self._key.get_secret_value()}".encode()))
-        query = scope.get("query_string", b"").decode("latin-1")
-        url = self._url + scope["path"] + (f"?{query}" if query else "")
+        query = scope.get("query_string", b"")
+        target = self._url.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
         has_body = any(k.lower() in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
         request = self._client.build_request(
-            scope["method"], url, headers=headers, content=_body(receive) if has_body else None
+            scope["method"],
+            self._url.copy_with(raw_path=target),
+            headers=headers,
+            content=_body(receive) if has_body else None,
         )
         try:
             response = await self._client.send(request, stream=True)
