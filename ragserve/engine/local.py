@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
@@ -18,6 +18,8 @@ from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES, document_key
 
+T = TypeVar("T")
+
 
 class LocalEngine:
     """A `CachingEngine` over SGLang's TokenizerManager."""
@@ -27,7 +29,7 @@ class LocalEngine:
         self._on_stop = on_stop
         self._info: EngineInfo | None = None
         self._fingerprint = ""
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._pumps: set[asyncio.Task[Any]] = set()
         self._documents = Documents(self._run, self._run_together)
 
     async def start(self) -> EngineInfo:
@@ -129,9 +131,10 @@ class LocalEngine:
         """See `CachingEngine`; `sglang_ext.control` lists the operations."""
         from sglang.srt.managers.io_struct import DumperControlReqInput
 
-        replies = await _manager().dumper_control(
-            DumperControlReqInput(method=CONTROL_METHOD, body={"op": operation, **arguments})
-        )
+        # In a task of its own: SGLang gives each reply to the oldest waiting caller, so one that leaves before
+        # its reply is there would leave it to the next.
+        body = DumperControlReqInput(method=CONTROL_METHOD, body={"op": operation, **arguments})
+        replies = await asyncio.shield(self._start_pump(_manager().dumper_control(body)))
         failed = [reply.error for reply in replies if not reply.success]
         if failed:
             raise EngineError(
@@ -211,7 +214,8 @@ class LocalEngine:
         if failures:
             raise _translate(failures[0]) from failures[0]
 
-    def _start_pump(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_pump(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` in a task that outlives its caller."""
         task = asyncio.create_task(work)
         self._pumps.add(task)
         task.add_done_callback(self._pumps.discard)

@@ -1,0 +1,44 @@
+"""Replies of the control channel reach the callers that they are for, whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragserve.config import load
+from ragserve.engine.local import LocalEngine
+
+
+def test_a_caller_that_leaves_takes_its_reply_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own communicator hands each reply to the caller that waits, in order."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    sent: list[Any] = []
+    communicator: Any = FanOutCommunicator(sent.append, fan_out=1)
+    monkeypatch.setattr(
+        "ragserve.engine.local._manager", lambda: SimpleNamespace(dumper_control=communicator)
+    )
+    engine = LocalEngine(load())
+
+    async def reply() -> None:
+        """Answer the oldest request with its own operation."""
+        while not sent:
+            await asyncio.sleep(0)
+        response = SimpleNamespace(success=True, response=[{"op": sent.pop(0).body["op"]}], error="")
+        communicator.handle_recv(response)
+
+    async def run() -> None:
+        callers = [asyncio.create_task(engine.control(name)) for name in ("a", "b", "c")]
+        await asyncio.sleep(0.01)
+        callers[0].cancel()
+        for _ in callers:
+            await reply()
+            await asyncio.sleep(0.01)
+        assert [(await caller)["op"] for caller in callers[1:]] == ["b", "c"]
+        with pytest.raises(asyncio.CancelledError):
+            await callers[0]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
