@@ -6,6 +6,7 @@ An SGLang upgrade touches this file and `sglang_ext.hooks` first.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,20 @@ def decoder_layers(model: Any) -> Any:
             "composed contexts need a decoder laid out as model.model.layers: use strategy 'prefix' or 'full'"
         )
     return layers
+
+
+def check_layers(model: Any) -> None:
+    """Raise NotComposable unless all decoder layers take the four arguments that ragserve's passes give."""
+    wanted = ("positions", "hidden_states", "forward_batch", "residual")
+    for layer in decoder_layers(model):
+        parameters = inspect.signature(layer.forward).parameters.values()
+        names = tuple(p.name for p in parameters)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        if names[:4] != wanted or len(needed) > 4:
+            raise NotComposable(
+                f"composed contexts need decoder layers that take ({', '.join(wanted)}), and {type(layer).__name__} "
+                f"takes ({', '.join(names)}): use strategy 'prefix' or 'full'"
+            )
 
 
 def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:

@@ -27,7 +27,7 @@ from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
-from sglang_ext.model import NotComposable, forward_stream
+from sglang_ext.model import NotComposable, check_layers, forward_stream
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan
 from sglang_ext.ranks import Ranks
 
@@ -81,6 +81,7 @@ class Composition:
         """
         pool = model_runner.token_to_kv_pool
         check_pool(pool)
+        check_layers(model_runner.model)
         rotation = rotation_of(model_runner.model)
         self.composer = Composer(model_runner, rotation, tiers, block)
         self.releases = ReleaseQueue()
