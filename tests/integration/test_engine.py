@@ -25,6 +25,18 @@ def ask(client: Any, row: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return dict(response.json())
 
 
+@pytest.mark.parametrize("ids", [[999_999_999, 5], [5, -1], [2**63, 5], [5] * 500 + [1_000_000]])
+def test_a_token_id_that_the_model_does_not_have_ends_its_request_only(server: Any, ids: list[int]) -> None:
+    answer = server.client.post(
+        "/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
+    )
+    assert answer.status_code == 400, answer.text
+    good = server.client.post(
+        "/generate", json={"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+    )
+    assert good.status_code == 200, good.text
+
+
 @pytest.mark.parametrize("name", ["onehop", "crossdoc"])
 def test_answers_come_from_the_model_and_are_right(server: Any, name: str) -> None:
     right, asked = 0, rows(name)[: 8 if EXHAUSTIVE else 4]

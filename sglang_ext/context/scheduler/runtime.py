@@ -83,6 +83,9 @@ class ContextRuntime:
         """Read the plan of a new request. Never raises, which would end the scheduler: a bad plan ends the
         request with the reason.
         """
+        if (reason := sglang_req.outside_vocabulary(req)) is not None:
+            self.refuse(req, reason)
+            return
         params = req.sampling_params.custom_params
         text = params.get(PLAN_FIELD) if isinstance(params, dict) else None
         if text is None:

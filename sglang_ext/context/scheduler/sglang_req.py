@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
+
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.compose.request import ComposedContext
 
@@ -22,6 +24,21 @@ class DocumentRequest:
     ids: array[int]
     analyse: bool
     analysis: Analysis | None = None
+
+
+def outside_vocabulary(req: Any) -> str | None:
+    """Say which token id of a new request's prompt the model does not have; None if it has them all.
+
+    SGLang's ``/generate`` takes any ids. An unknown one would end the scheduler in the embedding's look-up.
+    """
+    if req.vocab_size is None or req.input_embeds is not None or req.multimodal_inputs is not None:
+        return None
+    try:
+        ids = np.asarray(req.origin_input_ids, dtype=np.int64)
+    except OverflowError:
+        return f"token ids must lie between 0 and {req.vocab_size - 1}"
+    bad = ids[(ids < 0) | (ids >= req.vocab_size)]
+    return f"token id {bad[0]} is not between 0 and {req.vocab_size - 1}" if len(bad) else None
 
 
 def compact(req: Any, context: ComposedContext) -> None:
