@@ -26,7 +26,7 @@ def bundled(path: str) -> Path:
 
 
 def in_package(path: Path) -> bool:
-    """Whether ``path`` lies in the installed package. Write nothing there: an upgrade would remove it."""
+    """Return whether ``path`` lies in the installed package, where an upgrade would remove what we write."""
     return path.resolve().is_relative_to(_PACKAGE)
 
 

@@ -1,3 +1,3 @@
-"""What runs inside SGLang's processes: the CPU platform, the plugin, the document cache and composed
+"""Code that runs inside SGLang's processes: the CPU platform, the plugin, the document cache and composed
 contexts.
 """

@@ -1,4 +1,4 @@
-"""What ragserve uses of SGLang's models and model runner beyond their public interface.
+"""The parts of SGLang's models and model runner that ragserve uses beyond their public interface.
 
 An SGLang upgrade touches this file and `sglang_ext.hooks` first.
 """
@@ -36,8 +36,8 @@ def check_layers(model: Any) -> None:
         needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
         if names[:4] != wanted or len(needed) > 4:
             raise NotComposable(
-                f"composed contexts need decoder layers that take ({', '.join(wanted)}), and {type(layer).__name__} "
-                f"takes ({', '.join(names)}): use strategy 'prefix' or 'full'"
+                f"composed contexts need decoder layers that take ({', '.join(wanted)}), and "
+                f"{type(layer).__name__} takes ({', '.join(names)}): use strategy 'prefix' or 'full'"
             )
 
 

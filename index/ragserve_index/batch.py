@@ -98,7 +98,7 @@ def _metadata(metadata: Any, place: str) -> str:
             wrong = f"{key!r} is a list of something other than text"
         elif bad := [part for part in [key, *parts] if not _storable(part)]:
             wrong = f"{key!r} has a value that cannot be stored: {bad[0]!r:.60}"
-            hint = "Values are text without NUL, finite numbers of 64 bits, true, false, null, and lists of text."
+            hint = "Values: text without NUL, finite numbers of 64 bits, true, false, null, lists of text."
         if wrong:
             raise InvalidRequest(
                 f"{place}: metadata {wrong}.", hint=hint, code="invalid_metadata", param="metadata"

@@ -1,4 +1,4 @@
-"""What every operation needs: the choice between the plain and the Triton forward, and argument checks.
+"""Shared by all operations: the choice between the plain and the Triton forward, and argument checks.
 
 Checks raise ``ValueError`` (shape, size, value) or ``TypeError`` (dtype, device). The message names the
 argument and what is expected."""

@@ -1,4 +1,4 @@
-"""What the decode operations share on the host: the batch, its KV, selections of pages, and launch sizes."""
+"""Host side of the decode operations: the batch, its KV, selections of pages, and launch sizes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def shared(data_dir: Path) -> Iterator[None]:
 
 
 def alone(data_dir: Path, wait_s: float = 0.0) -> AbstractContextManager[bool]:
-    """Whether nobody else uses the cache; while the block lasts, nobody will."""
+    """Yield True if nobody else uses the cache; nobody will while the block lasts."""
     return locked(_lock_file(data_dir), wait_s=wait_s)
 
 

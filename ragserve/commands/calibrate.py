@@ -24,7 +24,7 @@ SETTINGS = ("model", "data_dir", "kv_disk_bytes", *ENGINE_SETTINGS)
 
 
 class Part(StrEnum):
-    """What to measure."""
+    """The part to measure."""
 
     all = "all"
     samkv = "samkv"

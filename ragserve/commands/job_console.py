@@ -1,4 +1,4 @@
-"""What commands print about a job: a progress bar while it runs, and a table or JSON at its end."""
+"""Console output of jobs: a progress bar while it runs, and a table or JSON at its end."""
 
 from __future__ import annotations
 

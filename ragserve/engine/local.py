@@ -131,8 +131,8 @@ class LocalEngine:
         """See `CachingEngine`; `sglang_ext.control` lists the operations."""
         from sglang.srt.managers.io_struct import DumperControlReqInput
 
-        # In a task of its own: SGLang gives each reply to the oldest waiting caller, so one that leaves before
-        # its reply is there would leave it to the next.
+        # In a task of its own: SGLang gives each reply to the oldest waiting caller. One that left before its
+        # reply would leave it to the next.
         body = DumperControlReqInput(method=CONTROL_METHOD, body={"op": operation, **arguments})
         replies = await asyncio.shield(self._start_pump(_manager().dumper_control(body)))
         failed = [reply.error for reply in replies if not reply.success]

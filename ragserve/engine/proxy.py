@@ -46,8 +46,8 @@ class ReverseProxy:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1011, "reason": "websockets are not forwarded"})
             return
-        # As the client sent it: a decoded path would be read anew, and one without a slash would become part of
-        # the host, with the engine's key.
+        # As the client sent it: a decoded path would be read anew. One without a slash would become part of
+        # the host and take the engine's key along.
         path = scope.get("raw_path") or scope["path"].encode()
         if not path.startswith(b"/"):
             refusal = InvalidRequest("The request's target must begin with a slash.", code="invalid_target")

@@ -32,8 +32,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. ``sets`` are files; ``workers`` engines run side by side, each with ``in_flight``
-    questions at a time.
+    """The measurements to make. ``sets`` are files; ``workers`` engines run side by side, each with
+    ``in_flight`` questions at a time.
 
     ``seconds``: stop asking after that time, engine start included; the rows known by then are reported."""
 
@@ -94,7 +94,7 @@ def _keys(plan: Plan) -> list[rows.Key]:
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
-    """What all rows of one table must have in common."""
+    """The facts that all rows of one table must share."""
     engine = {name: getattr(plan.settings, name) for name in ("model", "tokenizer", "dtype", "engine_args")}
     sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
     return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": True, "sets": sets}

@@ -86,7 +86,7 @@ class Scan:
 
 
 def is_url(text: str) -> bool:
-    """Whether ``text`` is an http or https URL."""
+    """Return whether ``text`` is an http or https URL."""
     return text.lower().startswith(("http://", "https://"))
 
 
@@ -124,7 +124,7 @@ def scan(
 
 
 def matches(relative: str, globs: Sequence[str]) -> bool:
-    """Whether a path relative to its directory matches any of ``globs``; without globs it does.
+    """Return whether a path relative to its directory matches any of ``globs``; without globs it does.
 
     A pattern without ``/`` is matched against the name, one with ``/`` against the whole path, where * spans
     ``/``.

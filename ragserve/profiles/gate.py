@@ -102,8 +102,8 @@ class Entry:
         return bool(self.sets) and not self.shortfalls()
 
     def applies_to(self, dtype: str) -> bool:
-        """Whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one measured, or
-        more."""
+        """Return whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one
+        measured, or more."""
         return self.dtype == dtype or _MANTISSA_BITS.get(self.dtype, 99) <= _MANTISSA_BITS.get(dtype, 0)
 
 
@@ -148,7 +148,7 @@ class Gate:
         ]
 
     def _same_defaults(self, label: str, entry: Entry) -> bool:
-        """Whether the options that the label leaves out are the ones it was measured with."""
+        """Return whether the options that the label leaves out are the ones it was measured with."""
         return label.partition(":")[0] != "samkv" or entry.samkv == self._samkv
 
     def check(self, label: str) -> None:

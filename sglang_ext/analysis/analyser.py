@@ -110,7 +110,7 @@ class Analyser:
         return retrieval_heads.best(score, count)
 
     def own(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of all ranks' ``heads`` that are this rank's, in its own numbering."""
+        """Select this rank's heads from all ranks' ``heads``, in its own numbering."""
         count, rank = self._runner.token_to_kv_pool.head_num, self._ranks.rank
         return [(layer, head - rank * count) for layer, head in heads if head // count == rank]
 

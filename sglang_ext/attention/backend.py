@@ -80,7 +80,7 @@ class SparseDecodeBackend(AttentionBackend):
 
     @property
     def variant(self) -> Variant:
-        """What the next forward pass runs, if it is a decode step."""
+        """Variant of the next forward pass, if it is a decode step."""
         return self._step.variant
 
     @property

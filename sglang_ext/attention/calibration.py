@@ -46,7 +46,7 @@ class Passkeys:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a share of streaming heads costs on held-out texts, at the tokens that repeat passkeys.
+    """Measure what a share of streaming heads costs on held-out texts, at the tokens that repeat passkeys.
 
     ``error``: of the hidden states, relative to the unchanged model's. ``agreement``: share of tokens with
     its next token. ``passkeys``: share of tokens that come out right."""

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What progressive rows read, in flight from the device; ``event`` is None if it has arrived."""
+    """Counts of pages that progressive rows read, in flight from the device; ``event`` is None if it has
+    arrived.
+    """
 
     event: Any
     use: torch.Tensor  # float [2, rows]: pages, weight

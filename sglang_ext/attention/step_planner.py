@@ -14,7 +14,7 @@ FORCED_PAGES = 2  # the first and the newest page, attended to whatever their sc
 
 
 class Variant(Enum):
-    """What a decode step runs. The value labels its CUDA graph, where graphs are on."""
+    """Kind of attention in a decode step. The value labels its CUDA graph, where graphs are on."""
 
     DENSE = None  # the wrapped backend, for every row
     SELECTED = (
@@ -85,7 +85,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the next forward pass does; the backend gets one per pass.
+    """Plan of the next forward pass; the backend gets one per pass.
 
     Attributes:
         variant: of a decode step.

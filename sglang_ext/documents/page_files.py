@@ -124,9 +124,8 @@ class DocumentFiles:
     # reading
 
     def read_record(self, namespace: str, key: str, layout: PageLayout | None) -> Record:
-        """Read a record and check it against its file. Raises PageError or OSError (FileNotFoundError: a plain
-        miss).
-        """
+        """Read a record and check it against its file. Raises PageError or OSError (FileNotFoundError: a
+        plain miss)."""
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             data = _read_exactly(file, page_format.ALIGN)

@@ -34,9 +34,8 @@ class TreeObserver(Protocol):
 
 
 class DocumentRadixCache(RadixCache):
-    """Drop-in for `RadixCache`; what is not composed takes the original path. ``observer`` has to be set before
-    the first request.
-    """
+    """Drop-in for `RadixCache`; what is not composed takes the original path. ``observer`` has to be set
+    before the first request."""
 
     observer: TreeObserver
     document_tokens = 0  # under document keys, whole or in parts

@@ -1,4 +1,4 @@
-"""File helpers: writes are whole or not there, locks exclude, and the project's data is found in a checkout."""
+"""File helpers: whole writes, locks that exclude, and the project's data in a checkout."""
 
 from __future__ import annotations
 

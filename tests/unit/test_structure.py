@@ -113,7 +113,7 @@ def inside(module: str, room: str) -> bool:
 def wrong_arrows(module: str, imported: set[str]) -> list[str]:
     """A sentence for each import that `NEVER` forbids."""
     return [
-        f"{module} imports {name}: {room} must not depend on {target}; move what both need to a room below them"
+        f"{module} imports {name}: {room} must not depend on {target}; move what both need below them"
         for room, targets in NEVER.items()
         if inside(module, room)
         for target in targets
@@ -166,7 +166,8 @@ ROLES = {
     "types.py",
 }
 SAME_SUBJECT = {  # files of one name in several rooms, which all are about the same thing
-    "auto.py", "cache.py", "context.py", "costs.py", "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py",
+    "auto.py", "cache.py", "context.py", "costs.py",
+    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py",
     "query.py", "retrieval.py", "samkv.py", "streaming_heads.py", "warm.py",
 }  # fmt: skip
 
@@ -222,7 +223,10 @@ for name in {names!r}:
 
 def test_sglang_can_be_imported_after_programs() -> None:
     """And not before, on machines whose torchvision is a CUDA build: that is what the import hook is for."""
-    script = "import ragserve.programs, sys; assert 'torch' not in sys.modules; import sglang; sglang.RuntimeEndpoint"
+    script = (
+        "import ragserve.programs, sys; assert 'torch' not in sys.modules; "
+        "import sglang; sglang.RuntimeEndpoint"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=120, check=False
     )

@@ -1,4 +1,4 @@
-"""What ingestion keeps of a document, per block: mean, min and max K, mean local Q, and SamKV's static
+"""Summary of a document, kept at ingestion, per block: mean, min and max K, mean local Q, and SamKV's static
 attention analysis (A.1).
 """
 

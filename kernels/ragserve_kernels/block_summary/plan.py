@@ -104,7 +104,7 @@ class BlockPlan:
 
 @dataclass(frozen=True, eq=False)
 class BlockSummary:
-    """What a document keeps of one layer for selection; float32 unless said otherwise."""
+    """Summary of one layer of a document, for selection; float32 unless said otherwise."""
 
     mean_k: torch.Tensor  # [blocks, kv_heads, head_dim]
     min_k: torch.Tensor  # the same; with max_k the cuboid around the block's keys, whose centre is their mean

@@ -1,4 +1,4 @@
-"""What blocks are scored by."""
+"""Key summaries that score blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the KV heads of a decode step attend to."""
+"""Pages and ranges that the KV heads of a decode step attend to."""
 
 from __future__ import annotations
 

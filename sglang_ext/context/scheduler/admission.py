@@ -27,7 +27,7 @@ _EVICTED = (
 
 
 class Decision(Enum):
-    """What happens to a request that SGLang wants to admit."""
+    """Outcome for a request that SGLang wants to admit."""
 
     READY = auto()  # documents locked, slots reserved
     WAIT = auto()  # for its selection, or for a load from disk

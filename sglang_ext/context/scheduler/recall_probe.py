@@ -32,9 +32,8 @@ _HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
 
 @dataclass(frozen=True)
 class ProbeEngine:
-    """What a probe uses of the running engine. ``analyse`` returns the analysis of a document, given a key
-    for it and its token ids.
-    """
+    """The parts of the running engine that a probe uses. ``analyse`` returns the analysis of a document,
+    given a key for it and its token ids."""
 
     model_runner: Any
     rotation: Rotation

@@ -1,5 +1,5 @@
-"""What a composed request waits for before admission: its documents' analyses and, for SamKV, the query pass
-and the selection.
+"""The stage before admission, in which a composed request waits for its documents' analyses and, for SamKV,
+the query pass and the selection.
 
     arrives -> initial and local blocks found, or loaded from disk -> analyses found, loaded or computed ->
     query pass, all waiting requests in one -> selection -> (admission) chosen blocks found or loaded -> slots

@@ -16,15 +16,20 @@ from ragserve.errors import PromptTooLong, Unavailable
 from tests.conftest import MODEL
 
 LLAMA = (
-    "{{bos_token}}{% for m in messages %}{{'<|start_header_id|>'+m['role']+'<|end_header_id|>\n\n'+m['content']|trim+'<|eot_id|>'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{'<|start_header_id|>assistant<|end_header_id|>\n\n'}}{% endif %}"
+    "{{bos_token}}{% for m in messages %}{{'<|start_header_id|>'+m['role']+'<|end_header_id|>\n\n'"
+    "+m['content']|trim+'<|eot_id|>'}}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{'<|start_header_id|>assistant<|end_header_id|>\n\n'}}{% endif %}"
 )
 NO_SYSTEM = (
     "{% if messages[0]['role']=='system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{{'<start_of_turn>'+m['role']+'\n'+m['content']|trim+'<end_of_turn>\n'}}{% endfor %}<start_of_turn>model"
+    "{% for m in messages %}"
+    "{{'<start_of_turn>'+m['role']+'\n'+m['content']|trim+'<end_of_turn>\n'}}{% endfor %}"
+    "<start_of_turn>model"
 )
 NUMBERED = (
-    "{% if documents %}{% for d in documents %}Document {{loop.index}}: {{d['title']}}\n{{d['text']}}\n{% endfor %}{% endif %}"
+    "{% if documents %}{% for d in documents %}Document {{loop.index}}: {{d['title']}}\n{{d['text']}}\n"
+    "{% endfor %}{% endif %}"
     "{% for m in messages %}{{m['role']}}: {{m['content']}}\n{% endfor %}assistant:"
 )
 

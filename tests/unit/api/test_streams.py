@@ -24,7 +24,13 @@ CHAT = {"model": "ragserve/docs", "messages": [{"role": "user", "content": "Who 
 def raw_request(live: Live, path: str, body: dict[str, object]) -> Iterator[socket.socket]:
     """A request on a socket of its own, closed when the block ends."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    head = "\r\n".join((*lines, "", ""))
     with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1])), timeout=20) as connection:
         connection.sendall(head.encode() + data)
         yield connection

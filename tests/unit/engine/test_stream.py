@@ -87,7 +87,10 @@ def test_decode_options_travel_and_their_report_comes_with_the_last_chunk() -> N
     assert "custom_params" not in payload(GenerateRequest("r", [1], "n"), "r")["sampling_params"]
     reader = StreamReader(7)
     assert reader.read(out("A", ragserve_decode=[None])).decode is None
-    said = '{"mode":"progressive","steps":2,"sparse_steps":2,"pages":3.0,"pages_held":6.0,"share":0.5,"weight":0.97}'
+    said = (
+        '{"mode":"progressive","steps":2,"sparse_steps":2,"pages":3.0,"pages_held":6.0,'
+        '"share":0.5,"weight":0.97}'
+    )
     last = reader.read(out("A b", {"type": "length"}, ragserve_decode=[None, None, said])).decode
     assert last is not None
     assert (last.mode, last.share, last.weight) == ("progressive", 0.5, 0.97)

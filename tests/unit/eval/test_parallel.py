@@ -26,7 +26,8 @@ rows = [line for line in open(job["sets"][0])][job["index"] :: job["of"]]
 for number, line in enumerate(rows[done:], done):
     print("worker", job["index"], "asks", number)
     with open(place, "a") as out:
-        out.write(json.dumps({"set": "s", "id": json.loads(line)["id"], "strategy": "full", "error": None}) + "\\n")
+        row = {"set": "s", "id": json.loads(line)["id"], "strategy": "full", "error": None}
+        out.write(json.dumps(row) + "\\n")
     if number == DIES_AFTER and job["index"] == 1:
         sys.exit("the GPU fell off the bus")
 """
