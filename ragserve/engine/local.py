@@ -36,7 +36,7 @@ class LocalEngine:
         """Read model and limits, and send one request so that the first user does not pay for the warm-up."""
         from sglang.version import __version__ as version
 
-        from sglang_ext.documents.build import model_fingerprint
+        from sglang_ext.documents.fingerprint import model_fingerprint
         from sglang_ext.launch import scheduler_info
 
         manager, info = _manager(), scheduler_info()
@@ -60,7 +60,7 @@ class LocalEngine:
             context_length=manager.context_len,
             max_total_tokens=info["max_total_num_tokens"],
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
-            fingerprint=model_fingerprint(args.model_path, ""),
+            fingerprint=model_fingerprint(args.model_path, options=self._settings.engine_args),
             only_exact=cache["unsupported"],
             sparse_decode=cache["decode"] is not None,
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),

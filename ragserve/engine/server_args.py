@@ -87,7 +87,7 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
     """Configure the document cache of the scheduler processes. Raises InvalidRequest for a broken samkv
     profile."""
     from ragserve.profiles import samkv as samkv_profile
-    from sglang_ext.documents.build import model_fingerprint
+    from sglang_ext.documents.fingerprint import model_fingerprint
 
     config: dict[str, Any] = {
         "host_bytes": settings.kv_host_bytes,
@@ -96,7 +96,7 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
         "analysis_bytes": settings.kv_analysis_bytes,
         "block_tokens": settings.kv_block_tokens,
     }
-    profile = samkv_profile.load(settings, model_fingerprint(settings.model, ""))
+    profile = samkv_profile.load(settings, model_fingerprint(settings.model, options=settings.engine_args))
     if profile is not None:
         config["samkv"] = profile.engine
     if settings.kv_disk_bytes:
@@ -140,9 +140,11 @@ def _dense_below(settings: Settings) -> int:
     if settings.decode_mode == "dense":
         return default
     from ragserve.profiles.decode import DECODE, FILE_NAME, options_of
-    from sglang_ext.documents.build import model_fingerprint
+    from sglang_ext.documents.fingerprint import model_fingerprint
 
-    found = DECODE.load(settings.data_dir / FILE_NAME, model_fingerprint(settings.model, ""))
+    found = DECODE.load(
+        settings.data_dir / FILE_NAME, model_fingerprint(settings.model, options=settings.engine_args)
+    )
     if found is None:
         return default
     if found.options == options_of(settings):

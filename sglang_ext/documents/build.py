@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.protocol import KV_CONFIG_VARIABLE
 from sglang_ext.state import current
 
@@ -49,7 +49,9 @@ def create_cache(context: Any) -> Any:
         raise ValueError("the ragserve cache needs KV laid out token by token: unset SGLANG_USE_HND_KVCACHE")
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
     fingerprint = model_fingerprint(
-        args.model_path, f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}"
+        args.model_path,
+        f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}",
+        options=vars(args),
     )
     folder = config.get("disk_dir")
     disk = (
@@ -120,30 +122,3 @@ def _texts(args: Any, vocabulary: int) -> Any:
         )
         return Texts.drawn(vocabulary)
     return Texts.of(tokenizer, vocabulary)
-
-
-def model_fingerprint(path: str, details: str) -> str:
-    """16 hex digits over what determines a model's KV: configuration, weight files (name, size, both ends)
-    and ``details``.
-
-    Only both ends of each file are read, which keeps the start of a large model fast; safetensors files have
-    their table of contents in front."""
-    digest = hashlib.blake2b(details.encode(), digest_size=8)
-    folder = Path(path)
-    files = (
-        sorted(
-            p for pattern in ("config.json", "*.safetensors", "*.bin", "*.gguf") for p in folder.glob(pattern)
-        )
-        if folder.is_dir()
-        else []
-    )
-    if not files:
-        digest.update(path.encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(65_536))
-            stream.seek(max(0, size - 65_536))
-            digest.update(stream.read(65_536))
-    return digest.hexdigest()

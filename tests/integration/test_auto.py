@@ -14,7 +14,7 @@ from ragserve.profiles.gate import FILE_NAME as GATE_FILE
 from ragserve.profiles.gate import Entry, Figures, record
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 from ragserve.profiles.samkv import SAMKV
-from sglang_ext.documents.build import model_fingerprint
+from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.conftest import MODEL
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)

@@ -18,7 +18,7 @@ from ragserve.engine.server_args import server_args
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.measuring.engine_run import decode_step
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
-from sglang_ext.documents.build import model_fingerprint
+from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from tests.conftest import MODEL
 

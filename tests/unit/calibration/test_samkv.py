@@ -28,7 +28,7 @@ from ragserve.config import DEFAULT_MODEL, Settings
 from ragserve.engine.server_args import server_args
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile, load, place_of
-from sglang_ext.documents.build import model_fingerprint
+from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.protocol import KV_CONFIG_VARIABLE
 from tests.conftest import MODEL
 

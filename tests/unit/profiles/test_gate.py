@@ -14,7 +14,7 @@ from ragserve.config import Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record
-from sglang_ext.documents.build import model_fingerprint
+from sglang_ext.documents.fingerprint import model_fingerprint
 
 GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=10.0)
 
