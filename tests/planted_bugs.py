@@ -50,8 +50,8 @@ BUGS = (
     Bug(
         "composed KV enters the exact prefix cache",
         "sglang_ext/documents",
-        "        if self.is_composed(req):\n",
-        "        if False:\n",
+        "        if self.observer.is_composed(req):\n            # One call",
+        "        if False:\n            # One call",
         ("tests/unit/documents/test_radix.py",),
     ),
     Bug(
