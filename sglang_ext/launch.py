@@ -8,6 +8,7 @@ module's ``app`` with ``uvicorn.run(app, ...)``, and on ``get_global_state().tok
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,12 @@ GRACEFUL_SHUTDOWN_S = 10
 
 
 class Launcher:
-    """Runs the server. ``make_app(sglang_app)`` builds the app that uvicorn serves in place of SGLang's."""
+    """Runs the server. ``make_app(sglang_app)`` builds the app that uvicorn serves in place of SGLang's, on
+    ``listener``, a socket that is bound to the address of the server's arguments."""
 
-    def __init__(self, make_app: Callable[[Any], Any]) -> None:
+    def __init__(self, make_app: Callable[[Any], Any], listener: socket.socket) -> None:
         self._make_app = make_app
+        self._listener = listener
         self._server: Any = None
 
     def run(self, server_args: Any) -> None:
@@ -46,7 +49,7 @@ class Launcher:
 
         options.setdefault("timeout_graceful_shutdown", GRACEFUL_SHUTDOWN_S)
         self._server = uvicorn.Server(uvicorn.Config(self._make_app(sglang_app), **options))
-        self._server.run()
+        self._server.run(sockets=[self._listener])
 
     def stop(self) -> None:
         """Ask the server to finish its requests and stop."""

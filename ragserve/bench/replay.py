@@ -28,7 +28,6 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
-from ragserve.engine.ports import free_port
 from ragserve.errors import RagserveError
 from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token
 from ragserve.measuring.report import GrowingReport, percentile, reading
@@ -157,7 +156,6 @@ def main(job_path: str, result_path: str) -> None:
     longest = max(len(query.ids) for query in queries)
     settings = load(
         data_dir=Path(job["folder"]) / "data",
-        port=free_port(),
         log_level="warning",
         max_total_tokens=max(int(trace.tokens * job["share"]), 2 * longest + NEW_TOKENS),
         kv_host_bytes=int(kv_bytes * HOST_SHARE),

@@ -68,7 +68,6 @@ def calibrate(
     folder. Stop a server on the same machine first: it would disturb the measurement."""
     from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.offline import run_once
-    from ragserve.engine.ports import free_port
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import parse
     from sglang_ext.protocol import EXACT_STRATEGIES
@@ -90,7 +89,7 @@ def calibrate(
         # A temporary cache folder: a running server may own that of the data folder.
         if (settings.data_dir / FILE_NAME).exists():
             shutil.copy(settings.data_dir / FILE_NAME, folder)
-        run_once(settings.model_copy(update={"data_dir": Path(folder), "port": free_port()}), work)
+        run_once(settings.model_copy(update={"data_dir": Path(folder)}), work)
 
 
 async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:

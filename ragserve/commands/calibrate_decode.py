@@ -55,7 +55,6 @@ def calibrate_decode(
     measurement."""
     from ragserve.calibration.decode import measure
     from ragserve.engine.offline import run_once
-    from ragserve.engine.ports import free_port
     from ragserve.measuring.report import measured_on
     from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, crossover, options_of
 
@@ -69,7 +68,6 @@ def calibrate_decode(
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
         own = {
             "data_dir": Path(folder),
-            "port": free_port(),
             "kv_disk_bytes": 0,
             "sparse_attention": "on",
             "decode_dense_below": 0,

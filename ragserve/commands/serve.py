@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from ragserve.cache import lock
 from ragserve.commands.options import with_settings
 from ragserve.config import Settings
-from ragserve.engine.ports import claim_port
+from ragserve.engine.ports import hold_port, port_of
 
 log = logging.getLogger("ragserve")
 
@@ -27,7 +28,11 @@ def serve(settings: Settings) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive our forks
     # Server, scheduler and detokenizer share the cores; threads spinning at barriers would starve each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    settings = settings.model_copy(update={"port": claim_port(settings.host, settings.port)})
+    with hold_port(settings.host, settings.port) as listener:
+        _serve(settings.model_copy(update={"port": port_of(listener)}), listener)
+
+
+def _serve(settings: Settings, listener: socket.socket) -> None:
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     _log_to_stderr(settings.log_level)
     typer.echo(
@@ -37,12 +42,12 @@ def serve(settings: Settings) -> None:
     if settings.api_key is None:
         typer.echo("ragserve: no API key set, so only this machine can connect", err=True)
     if settings.engine_url:
-        _serve_remote(settings)
+        _serve_remote(settings, listener)
     else:
-        _serve_local(settings)
+        _serve_local(settings, listener)
 
 
-def _serve_local(settings: Settings) -> None:
+def _serve_local(settings: Settings, listener: socket.socket) -> None:
     from ragserve.engine import local
 
     def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
@@ -56,10 +61,10 @@ def _serve_local(settings: Settings) -> None:
         )
 
     with lock.shared(settings.data_dir):
-        local.serve(settings, make_app)
+        local.serve(settings, make_app, listener)
 
 
-def _serve_remote(settings: Settings) -> None:
+def _serve_remote(settings: Settings, listener: socket.socket) -> None:
     import contextlib
     from collections.abc import AsyncIterator
 
@@ -79,14 +84,11 @@ def _serve_remote(settings: Settings) -> None:
     app = create_app(
         settings, RemoteEngine(settings), upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True
     )
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        loop="uvloop",
-        timeout_graceful_shutdown=10,
-    )
+    config = uvicorn.Config(app, log_level="warning", loop="uvloop", timeout_graceful_shutdown=10)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    if not server.started:  # uvicorn has logged why
+        raise SystemExit(3)
 
 
 def _log_to_stderr(level: str) -> None:

@@ -90,7 +90,6 @@ def _run_here(
     from ragserve.cache.evictions import Evictor, note_engine
     from ragserve.cache.warm import Warmer
     from ragserve.engine.offline import run_once
-    from ragserve.engine.ports import claim_port
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -108,9 +107,8 @@ def _run_here(
 
     # those of `signals_stop`
     handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    address = {"port": claim_port("127.0.0.1", 0), "host": "127.0.0.1"}
     try:
-        return run_once(settings.model_copy(update=address), work)
+        return run_once(settings, work)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.document_cache import Whereabouts
+from ragserve.engine.ports import hold_port, port_of
 from ragserve.engine.prefill import Documents
 from ragserve.engine.server_args import server_args
 from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
@@ -253,13 +255,19 @@ def _translate(error: Exception) -> RagserveError:
     return EngineError(f"The engine failed: {error}", hint="See the server's log.")
 
 
-def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any]) -> None:
-    """Start SGLang and serve ``make_app(engine, sglang_app)`` in front of it. Blocks until stopped."""
-    args = server_args(settings)
+def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any], listener: socket.socket) -> None:
+    """Start SGLang and serve ``make_app(engine, sglang_app)`` in front of it on ``listener``, a bound socket.
+
+    Blocks until stopped."""
+    host, port = listener.getsockname()[:2]
+    args = server_args(settings.model_copy(update={"host": host, "port": port}))
     from sglang_ext.launch import Launcher
 
     def build(sglang_app: Any) -> Any:
         return make_app(LocalEngine(settings, on_stop=launcher.stop), sglang_app)
 
-    launcher = Launcher(build)
-    launcher.run(args)
+    launcher = Launcher(build, listener)
+    with hold_port() as rendezvous:  # of torch.distributed, which SGLang would look up and let go
+        if args.nccl_port is None:
+            args.nccl_port = port_of(rendezvous)
+        launcher.run(args)

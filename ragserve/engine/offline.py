@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 from ragserve.config import Settings
 from ragserve.engine import local
+from ragserve.engine.ports import hold_port
 
 T = TypeVar("T")
 
 
 def run_once(settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T]]) -> T:
-    """Start an engine, await ``work(engine)``, stop it and return the result.
+    """Start an engine on a free port, await ``work(engine)``, stop it and return the result.
 
     Call it from the main thread, once per process. Errors of ``work`` or of the start are raised after the
     engine's processes have ended."""
@@ -38,7 +39,8 @@ def run_once(settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T
 
         return FastAPI(lifespan=lifespan)
 
-    local.serve(settings, make_app)
+    with hold_port() as listener:
+        local.serve(settings, make_app, listener)
     if failure:
         raise failure[0]
     return done[0]

@@ -1,4 +1,10 @@
-"""TCP ports: check the server's before SGLang starts, or find a free one."""
+"""TCP ports, held from the moment they are chosen until a server listens on them.
+
+A port that is looked up and let go may be anybody's by the time an engine has started, tens of seconds
+later: the kernel hands free ports out to every outgoing connection. A socket that is bound and does not
+listen prevents that, and another socket of the same address may still bind and listen beside it (both with
+SO_REUSEADDR), in this process or in a child.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +12,29 @@ import socket
 
 from ragserve.errors import Conflict
 
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on."""
-    return claim_port("127.0.0.1", 0)
+LOOPBACK = "127.0.0.1"
 
 
-def claim_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0.
+def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a socket bound to the address, or to a free port for 0, that does not listen yet.
 
-    Raises Conflict if it is taken: better now than after the engine has started."""
+    The port is held until the socket is closed. Raises Conflict if another program has it: better now than
+    after the engine has started."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise Conflict(
-                f"Cannot bind {host}:{port}: {error.strerror}.",
-                hint="Stop the process that uses it, or choose another port with --port.",
-                code="port_in_use",
-            ) from error
-        return int(probe.getsockname()[1])
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise Conflict(
+            f"Cannot bind {host}:{port}: {error.strerror}.",
+            hint="Stop the process that uses it, or choose another port with --port.",
+            code="port_in_use",
+        ) from error
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    """Return the number of a held port."""
+    return int(held.getsockname()[1])

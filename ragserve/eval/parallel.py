@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.engine.ports import free_port
 from ragserve.errors import EngineError
 from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
@@ -126,8 +125,8 @@ def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    # Documents serve one question each, so they need no disk; every engine needs its own port and folder.
-    own = {"port": free_port(), "kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
+    # Documents serve one question each, so they need no disk; every engine needs its own folder.
+    own = {"kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
     settings = plan.settings.model_copy(update=own)
     job = {
         "folder": str(folder),

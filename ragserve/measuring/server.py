@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from ragserve.engine.ports import free_port
+from ragserve.engine.ports import hold_port, port_of
 from ragserve.errors import Unavailable
 
 START_TIMEOUT_S = 300
@@ -63,7 +63,7 @@ def running_server(
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
         data_dir.mkdir(parents=True, exist_ok=True)
-        port = flags.pop("port", 0) or free_port()
+        port = port_of(stack.enter_context(hold_port(port=flags.pop("port", 0))))
         log = data_dir / f"server-{port}.log"
         options = {"data_dir": data_dir, "port": port, **flags}
         command = [sys.executable, "-m", "ragserve.cli", "serve"]

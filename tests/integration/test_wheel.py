@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ragserve.client import Client
-from ragserve.engine.ports import free_port
+from ragserve.engine.ports import hold_port, port_of
 from ragserve.measuring.server import stop_with_parent
 from tests.conftest import REPO
 
@@ -80,7 +80,8 @@ def clean(tmp_path: Path) -> dict[str, str]:
 
 @contextmanager
 def serving(environment: Path, clean: dict[str, str], folder: Path) -> Iterator[str]:
-    port = free_port()
+    held = hold_port()
+    port = port_of(held)
     log = folder / "server.log"
     command = [str(environment / "bin" / "ragserve"), "serve", "--port", str(port)]
     with log.open("wb") as output:
@@ -107,6 +108,7 @@ def serving(environment: Path, clean: dict[str, str], folder: Path) -> Iterator[
     finally:
         process.terminate()
         process.wait(60)
+        held.close()
 
 
 def test_a_wheel_serves_without_the_checkout(
