@@ -135,7 +135,9 @@ def metric(server: Any, name: str) -> float:
 def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(server: Any) -> None:
     space = "warmed"
     names = [f"station-{i}" for i in range(6)]
-    job = ingest(server, space, {name: TEXT.format(name) for name in names[:3]}, warm=True)
+    # about as long as a chunk, so that keys and token ids weigh what they do in use
+    texts = {name: (4 * TEXT).format(*4 * [name]) for name in names}
+    job = ingest(server, space, {name: texts[name] for name in names[:3]}, warm=True)
     assert (job["kind"], job["counts"]["indexed"]) == ("upload", 3)
     deadline = time.monotonic() + 60
     while True:
@@ -150,7 +152,7 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
         time.sleep(0.05)
     assert follow_up["counts"]["warmed"] == 3
     assert held(server, space) == (4, 4), "three documents and the system text"
-    ingest(server, space, {name: TEXT.format(name) for name in names[3:]})
+    ingest(server, space, {name: texts[name] for name in names[3:]})
     command = [
         sys.executable,
         "-m",
