@@ -16,7 +16,6 @@ from sglang_ext.documents.types import IntegrityError, KvShape, LoadPart
 
 logger = logging.getLogger(__name__)
 _ABSENT = -1
-_COPY_BYTES = 64 * 2**20  # device memory one step of a copy down may take
 
 
 @dataclass(eq=False, slots=True)
@@ -255,60 +254,6 @@ class HostTier:
 
 def _absent(blocks: int) -> array[int]:
     return array("q", [_ABSENT]) * blocks
-
-
-def fill_pages(
-    pool: torch.Tensor,
-    shape: KvShape,
-    blocks: Sequence[int],
-    pages: Sequence[int],
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> None:
-    """Copy blocks of a document's K and V, [layers, n, kv_heads, head_dim], into pool pages, padding with
-    zeros behind its end.
-
-    From a CUDA device the copies are only enqueued on the current stream.
-    """
-    step = max(1, _COPY_BYTES // shape.page_bytes)
-    at = 0
-    while at < len(blocks):
-        count = 1
-        while (
-            at + count < len(blocks)
-            and count < step
-            and _follows(blocks, at, count)
-            and _follows(pages, at, count)
-        ):
-            count += 1
-        target = pool[pages[at] : pages[at] + count]
-        first = blocks[at] * shape.block
-        last = min(first + count * shape.block, k.shape[1])
-        if k.is_cuda:
-            staged = torch.zeros((count, *shape.page_shape), dtype=shape.dtype, device=k.device)
-            _arrange(staged, shape, k[:, first:last], v[:, first:last])
-            target.copy_(staged, non_blocking=True)
-        else:
-            if (last - first) % shape.block:
-                target[-1].zero_()
-            _arrange(target, shape, k[:, first:last], v[:, first:last])
-        at += count
-
-
-def _follows(values: Sequence[int], at: int, count: int) -> bool:
-    return values[at + count] == values[at] + count
-
-
-def _arrange(target: torch.Tensor, shape: KvShape, k: torch.Tensor, v: torch.Tensor) -> None:
-    """k, v [layers, n, kv_heads, head_dim] into target [pages, 2, layers, kv_heads, block, head_dim]."""
-    whole = k.shape[1] // shape.block
-    for index, source in enumerate((k, v)):
-        if whole:
-            cut = source[:, : whole * shape.block].unflatten(1, (whole, shape.block))
-            target[:whole, index].copy_(cut.permute(1, 0, 3, 2, 4))
-        rest = source[:, whole * shape.block :]
-        if rest.shape[1]:
-            target[whole, index, :, :, : rest.shape[1]].copy_(rest.transpose(1, 2))
 
 
 def _register(pool: torch.Tensor) -> None:

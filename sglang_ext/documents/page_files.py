@@ -151,7 +151,7 @@ class DocumentFiles:
         done = 0
         with open(self.path(namespace, key), "rb", buffering=0) as file:
             start = page_format.record_length(_read_exactly(file, page_format.FIXED_BYTES))
-            for first, count in _runs(blocks):
+            for first, count in runs(blocks):
                 offset = start + blocks[first] * page_bytes
                 done += _read_into(file.fileno(), targets[first : first + count], offset, page_bytes)
         return done
@@ -265,7 +265,7 @@ def ranks(root: Path) -> list[DocumentFiles]:
     return [DocumentFiles(root, rank=int(match[1]), world=int(match[2])) for match in matches]
 
 
-def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (index of the first, count) of each run of consecutive blocks."""
     start = 0
     for index in range(1, len(blocks) + 1):

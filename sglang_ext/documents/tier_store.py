@@ -12,8 +12,9 @@ import torch
 from sglang_ext.documents import stats
 from sglang_ext.documents.disk import DiskTier, Faults, FileTier
 from sglang_ext.documents.disk_index import DiskIndex
+from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.hicache import BackendTier, by_pool_index
-from sglang_ext.documents.host import HostEntry, HostTier, fill_pages
+from sglang_ext.documents.host import HostEntry, HostTier
 from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_files import PageFile
 from sglang_ext.documents.page_format import digest, token_array
@@ -152,15 +153,25 @@ class TierStore:
 
     # filling
 
-    def put(self, meta: DocumentMeta, k: torch.Tensor, v: torch.Tensor, summary: bytes = b"") -> None:
-        """Store a document's KV, [layers, n, kv_heads, head_dim] each, K rotated for positions 0..n-1 of the
-        document alone.
+    def put(
+        self,
+        meta: DocumentMeta,
+        k: Sequence[torch.Tensor] | torch.Tensor,
+        v: Sequence[torch.Tensor] | torch.Tensor,
+        summary: bytes = b"",
+        *,
+        slots: torch.Tensor | None = None,
+    ) -> None:
+        """Store a document's KV, per layer [n, kv_heads, head_dim], K rotated for positions 0..n-1 of the
+        document alone. With ``slots``, int64 [n], these rows of larger buffers.
 
         Copies it into host pages now (from CUDA: enqueued on the current stream, and waited for where the
         pages are read) and queues it to disk. Without room on host it goes to disk only; without room in the
         queue either it is not kept. A document that is present only gets what it lacks. ``summary`` is stored
         with it (see ``put_summary``). Raises ValueError for KV of another shape, dtype or model."""
-        self._check(meta, k, v)
+        kv = DocumentKv.of(k, v, slots)
+        kv.check(self.shape, meta.n_tokens)
+        self._check(meta)
         token_ids = token_array(meta.token_ids)
         with self._tiers.open(changing=True) as tiers:
             host = tiers.host
@@ -176,10 +187,10 @@ class TierStore:
             if pages is None:
                 host.settle(entry)
                 if self._disk_config is not None:
-                    self._writes.offer_aside(meta, token_ids, k, v, summary)
+                    self._writes.offer_aside(meta, token_ids, kv, summary)
             else:
                 entry.summary = summary or entry.summary
-                self._fill(entry, missing, pages, k, v)
+                self._fill(entry, missing, pages, kv)
                 host.entries.move_to_end(meta.key)
                 if self._disk_config is not None:
                     # on disk since before a restart: need not be written again
@@ -189,20 +200,18 @@ class TierStore:
                 self._summaries.put(meta.key, summary)
             host.shrink()
 
-    def _fill(
-        self, entry: HostEntry, blocks: list[int], pages: list[int], k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def _fill(self, entry: HostEntry, blocks: list[int], pages: list[int], kv: DocumentKv) -> None:
         """Copy these blocks into pages allocated for them."""
         tiers = self._tiers
         entry.in_flight += 1
         try:
-            fill_pages(tiers.host.pool, self.shape, blocks, pages, k, v)
+            fill_pages(tiers.host.pool, self.shape, blocks, pages, kv)
         finally:
             entry.in_flight -= 1
             tiers.host.attach(entry, blocks, pages)
-        if k.is_cuda and blocks:
+        if kv.is_cuda and blocks:
             entry.copied = torch.cuda.Event()
-            entry.copied.record(torch.cuda.current_stream(k.device))
+            entry.copied.record(torch.cuda.current_stream(kv.slots.device))
         tiers.count_moved("to_host", len(blocks) * self.shape.page_bytes)
 
     def put_summary(self, key: str, data: bytes) -> bool:
@@ -388,14 +397,7 @@ class TierStore:
             tiers.host.close()
         tiers.disk.close()
 
-    def _check(self, meta: DocumentMeta, k: torch.Tensor, v: torch.Tensor) -> None:
-        shape = self.shape
-        expected = (shape.layers, meta.n_tokens, shape.kv_heads, shape.head_dim)
-        for name, value in (("k", k), ("v", v)):
-            if tuple(value.shape) != expected or value.dtype != shape.dtype:
-                raise ValueError(
-                    f"{name} is {value.dtype} {list(value.shape)}, expected {shape.dtype} {list(expected)}"
-                )
+    def _check(self, meta: DocumentMeta) -> None:
         if meta.fingerprint != self.fingerprint:
             raise ValueError(
                 f"document {meta.key} was computed by another model "

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.documents import page_format
-from sglang_ext.documents.host import HostEntry, fill_pages
+from sglang_ext.documents.fill import DocumentKv, fill_pages
+from sglang_ext.documents.host import HostEntry
 from sglang_ext.documents.page_format import Record
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import DocumentMeta, IntegrityError
@@ -82,8 +83,7 @@ class WriteBack:
         self,
         meta: DocumentMeta,
         token_ids: array[int],
-        k: torch.Tensor,
-        v: torch.Tensor,
+        kv: DocumentKv,
         summary: bytes,
     ) -> None:
         """Queue a copy of a document that has no room on host, unless the queue has no room either."""
@@ -96,9 +96,9 @@ class WriteBack:
             tiers.counts["dropped_writes"] += 1
             return
         staged = torch.empty((len(blocks), *tiers.shape.page_shape), dtype=tiers.shape.dtype)
-        fill_pages(staged, tiers.shape, blocks, blocks, k, v)
-        if k.is_cuda:
-            torch.cuda.current_stream(k.device).synchronize()
+        fill_pages(staged, tiers.shape, blocks, blocks, kv)
+        if kv.is_cuda:
+            torch.cuda.current_stream(kv.slots.device).synchronize()
         self._submit(
             _Write(
                 meta.key,

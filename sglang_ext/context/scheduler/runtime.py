@@ -134,13 +134,14 @@ class ContextRuntime:
 
         slots = slots[: len(document.ids)].to(torch.int64)
         layers = range(self._pool.layer_num)
-        k = torch.stack([self._pool.get_key_buffer(layer)[slots] for layer in layers])
-        v = torch.stack([self._pool.get_value_buffer(layer)[slots] for layer in layers])
+        k = [self._pool.get_key_buffer(layer) for layer in layers]
+        v = [self._pool.get_value_buffer(layer) for layer in layers]
         self.documents.cached(document.key)
         meta = DocumentMeta(
             document.key, document.namespace, document.ids, len(document.ids), self.fingerprint
         )
-        self.tiers.put(meta, k, v, b"" if document.analysis is None else document.analysis.encode())
+        analysis = b"" if document.analysis is None else document.analysis.encode()
+        self.tiers.put(meta, k, v, analysis, slots=slots)
 
     def on_finished(self) -> None:
         """A request has ended and its slots are free or in the tree."""

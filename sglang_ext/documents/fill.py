@@ -1,0 +1,91 @@
+"""Copies a document's KV from where the model left it into pages, in steps of bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.documents.page_files import runs
+from sglang_ext.documents.types import KvShape
+
+COPY_BYTES = 64 * 2**20  # pages put together at a time, on the device of the KV
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentKv:
+    """KV of one document in buffers that hold others, too.
+
+    Attributes:
+        k, v: per layer [slots, kv_heads, head_dim].
+        slots: int64 [n], the document's slots in order, on the device of the buffers.
+    """
+
+    k: Sequence[torch.Tensor]
+    v: Sequence[torch.Tensor]
+    slots: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        k: Sequence[torch.Tensor] | torch.Tensor,
+        v: Sequence[torch.Tensor] | torch.Tensor,
+        slots: torch.Tensor | None = None,
+    ) -> DocumentKv:
+        """Take each layer's buffer; without ``slots`` the buffers hold the document alone."""
+        k, v = list(k), list(v)
+        return cls(k, v, torch.arange(len(k[0]), device=k[0].device) if slots is None else slots)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.slots.is_cuda
+
+    def check(self, shape: KvShape, n_tokens: int) -> None:
+        """Raise ValueError unless this is KV of ``n_tokens`` in that shape."""
+        expected = f"expected {shape.layers} layers of {shape.dtype} [{shape.kv_heads}, {shape.head_dim}]"
+        for name, layers in (("k", self.k), ("v", self.v)):
+            got = {(layer.dtype, tuple(layer.shape[1:])) for layer in layers}
+            if len(layers) != shape.layers or got != {(shape.dtype, (shape.kv_heads, shape.head_dim))}:
+                raise ValueError(f"{name} is {len(layers)} layers of {got}, {expected}")
+        if any(len(layer) != len(self.k[0]) for layer in (*self.k, *self.v)):
+            raise ValueError("the layers of k and v differ in length, expected one length")
+        if len(self.slots) != n_tokens:
+            raise ValueError(f"KV of {len(self.slots)} tokens, expected {n_tokens}")
+
+    def pages(self, shape: KvShape, blocks: Sequence[int]) -> torch.Tensor:
+        """Gather these blocks into new pages on the device, zero behind the document's end.
+
+        Beside the pages it takes memory for one layer of them only.
+        """
+        n, size = len(self.slots), shape.block
+        parts = [
+            self.slots[blocks[first] * size : (blocks[first] + count) * size] for first, count in runs(blocks)
+        ]
+        slots = torch.cat(parts)
+        pages = torch.zeros((len(blocks), *shape.page_shape), dtype=shape.dtype, device=self.slots.device)
+        padding = len(blocks) * size - len(slots)  # only the document's last block is not full
+        slots = torch.cat((slots, slots[-1:].expand(padding)))
+        for half, layers in enumerate((self.k, self.v)):
+            for layer, buffer in enumerate(layers):
+                rows = buffer[slots].unflatten(0, (len(blocks), size))
+                pages[:, half, layer] = rows.transpose(1, 2)
+        if padding:
+            pages[blocks.index(n // size), ..., size - padding :, :] = 0
+        return pages
+
+
+def fill_pages(
+    pool: torch.Tensor, shape: KvShape, blocks: Sequence[int], pages: Sequence[int], kv: DocumentKv
+) -> None:
+    """Copy these blocks of a document, ascending, into pool pages, ``COPY_BYTES`` at a time.
+
+    From a CUDA device the copies are only enqueued on the current stream.
+    """
+    step = max(1, COPY_BYTES // shape.page_bytes)
+    for at in range(0, len(blocks), step):
+        staged = kv.pages(shape, blocks[at : at + step])
+        numbers = pages[at : at + step]
+        for first, count in runs(numbers):
+            target = pool[numbers[first] : numbers[first] + count]
+            target.copy_(staged[first : first + count], non_blocking=True)

@@ -1,0 +1,103 @@
+"""A document's KV goes from the model's pool to host pages in steps of bounded memory."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_ext.context.scheduler.composition import AnalysisConfig
+from sglang_ext.context.scheduler.runtime import ContextRuntime
+from sglang_ext.context.scheduler.sglang_req import DocumentRequest
+from sglang_ext.documents import fill
+from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.documents.types import KvShape
+from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, opened
+
+SHAPE = KvShape(layers=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16, block=16)  # pages of 8 KiB
+
+
+class Allocations(TorchDispatchMode):
+    """The largest new tensor, in bytes, of all operations under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, made.untyped_storage().nbytes())
+        return result
+
+
+def saved(store: TierStore, document: Sample) -> int:
+    """End a request that prefilled the document in scattered slots; the largest tensor made meanwhile."""
+    layers, n = document.shape.layers, document.meta.n_tokens
+    slots = torch.randperm(2 * n, generator=torch.Generator().manual_seed(1))[:n]
+    buffers = torch.zeros((2, layers, 2 * n, *document.k.shape[2:]), dtype=document.shape.dtype)
+    buffers[0][:, slots], buffers[1][:, slots] = document.k, document.v
+    pool = SimpleNamespace(
+        bits=8,  # composes nothing, so no model is needed
+        layer_num=layers,
+        get_key_buffer=lambda layer: buffers[0][layer],
+        get_value_buffer=lambda layer: buffers[1][layer],
+    )
+    runner = SimpleNamespace(tp_group=None, token_to_kv_pool=pool)
+    runtime = ContextRuntime(
+        model_runner=runner,
+        tree=SimpleNamespace(token_to_kv_pool_allocator=None),
+        tiers=store,
+        fingerprint=FINGERPRINT,
+        block=document.shape.block,
+        analysis=AnalysisConfig(),
+        texts=lambda: pytest.fail("nothing is analysed"),
+    )
+    ids = array("q", document.ids)
+    req = SimpleNamespace(ragserve=DocumentRequest(document.key, document.namespace, ids, analyse=False))
+    with Allocations() as allocations:
+        runtime.on_document(req, slots)
+    return allocations.largest
+
+
+@pytest.mark.parametrize("host_pages", [1000, 10], ids=["to host", "aside, to disk only"])
+@pytest.mark.parametrize("n_tokens", [1, 16, 511, 5000])
+def test_no_temporary_is_larger_than_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: int, host_pages: int
+) -> None:
+    monkeypatch.setattr(fill, "COPY_BYTES", bound := 8 * SHAPE.page_bytes)
+    document = Sample(3, n_tokens, shape=SHAPE)
+    staged = document.blocks * SHAPE.page_bytes  # the write queue's copy of what has no room on host
+    with opened(tmp_path, shape=SHAPE, host_pages=host_pages) as store:
+        largest = saved(store, document)
+        assert largest <= (bound if document.blocks <= host_pages else max(bound, staged))
+        flushed(store)
+    with opened(tmp_path, shape=SHAPE) as store:
+        assert document.load_and_check(store)
+
+
+def test_single_blocks_come_from_their_own_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a document lacks on host is filled in, in pages that do not follow each other."""
+    monkeypatch.setattr(fill, "COPY_BYTES", 3 * SHAPE.page_bytes)
+    document, others = Sample(1, 250, shape=SHAPE), [Sample(i, 16, shape=SHAPE) for i in range(2, 9)]
+    with opened(tmp_path, shape=SHAPE, host_pages=40) as store:
+        document.put(store)
+        flushed(store)
+        store.drop_host()
+        for other in others:
+            other.put(store)
+        store.pin(document.key)
+        assert store.load(document.key, [0, 3, 4, 9]).wait(30)
+        for other in others[::2]:
+            store.remove(other.key)
+        saved(store, document)
+        document.assert_pages(store)
+        store.unpin(document.key)
+        store.check_integrity()
