@@ -13,7 +13,7 @@ import torch
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
 from sglang_ext.protocol import Span
 
-_MAX_RELOADS = 8  # requests that take turns evicting each other's host pages end as misses, not in a loop
+_MAX_LOADS = 9  # of one block: requests that evict each other's host pages end as misses, not in a loop
 
 
 class Locator:
@@ -73,9 +73,12 @@ class Locator:
         if ticket is not None:
             if not ticket.done():
                 return "loading"
-            if not ticket.ok or context.reloads >= _MAX_RELOADS:
+            if not ticket.ok:
                 return None
-            context.reloads += 1  # loaded, and evicted again before the request came to it
+        # A block is absent again if it was evicted before the request came to it.
+        context.loads.update((key, block) for block in absent)
+        if any(context.loads[key, block] > _MAX_LOADS for block in absent):
+            return None
         context.tickets[key] = self._tiers.load(key, absent)
         return "loading"
 

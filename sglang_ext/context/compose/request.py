@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +49,8 @@ class ComposedContext:
     partial: PartialSelection
     decided: ContextSelection | None = None
     sources: list[DocumentOnDevice | DocumentOnHost] = field(default_factory=list)
-    tickets: dict[str, Any] = field(default_factory=dict)  # loads from disk under way, by key
-    reloads: int = 0  # times that loaded blocks were evicted before the request came to them
+    tickets: dict[str, Any] = field(default_factory=dict)  # last load from disk, by key
+    loads: Counter[tuple[str, int]] = field(default_factory=Counter)  # of each block (key, number), so far
     ids_32: array[int] = field(init=False)  # int32, as the tiers compare them
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     below_device: bool = False  # take documents from host or disk even where the device has them

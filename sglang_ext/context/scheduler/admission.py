@@ -114,7 +114,8 @@ class Admission:
         adder.log_hit_tokens = hits
         for tier, documents in Counter(map(tier_of, context.sources)).items():
             self._tiers.count(tier, documents)
-        context.tickets, context.reloads = {}, 0
+        context.tickets.clear()
+        context.loads.clear()
         return result
 
     def _end(

@@ -1,0 +1,98 @@
+"""Documents of a composed request are found and locked wherever their blocks are."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_ext.context.compose.locate import Locator
+from sglang_ext.context.compose.request import ComposedContext, tier_of
+from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.protocol import ContextPlan, Span
+from tests.unit.documents.document_samples import SHAPE, Sample, flushed, opened
+
+BLOCK = SHAPE.block
+QUESTION = [7, 8, 9]
+
+
+def locator_of(store: TierStore, tree: Any = None) -> Locator:
+    nothing_on_device = SimpleNamespace(document=lambda ids, key: None)
+    return Locator(tree or nothing_on_device, store, lambda key: False, BLOCK)
+
+
+def context_of(documents: Sequence[Sample], kept: Sequence[Sequence[int]]) -> ComposedContext:
+    """A request that needs these tokens of each document now."""
+    ids = array("q", [token for document in documents for token in document.ids] + QUESTION)
+    bounds = [0, *accumulate(document.meta.n_tokens for document in documents)]
+    spans = tuple(Span(a, b) for a, b in pairwise(bounds))
+    plan = ContextPlan("compose", "default", "samkv", spans)
+    partial: Any = SimpleNamespace(kept=positions(spans, kept))
+    return ComposedContext(plan, ids, tuple(document.key for document in documents), partial)
+
+
+def positions(spans: Sequence[Span], kept: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([s.start + token for s, own in zip(spans, kept, strict=True) for token in own])
+
+
+def settle(context: ComposedContext, kept: Sequence[Sequence[int]]) -> None:
+    """The selection is final."""
+    decided: Any = SimpleNamespace(kept=positions(context.plan.spans, kept))
+    context.decided = decided
+
+
+def resolved(locator: Locator, context: ComposedContext) -> list[int]:
+    """Ask once a step, as the scheduler does, until the documents are there or missing."""
+    until = time.monotonic() + 30
+    while (missing := locator.resolve(context)) is None:
+        locator.unlock(context)
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return missing
+
+
+def on_disk(store: TierStore, documents: Sequence[Sample]) -> None:
+    for document in documents:
+        document.put(store)
+    flushed(store)
+    store.drop_host()
+
+
+def test_chosen_blocks_of_many_documents_come_from_disk(tmp_path: Path) -> None:
+    """A draft loads the first block of each; the selection asks for others, which never were on host."""
+    documents = [Sample(i, 40) for i in range(13)]
+    with opened(tmp_path) as store:
+        on_disk(store, documents)
+        context, locator = context_of(documents, [[0]] * 13), locator_of(store)
+        assert resolved(locator, context) == []
+        locator.unlock(context)
+        settle(context, [[0, 20, 37]] * 13)
+        assert resolved(locator, context) == []
+        assert {tier_of(source) for source in context.sources} == {"disk"}
+        for document in documents:
+            document.assert_pages(store, [0, 5, 9])
+        locator.unlock(context)
+        store.check_integrity()
+
+
+def test_blocks_that_are_evicted_again_and_again_end_as_misses(tmp_path: Path) -> None:
+    document = Sample(1, 40)
+    with opened(tmp_path) as store:
+        on_disk(store, [document])
+        context, locator = context_of([document], [[0, 20]]), locator_of(store)
+        for loads in range(1, 100):
+            missing = locator.resolve(context)
+            locator.unlock(context)
+            if missing is not None:
+                break
+            assert store.flush(30)
+            store.drop_host()
+        assert missing == [0]
+        assert 2 < loads < 20
+        assert document.found(store), "the next request tries again"
