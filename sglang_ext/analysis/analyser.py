@@ -93,6 +93,7 @@ class Analyser:
             heads=torch.tensor(retrieval, dtype=torch.uint8).view(-1, 2),
             token_k=token_k,
             token_k_scale=token_k_scale,
+            basis=self.basis,
         ).placed(self._device)
 
     @cached_property
@@ -113,6 +114,11 @@ class Analyser:
         """Select this rank's heads from all ranks' ``heads``, in its own numbering."""
         count, rank = self._runner.token_to_kv_pool.head_num, self._ranks.rank
         return [(layer, head - rank * count) for layer, head in heads if head // count == rank]
+
+    @property
+    def basis(self) -> str:
+        """Digest of what an analysis depends on beside model, cut and heads."""
+        return self.texts.digest
 
     @cached_property
     def texts(self) -> Texts:

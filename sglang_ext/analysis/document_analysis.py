@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+VERSION = 1  # of what the stored values mean, beside their names and shapes; raise it when that changes
 _SIGMAS = 3.0  # PauTa criterion
 _BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
@@ -64,6 +65,7 @@ class Analysis:
         heads: u8 [found, 2], layer and KV head of the retrieval heads (`retrieval_heads`).
         token_k: int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found], their keys,
             rotated like the means.
+        basis: digest of what the analysis was made with (`Analyser.basis`).
     """
 
     n_tokens: int
@@ -81,6 +83,7 @@ class Analysis:
     heads: torch.Tensor
     token_k: torch.Tensor
     token_k_scale: torch.Tensor
+    basis: str = ""
 
     @property
     def layers(self) -> int:
@@ -119,6 +122,8 @@ class Analysis:
         """Return the bytes to store: a line of JSON that describes the tensors, then the tensors."""
         tensors = self._tensors()
         head = {
+            "version": VERSION,
+            "basis": self.basis,
             "tokens": self.n_tokens,
             "block": self.block,
             "local_blocks": self.local_blocks,
@@ -138,6 +143,8 @@ class Analysis:
         try:
             line, at = data[: data.index(b"\n")], data.index(b"\n") + 1
             head = json.loads(line)
+            if head["version"] != VERSION:
+                raise SummaryError(f"an analysis of version {head['version']}, not {VERSION}")
             tensors: dict[str, torch.Tensor] = {}
             for name, (code, *shape) in head["tensors"].items():
                 dtype, count = _DTYPES[code], math.prod(shape)
@@ -150,7 +157,9 @@ class Analysis:
                 )
                 tensors[name] = torch.empty(shape, dtype=dtype) if values is None else values.reshape(shape)
                 at += count * dtype.itemsize
-            found = cls(head["tokens"], head["block"], head["local_blocks"], **tensors)
+            found = cls(head["tokens"], head["block"], head["local_blocks"], **tensors, basis=head["basis"])
+        except SummaryError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise SummaryError(f"not an analysis: {error!r}") from error
         if (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -44,6 +47,14 @@ class Texts:
         return cls(
             [[int(token) for token in row] for row in drawn], torch.zeros(vocabulary, dtype=torch.bool)
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of both, by which a stored analysis shows which tokenizer and texts it was made with."""
+        found = hashlib.blake2b(self.ends.numpy().tobytes(), digest_size=8)
+        for ids in self.unrelated:
+            found.update(b"|" + array("q", ids).tobytes())
+        return found.hexdigest()
 
     def begins(self, ids: Sequence[int]) -> torch.Tensor:
         """Mark where sentences begin, u8 [tokens]: at a document's first token, behind an end, and at every

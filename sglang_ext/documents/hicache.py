@@ -157,8 +157,10 @@ class BackendTier(DiskTier):
 
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
         if self._delete is not None:  # some backends do not overwrite a key's value
-            for i in range(self._values(old.record_bytes)):
-                self._guarded(partial(self._delete, f"{old.key}@{_RECORD}{i}"))
+            names = [f"{old.key}@{_RECORD}{i}" for i in range(self._values(old.record_bytes))]
+            names += [f"{old.key}@{_SUMMARY}{i}" for i in range(self._values(old.summary_bytes))]
+            for name in names:
+                self._guarded(partial(self._delete, name))
         return self._set_values(record.key, _SUMMARY, summary) and self._set_values(record.key, _RECORD, data)
 
     def read_summary(self, record: Record) -> bytes | None:

@@ -167,15 +167,19 @@ class DocumentFiles:
 
     def replace_summary(self, old: Record, record: bytes, summary: bytes, *, fsync: bool) -> bool:
         """Rewrite the document with another record and summary and the same pages, as ``write``."""
-        with (
-            open(self.path(old.namespace, old.key), "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as view,
-            view[old.record_bytes : old.summary_start] as pages,
-        ):
-            if len(pages) < old.summary_start - old.record_bytes:
-                raise PageError("truncated", "the file ends before its last page")
-            return self.write(old.namespace, old.key, [record, pages, summary], fsync=fsync)
+        try:
+            with (
+                open(self.path(old.namespace, old.key), "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+                memoryview(mapped) as view,
+                view[old.record_bytes : old.summary_start] as pages,
+            ):
+                if len(pages) < old.summary_start - old.record_bytes:
+                    raise PageError("truncated", "the file ends before its last page")
+                return self.write(old.namespace, old.key, [record, pages, summary], fsync=fsync)
+        finally:  # announced by `begin`, even where nothing could be opened
+            with self._lock:
+                self._writing.pop((old.namespace, old.key), None)
 
     # writing and removing
 
@@ -212,7 +216,7 @@ class DocumentFiles:
             return True
         finally:
             with self._lock:
-                del self._writing[namespace, key]
+                self._writing.pop((namespace, key), None)
             with suppress(FileNotFoundError):
                 temporary.unlink()
 

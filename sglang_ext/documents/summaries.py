@@ -49,9 +49,9 @@ class Summaries:
             return SummaryTicket.known(None)
         return ticket if tiers.io.read(lambda: self._read(record, ticket)) else SummaryTicket.known(None)
 
-    def put(self, key: str, data: bytes) -> bool:
-        """Keep a summary with a document; False if the document is in no tier. A file on disk without a
-        summary is written anew.
+    def put(self, key: str, data: bytes, *, unusable: bool = False) -> bool:
+        """Keep a summary with a document; False if the document is in no tier. A file on disk is written anew
+        if it has other bytes, or with ``unusable`` whatever it seems to have.
         """
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
@@ -60,10 +60,12 @@ class Summaries:
         if tiers.find_on_disk(key, None) is None:
             return entry is not None
         record = tiers.record(key)
-        if record is None or record.summary_bytes or key in self._replacing:
+        stored = record is not None and _holds(record, data) and not unusable
+        if record is None or (stored and key not in self._replacing):
             return True
-        self._replacing[key] = data
-        if not tiers.io.write(lambda: self._replace(key, data)):
+        running = key in self._replacing
+        self._replacing[key] = data  # what runs takes the newest bytes, or runs again
+        if not running and not tiers.io.write(lambda: self._replace(key)):
             del self._replacing[key]
         return True
 
@@ -74,15 +76,15 @@ class Summaries:
         finally:
             ticket.finished.set()
 
-    def _replace(self, key: str, data: bytes) -> None:
+    def _replace(self, key: str) -> None:
         """An IO job: rewrite the document with its summary, unless it was removed or no longer fits."""
         tiers, disk, reserved = self._tiers, self._tiers.disk, 0
+        data = self._replacing[key]
         try:
             with tiers.lock:
                 old = tiers.record(key) if key in tiers.index.entries else None
                 if (
                     old is None
-                    or old.summary_bytes
                     or not tiers.make_disk_room(old.file_bytes + len(data))
                     or key not in tiers.index.entries  # evicted itself to make room
                 ):
@@ -107,5 +109,12 @@ class Summaries:
         finally:
             with tiers.lock:
                 tiers.index.reserved -= reserved
-                self._replacing.pop(key, None)
+                newer = self._replacing[key] is not data
+                if not newer or not tiers.io.write(lambda: self._replace(key)):
+                    del self._replacing[key]
                 tiers.refresh()
+
+
+def _holds(record: Record, data: bytes) -> bool:
+    crc = page_format.summary_crc(record.key, data)
+    return (record.summary_bytes, record.summary_crc) == (len(data), crc)

@@ -215,9 +215,11 @@ class TierStore:
         tiers.count_moved("to_host", len(blocks) * self.shape.page_bytes)
 
     def put_summary(self, key: str, data: bytes) -> bool:
-        """Keep these bytes with a document and store them with its pages; False where it is in no tier."""
+        """Keep these bytes with a document and store them with its pages, in place of what could not be used;
+        False where it is in no tier.
+        """
         with self._tiers.open(changing=True):
-            return self._summaries.put(key, data)
+            return self._summaries.put(key, data, unusable=True)
 
     def summary(self, key: str) -> SummaryTicket:
         """The bytes kept with a document: at once from host, else read from disk by an IO thread. No page is

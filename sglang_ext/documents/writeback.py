@@ -42,7 +42,7 @@ class WriteBack:
         self, tiers: Tiers, *, queue_bytes: int, late_summary: Callable[[str, bytes], object]
     ) -> None:
         """``late_summary(key, data)`` is called under the lock for a document whose summary arrived while the
-        document was being written without it.
+        document was being written without it or with another.
         """
         self._tiers = tiers
         self._late_summary = late_summary
@@ -185,7 +185,7 @@ class WriteBack:
                     tiers.index.add(write.key, write.namespace, record.file_bytes, record)
                     tiers.make_disk_room(0)  # the budget may have shrunk meanwhile
                     tiers.count_moved("to_disk", record.file_bytes)
-                    if write.entry is not None and write.entry.summary and not summary:
+                    if write.entry is not None and write.entry.summary not in (b"", summary):
                         self._late_summary(write.key, write.entry.summary)
         finally:
             with tiers.lock:

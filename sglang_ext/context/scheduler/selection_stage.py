@@ -210,6 +210,8 @@ class SelectionStage:
             return _MISSING  # the request cuts documents in another way than the server
         if [tuple(head) for head in found.heads.tolist()] != list(heads):
             return _MISSING  # made with other retrieval heads
+        if found.basis != self._analyser.basis:
+            return _MISSING  # made with another tokenizer or other unrelated texts
         self._cache.put(key, found)
         return found
 

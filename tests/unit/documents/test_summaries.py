@@ -88,6 +88,38 @@ def test_a_damaged_summary_is_none_and_the_document_stays(tmp_path: Path) -> Non
         assert store.stat()["faults"] == {"truncated": 1}
 
 
+@pytest.mark.parametrize("config", [{}, {"backend": "sglang-file"}], ids=["files", "backend"])
+def test_the_newest_summary_is_the_one_stored(tmp_path: Path, config: dict[str, Any]) -> None:
+    document = Sample(1, 30)
+    summaries = [SUMMARY, SUMMARY[::-1], SUMMARY[:700], SUMMARY * 2]
+    with opened(tmp_path, **config) as store:
+        store.put(document.meta, document.k, document.v, summaries[0])
+        flushed(store)
+        store.put(document.meta, document.k, document.v, summaries[1])
+        for summary in summaries[2:]:
+            assert store.put_summary(document.key, summary)
+        flushed(store)
+    with opened(tmp_path, **config) as store:
+        assert document.found(store)
+        assert summary_of(store, document.key) == summaries[-1]
+        assert document.load_and_check(store)
+        assert store.verify().ok
+
+
+def test_a_document_whose_summary_cannot_be_written_is_not_taken_for_one_being_written(
+    tmp_path: Path,
+) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        document.put(store)
+        flushed(store)
+        files_of(tmp_path)[0].unlink()  # behind the store's back
+        store.put_summary(document.key, SUMMARY)
+        flushed(store)
+        assert isinstance(store._tiers.disk, FileTier)
+        assert not store._tiers.disk.files.remove("default", document.key), "nothing to remove or cancel"
+
+
 def test_removed_means_the_summary_too(tmp_path: Path) -> None:
     document = Sample(1, 30)
     with opened(tmp_path) as store:

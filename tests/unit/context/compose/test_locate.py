@@ -86,11 +86,13 @@ def test_blocks_that_are_evicted_again_and_again_end_as_misses(tmp_path: Path) -
     with opened(tmp_path) as store:
         on_disk(store, [document])
         context, locator = context_of([document], [[0, 20]]), locator_of(store)
-        for loads in range(1, 100):
+        missing, loads = None, 0
+        while loads < 100:
             missing = locator.resolve(context)
             locator.unlock(context)
             if missing is not None:
                 break
+            loads += 1
             assert store.flush(30)
             store.drop_host()
         assert missing == [0]
