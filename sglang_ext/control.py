@@ -119,7 +119,7 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
     cached = runtime.documents.document_tokens() if keys else {}
     below = [runtime.tiers.where(key, namespace) for key in keys]
     return {
-        "on_device": [cached.get(key) == n for key, n in zip(keys, body["tokens"], strict=True)],
+        "on_device": [cached.get(key, 0) >= n for key, n in zip(keys, body["tokens"], strict=True)],
         "on_host": [on_host for on_host, _ in below],
         "below": [lowest for _, lowest in below],
         **runtime.tiers.room(),

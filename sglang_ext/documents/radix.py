@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_ext.documents.types import whole_pages
+
 _DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -125,20 +127,17 @@ class DocumentRadixCache(RadixCache):
         return found
 
     def document(self, ids: array[int], extra_key: str) -> tuple[list[torch.Tensor], TreeNode] | None:
-        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached. Refreshes
-        its LRU time, as a lookup does.
+        """Slots of a document, int64 in parts, and its last node; None unless all of it is cached, in whole
+        pages (`whole_pages`). Refreshes its LRU time, as a lookup does.
 
         SGLang's own lookup would concatenate the parts on the device and bisect the ids, for each of a
         request's documents. The last node may hold one token more than the document: it was decoded before
         SGLang knew that the document's request had ended."""
         node, at, parts, now = self.root_node, 0, [], time.monotonic()
-        while at < len(ids):
+        n, ids = len(ids), whole_pages(ids, self.page_size)
+        while at < n:
             rest = ids[at:] if at else ids
-            child = (
-                node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size))
-                if len(rest) >= self.page_size
-                else None
-            )
+            child = node.children.get(RadixKey(rest, extra_key=extra_key).child_key(self.page_size))
             if child is None:
                 return None
             count = min(len(child.key), len(rest))
@@ -146,7 +145,7 @@ class DocumentRadixCache(RadixCache):
             if child.key.raw_token_ids()[:count] != rest[:count]:
                 return None
             child.last_access_time = now
-            parts.append(child.value[:count])
+            parts.append(child.value[: min(count, n - at)])
             node, at = child, at + count
         return parts, node
 

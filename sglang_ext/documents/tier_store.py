@@ -94,6 +94,15 @@ class TierStore:
         return self._tiers.metrics
 
     @property
+    def host_limit(self) -> int:
+        """Pages that the host tier may hold."""
+        return self._tiers.host.limit
+
+    def fault(self, reason: str, message: str) -> None:
+        """Count what turned a hit into a miss; logged at most once a minute per reason."""
+        self._tiers.faults(reason, message)
+
+    @property
     def closed(self) -> bool:
         return self._tiers.closed
 

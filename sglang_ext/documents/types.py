@@ -7,6 +7,7 @@ the token ids as well."""
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,3 +158,10 @@ class LoadPart:
     reason: str = ""
     bytes_: int = 0
     counted_by: LoadTicket | None = None
+
+
+def whole_pages(ids: array[int], page_size: int) -> array[int]:
+    """A document's ids with padding up to a whole page, which is all that the tree keeps. No token attends to
+    what is behind it, so the document's KV is the same.
+    """
+    return ids + array("q", bytes(8 * (-len(ids) % page_size)))

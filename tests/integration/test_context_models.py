@@ -61,7 +61,9 @@ def test_documents_equal_concatenated_rotated_caches(
     spans = SPANS[: n_documents + 1]
     ids = IDS[: spans[-1][1]] + IDS[400:]
     want = reference.composed(ids, spans, NEW)
-    assert_same(result(composed(client, ids, spans)), want)
+    answer = composed(client, ids, spans)
+    assert_same(result(answer), want)
+    assert set(report(answer)["by_tier"]) == {"device"}, "whatever their lengths, in pages of 16"
     unmoved = reference.composed(ids, spans, NEW, rotate=False)
     assert unmoved.ids != want.ids, "the test must tell moved keys from others"
     assert_same(result(composed(client, ids, spans, rotate=False)), unmoved)

@@ -55,12 +55,11 @@ class Locator:
         """The locked source of one document; "loading" while it comes from disk; None if no tier has it."""
         if self._is_removed(key):
             return None
-        if not context.below_device:
-            device = self._tree.document(context.ids[span.start : span.end], key)
-            if device is not None:
-                parts, node = device
-                self._tree.inc_lock_ref(node)
-                return DocumentOnDevice(parts[0] if len(parts) == 1 else torch.cat(parts), node)
+        device = self._on_device(context, span, key)
+        if device is not None:
+            parts, node = device
+            self._tree.inc_lock_ref(node)
+            return DocumentOnDevice(parts[0] if len(parts) == 1 else torch.cat(parts), node)
         pages = self._tiers.host_pages(key, context.ids_32[span.start : span.end], context.plan.namespace)
         if pages is None:
             return None
@@ -73,14 +72,38 @@ class Locator:
         if ticket is not None:
             if not ticket.done():
                 return "loading"
-            if not ticket.ok:
+            if not ticket.ok and not (ticket.reason == "no_room" and self._fits_on_host(context)):
                 return None
-        # A block is absent again if it was evicted before the request came to it.
-        context.loads.update((key, block) for block in absent)
-        if any(context.loads[key, block] > _MAX_LOADS for block in absent):
-            return None
+        if ticket is None or ticket.ok:
+            # A block is absent again if it was evicted before the request came to it.
+            context.loads.update((key, block) for block in absent)
+            if any(context.loads[key, block] > _MAX_LOADS for block in absent):
+                return None
         context.tickets[key] = self._tiers.load(key, absent)
         return "loading"
+
+    def _on_device(self, context: ComposedContext, span: Span, key: str) -> Any:
+        if context.below_device:
+            return None
+        return self._tree.document(context.ids[span.start : span.end], key)
+
+    def _fits_on_host(self, context: ComposedContext) -> bool:
+        """Whether the host tier can hold all blocks that the request needs from it. If so, other requests
+        hold the pages that it lacks now, and give them back as soon as they are filled.
+        """
+        wanted = sum(
+            len(context.blocks(number, self._block))
+            for number, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True))
+            if self._on_device(context, span, key) is None
+        )
+        if wanted <= self._tiers.host_limit:
+            return True
+        self._tiers.fault(
+            "no_room",
+            f"a request needs {wanted} pages of documents on the host at once, which holds "
+            f"{self._tiers.host_limit}: raise kv_host_bytes, or keep less of each document",
+        )
+        return False
 
     def unlock(self, context: ComposedContext) -> None:
         """Unlock and forget the sources."""

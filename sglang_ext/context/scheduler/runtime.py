@@ -59,6 +59,8 @@ class ContextRuntime:
         self.composition: Composition | None = None
         self.unsupported: str | None = None
         self._pool = model_runner.token_to_kv_pool
+        # tokens of a prompt that SGLang takes in any case; its limit lies a few tokens higher
+        self._longest = min(model_runner.model_config.context_len, model_runner.max_total_num_tokens) - 16
         self._attention = attention
         self._at_ingestion = analysis.at_ingestion
         try:
@@ -100,6 +102,7 @@ class ContextRuntime:
                 key = document_key(plan.namespace, self.fingerprint, ids)
                 analyse = plan.analyse and self._at_ingestion
                 req.ragserve, req.extra_key = DocumentRequest(key, plan.namespace, ids, analyse), key
+                sglang_req.prefill_whole_pages(req, self.tree.page_size, self._longest)
                 self.documents.document_request(req, plan.namespace)
                 return
             keys = (document_key(plan.namespace, self.fingerprint, ids[s.start : s.end]) for s in plan.spans)

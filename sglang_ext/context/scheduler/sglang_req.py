@@ -13,6 +13,7 @@ import numpy as np
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.documents.types import whole_pages
 
 
 @dataclass(slots=True)
@@ -45,6 +46,15 @@ def compact(req: Any, context: ComposedContext) -> None:
     """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that space."""
     ids = array("q", [0]) * context.slots + context.ids[context.plan.question_start :]
     req.origin_input_ids = req.origin_input_ids_unpadded = ids
+
+
+def prefill_whole_pages(req: Any, page_size: int, longest: int) -> None:
+    """Let a document's request fill its last page, so that SGLang's tree keeps all of the document. One that
+    would then exceed ``longest`` tokens stays as it is, and is found below the device.
+    """
+    ids = whole_pages(req.origin_input_ids, page_size)
+    if len(ids) <= longest:
+        req.origin_input_ids = req.origin_input_ids_unpadded = ids
 
 
 def shrink(req: Any, context: ComposedContext, tree: Any) -> None:

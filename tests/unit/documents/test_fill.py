@@ -50,7 +50,12 @@ def saved(store: TierStore, document: Sample) -> int:
         get_key_buffer=lambda layer: buffers[0][layer],
         get_value_buffer=lambda layer: buffers[1][layer],
     )
-    runner = SimpleNamespace(tp_group=None, token_to_kv_pool=pool)
+    runner = SimpleNamespace(
+        tp_group=None,
+        token_to_kv_pool=pool,
+        model_config=SimpleNamespace(context_len=4096),
+        max_total_num_tokens=4096,
+    )
     runtime = ContextRuntime(
         model_runner=runner,
         tree=SimpleNamespace(token_to_kv_pool_allocator=None),

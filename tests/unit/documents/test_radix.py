@@ -14,6 +14,10 @@ KEY = "d" * 32
 
 @pytest.fixture(params=[1, 4])
 def tree(request: pytest.FixtureRequest) -> Any:
+    return tree_of(request.param)
+
+
+def tree_of(page_size: int) -> Any:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -23,7 +27,7 @@ def tree(request: pytest.FixtureRequest) -> Any:
             disable=False,
             req_to_token_pool=None,
             token_to_kv_pool_allocator=None,
-            page_size=request.param,
+            page_size=page_size,
             enable_kv_cache_events=False,
         )
     )
@@ -74,10 +78,34 @@ def test_with_what_was_decoded_behind_it(tree: Any) -> None:
     assert found(tree, array("q", [*chunked[:8], 1, 2, 3, 4]), "e" * 32) is None
 
 
-def test_with_pages_a_document_needs_whole_ones(tree: Any) -> None:
-    ids = array("q", range(10))
-    insert(tree, ids, torch.arange(10))
-    assert (found(tree, ids) is None) == (tree.page_size > 1)
+@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 64, 65, 250])
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_a_document_of_any_length_is_found_in_pages(page: int, n: int, chunk: int | None) -> None:
+    from sglang_ext.context.scheduler.sglang_req import prefill_whole_pages
+
+    tree, ids, slots = tree_of(page), array("q", range(1000, 1000 + n)), torch.randperm(512)
+    request: Any = SimpleNamespace(origin_input_ids=ids)
+    prefill_whole_pages(request, page, longest=4096)
+    prompt = request.origin_input_ids
+    for end in range(chunk or len(prompt), len(prompt), chunk or 1):
+        insert(tree, prompt, slots, limit=end)
+    insert(tree, array("q", [*prompt, 7]), slots)  # and a token decoded behind it
+    assert found(tree, ids) == slots[:n].tolist()
+    assert tree.tokens_by_key()[KEY] >= n
+    assert found(tree, array("q", [*ids[:-1], 5])) is None
+    assert found(tree, array("q", [*ids, *range(64)])) is None
+
+
+def test_a_document_as_long_as_the_context_is_not_padded() -> None:
+    from sglang_ext.context.scheduler.sglang_req import prefill_whole_pages
+
+    tree, ids = tree_of(16), array("q", range(100))
+    request: Any = SimpleNamespace(origin_input_ids=ids)
+    prefill_whole_pages(request, 16, longest=100)
+    assert request.origin_input_ids == ids
+    insert(tree, ids, torch.arange(100))
+    assert found(tree, ids) is None, "only whole pages are on the device"
 
 
 @pytest.mark.parametrize("kind", ["composed", "private", "ordinary"])

@@ -98,3 +98,44 @@ def test_blocks_that_are_evicted_again_and_again_end_as_misses(tmp_path: Path) -
         assert missing == [0]
         assert 2 < loads < 20
         assert document.found(store), "the next request tries again"
+
+
+def test_a_load_waits_for_pages_that_other_requests_hold(tmp_path: Path) -> None:
+    documents = [Sample(i, 20) for i in range(3)]  # five pages each
+    with opened(tmp_path, host_pages=10) as store:
+        on_disk(store, documents)
+        for other in documents[:2]:
+            store.pin(other.key)
+            assert store.load(other.key).wait(30)
+        context, locator = context_of(documents[2:], [range(20)]), locator_of(store)
+        for _ in range(50):
+            assert locator.resolve(context) is None
+            locator.unlock(context)
+        store.unpin(documents[0].key)
+        assert resolved(locator, context) == []
+        documents[2].assert_pages(store)
+        locator.unlock(context)
+        store.unpin(documents[1].key)
+        assert store.stat()["faults"] == {}
+        store.check_integrity()
+
+
+def test_a_request_for_more_than_the_host_holds_ends_as_misses_and_says_why(tmp_path: Path) -> None:
+    documents = [Sample(i, 20) for i in range(3)]
+    with opened(tmp_path, host_pages=10) as store:
+        on_disk(store, documents)
+        locator, everything = locator_of(store), [range(20)] * 3
+        context = context_of(documents, everything)
+        assert resolved(locator, context)
+        assert store.stat()["faults"]["no_room"]
+        third = documents[2].key
+        tree: Any = SimpleNamespace(
+            document=lambda ids, key: ([torch.arange(20)], "node") if key == third else None,
+            inc_lock_ref=lambda node: None,
+            dec_lock_ref=lambda node: None,
+        )
+        context = context_of(documents, everything)
+        locator = locator_of(store, tree)
+        assert resolved(locator, context) == [], "the third is on the device"
+        locator.unlock(context)
+        store.check_integrity()

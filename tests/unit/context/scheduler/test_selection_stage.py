@@ -28,6 +28,10 @@ BLOCK = 8
 SYSTEM, DOCUMENT = Sample(1, 10), Sample(2, 50)
 
 
+class Step:
+    """A scheduler step's own object."""
+
+
 class Analyser:
     """Draws analyses; ``heads``, ``basis`` as a start of the engine finds them."""
 
@@ -67,7 +71,8 @@ def answered(stage: SelectionStage, store: TierStore) -> None:
     assert partial.needs_analysis
     stage.add(context)
     for _ in range(2):  # the second time the analysis has been read from disk
-        stage.advance(SimpleNamespace())
+        step = Step()
+        stage.advance(step)
         assert store.flush(30)
     assert len(context.selection.recomputed) == 10
 
