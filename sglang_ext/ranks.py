@@ -60,6 +60,14 @@ class Ranks:
         torch.distributed.all_gather_object(values, value, group=self._group.cpu_group)
         return values
 
+    def first(self, value: Any) -> Any:
+        """Return the first rank's picklable ``value`` on every rank. Runs on the host."""
+        if self.alone:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, group=self._group.cpu_group, group_src=0)
+        return box[0]
+
     def min_votes(self, votes: list[int]) -> list[int]:
         """Return the lowest vote of any rank on each of several questions. Runs on the host."""
         if self.alone or not votes:

@@ -21,6 +21,7 @@ from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.question_attention import QuestionRows, attention
 from sglang_ext.context.recompute.recompute_pass import recompute, warm
 from sglang_ext.context.rope import Rotation
+from sglang_ext.ranks import Ranks
 
 
 class Composer:
@@ -32,6 +33,7 @@ class Composer:
         """Compiles kernels and captures graphs; ``block``: tokens of a host page."""
         self._runner = model_runner
         self._device = torch.device(model_runner.device)
+        self._ranks = Ranks(model_runner.tp_group)
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
         self.graphs = capture_graphs(model_runner)
@@ -87,6 +89,7 @@ class Composer:
             pending, attention(self._runner, questions, self.graphs), strict=True
         ):
             chosen = context.partial.recomputed(context.selection.kept, context.in_order, weights)
+            chosen = self._ranks.first(chosen)  # their analyses may differ, as in the selection stage
             context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> QuestionRows:

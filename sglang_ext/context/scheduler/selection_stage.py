@@ -241,7 +241,11 @@ class SelectionStage:
             context.select_ms += (ended - asked) * 1e3
 
     def _settle(self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None) -> None:
-        """Make the selection final; ``queries`` is None where the selector does not use them."""
+        """Make the selection final; ``queries`` is None where the selector does not use them.
+
+        The first rank's counts. Stored analyses of two ranks may come from two computations, and a score that
+        differs in its last bit chooses other tokens, perhaps another number of them.
+        """
         partial, analyses = context.partial, context.in_order
         query = (
             None
@@ -250,4 +254,4 @@ class SelectionStage:
         )
         ids = torch.from_numpy(np.array(context.ids))
         kept = self._selector.select(partial, analyses, query, ids, self._stable)
-        context.decided = partial.settle(analyses, kept)
+        context.decided = self._ranks.first(partial.settle(analyses, kept))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed, multiprocessing
 
 from sglang_ext.analysis import document_analysis
 from sglang_ext.analysis.document_analysis import Analysis, Cut
@@ -49,20 +50,20 @@ class Analyser:
         return replace(made, basis=self.basis, heads=heads)
 
 
-def stage_of(store: TierStore, analyser: Analyser) -> SelectionStage:
+def stage_of(store: TierStore, analyser: Analyser, ranks: Ranks | None = None) -> SelectionStage:
     parts: dict[str, Any] = {
         "locator": SimpleNamespace(resolve=lambda context: [], unlock=lambda context: None),
         "analyser": analyser,
         "query_pass": None,
         "selector": SimpleNamespace(select=lambda *args: None),
         "tiers": store,
-        "ranks": Ranks(),
+        "ranks": ranks or Ranks(),
     }
     return SelectionStage(SimpleNamespace(device="cpu"), memory_bytes=2**20, **parts)
 
 
-def answered(stage: SelectionStage, store: TierStore) -> None:
-    """Take a request that needs the document's analysis through the stage."""
+def answered(stage: SelectionStage, store: TierStore) -> list[int]:
+    """Take a request that needs the document's analysis through the stage; the tokens it recomputes."""
     spans = (Span(0, 10), Span(10, 60))
     plan = ContextPlan("compose", "default", "concat", spans, {"recompute": "sensitivity", "share": 0.2})
     ids = array("q", [*SYSTEM.ids, *DOCUMENT.ids, 7, 8, 9])
@@ -74,7 +75,9 @@ def answered(stage: SelectionStage, store: TierStore) -> None:
         step = Step()
         stage.advance(step)
         assert store.flush(30)
-    assert len(context.selection.recomputed) == 10
+    recomputed: list[int] = context.selection.recomputed.tolist()
+    assert len(recomputed) == 10
+    return recomputed
 
 
 def computed(folder: Path, analyser: Analyser) -> int:
@@ -115,3 +118,38 @@ def test_a_damaged_analysis_is_replaced(tmp_path: Path) -> None:
     path.write_bytes(data)
     assert computed(tmp_path, Analyser()) == 1
     assert computed(tmp_path, Analyser()) == 0
+
+
+class ByRank(Analyser):
+    """Sensitivities that differ between ranks in their last bits, as those of two computations do."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def analyse(self, ids: Sequence[int], cut: Cut) -> Analysis:
+        rising = 1 + torch.arange(len(ids)) * torch.finfo(torch.float32).eps
+        return replace(super().analyse(ids, cut), sensitivity=rising.flip(0) if self._rank else rising)
+
+
+def one_of_two(rank: int, folder: Path) -> None:
+    """A rank's process: write down what it recomputes, alone and together with the other."""
+    store_file = f"file://{folder / 'rendezvous'}"
+    distributed.init_process_group("gloo", init_method=store_file, rank=rank, world_size=2)
+    world = distributed.group.WORLD
+    group = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=world, device_group=world)
+    for name, ranks in (("alone", Ranks()), ("together", Ranks(group))):
+        with opened(None) as store:
+            DOCUMENT.put(store)
+            found = answered(stage_of(store, ByRank(rank), ranks), store)
+        (folder / f"{name}-{rank}").write_text(str(found))
+    distributed.destroy_process_group()
+
+
+def test_ranks_whose_analyses_differ_choose_the_same_tokens(tmp_path: Path) -> None:
+    multiprocessing.spawn(one_of_two, args=(tmp_path,), nprocs=2)
+    alone, together = (
+        [(tmp_path / f"{name}-{rank}").read_text() for rank in range(2)] for name in ("alone", "together")
+    )
+    assert alone[0] != alone[1], "else the test shows nothing"
+    assert together == [alone[0]] * 2
