@@ -137,9 +137,16 @@ class Settings(BaseSettings):
     )
 
     # the document cache
-    kv_host_bytes: int = Field(512 * 2**20, ge=0, description="Host memory for document KV, bytes.")
+    kv_host_bytes: int = Field(
+        512 * 2**20,
+        ge=0,
+        description="Host memory for document KV, bytes; tensor-parallel ranks share it equally.",
+    )
     kv_disk_bytes: int = Field(
-        16 * 2**30, ge=0, description="Disk space for document KV, bytes; 0 turns the disk tier off."
+        16 * 2**30,
+        ge=0,
+        description="Disk space for document KV, bytes; tensor-parallel ranks share it equally. 0 turns the "
+        "disk tier off.",
     )
     kv_storage: str = Field(
         "file",
@@ -157,8 +164,8 @@ class Settings(BaseSettings):
     kv_analysis_bytes: int = Field(
         2**30,
         ge=2**20,
-        description="Memory for document analyses on the model's device, bytes; others are read from the "
-        "tiers.",
+        description="Memory for document analyses on each of the model's devices, bytes; others are read "
+        "from the tiers.",
     )
     kv_block_tokens: Annotated[Literal[0, 8, 16, 32, 64], BeforeValidator(int)] = Field(
         0,

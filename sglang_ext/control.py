@@ -14,6 +14,7 @@ from sglang_ext.state import current
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
+_LOWEST = ("absent", "writing", "host", "disk")  # of a document on several ranks the first of these counts
 
 
 def answer(runtime: Any, body: dict[str, Any]) -> Answer:
@@ -36,12 +37,36 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     failed = [f"rank {rank}: {text}" if rank else text for rank, (_, text) in enumerate(ranks) if text]
     if failed:
         return _failed(failed[0])
-    if len(ranks) > 1 and "bad" in found:
-        found["bad"] = [
-            f"rank {rank}: {bad}" for rank, (theirs, _) in enumerate(ranks) for bad in theirs["bad"]
-        ]
-        found["pages"] = sum(theirs["pages"] for theirs, _ in ranks)
+    if len(ranks) > 1:
+        found = _over_ranks("", [theirs for theirs, _ in ranks])
     return {"success": True, "response": [found], "error": ""}
+
+
+def _over_ranks(name: str, values: list[Any], *, add: bool = False) -> Any:
+    """Put the ranks' figures of one name together.
+
+    Every rank has its heads of every document. So bytes, pages and faults are sums, a document is in a tier
+    if all ranks have it there, and the rest, as numbers of documents, is the first rank's.
+    """
+    first = values[0]
+    if any(isinstance(value, dict) for value in values):
+        names = {key: None for value in values for key in value or ()}  # in order
+        inside = name in ("faults", "moved_bytes")
+        return {
+            key: _over_ranks(key, [value[key] for value in values if key in (value or ())], add=inside)
+            for key in names
+        }
+    if name == "bad":
+        return [f"rank {rank}: {bad}" for rank, own in enumerate(values) for bad in own]
+    if name in ("on_device", "on_host"):
+        return [all(own) for own in zip(*values, strict=True)]
+    if name == "below":
+        return [min(own, key=_LOWEST.index) for own in zip(*values, strict=True)]
+    if name == "scanned":
+        return all(values)
+    if add or name.endswith("bytes") or name in ("pages", "dropped_writes"):
+        return None if first is None else sum(values)
+    return first
 
 
 def _failed(message: str) -> Answer:
@@ -140,9 +165,9 @@ def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
-    runtime.tiers.set_budget(
-        **{name: int(body[name]) for name in ("host_bytes", "disk_bytes") if name in body}
-    )
+    """Set budgets, in bytes over all ranks."""
+    given = [name for name in ("host_bytes", "disk_bytes") if name in body]
+    runtime.tiers.set_budget(**{name: int(body[name]) // runtime.ranks.world for name in given})
     return {}
 
 

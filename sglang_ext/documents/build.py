@@ -57,7 +57,7 @@ def create_cache(context: Any) -> Any:
     disk = (
         DiskConfig(
             Path(folder),
-            int(config.get("disk_bytes", 16 * 2**30)),
+            int(config.get("disk_bytes", 16 * 2**30)) // context.tp_size,
             backend=config.get("backend", "file"),
             extra=config.get("extra"),
         )
@@ -67,7 +67,7 @@ def create_cache(context: Any) -> Any:
     tiers = TierStore(
         shape,
         fingerprint=fingerprint,
-        host_bytes=int(config.get("host_bytes", _DEFAULT_HOST_BYTES)),
+        host_bytes=int(config.get("host_bytes", _DEFAULT_HOST_BYTES)) // context.tp_size,
         disk=disk,
         pin=torch.device(runner.device).type == "cuda",
         rank=context.tp_rank,

@@ -117,6 +117,24 @@ def test_a_document_that_one_process_lost_is_missing_for_all(
     assert client.post("/rag/cache/verify", json={}).json()["bad"] == []
 
 
+def test_budgets_and_figures_are_of_all_processes(
+    parallel_server: Server, client: Any, reference: Reference
+) -> None:
+    assert result(composed(client, IDS, SPANS)).ids
+    settled(client)
+    figures = client.get("/rag/cache").json()
+    assert figures["disk"]["bytes"] == sum(
+        path.stat().st_size for rank in range(RANKS) for path in files(parallel_server, rank)
+    )
+    assert figures["disk"]["documents"] == len(files(parallel_server, 0))
+    assert figures["disk"]["budget_bytes"] == 16 * 2**30
+    assert 511 * 2**20 < figures["host"]["capacity_bytes"] <= 512 * 2**20
+    client.post("/dumper/ragserve", json={"op": "budget", "host_bytes": 2**26, "disk_bytes": 2**30})
+    smaller = client.get("/rag/cache").json()
+    assert (smaller["host"]["budget_bytes"], smaller["disk"]["budget_bytes"]) == (2**26, 2**30)
+    client.post("/dumper/ragserve", json={"op": "budget", "host_bytes": 2**29, "disk_bytes": 2**34})
+
+
 def test_a_failure_of_the_second_process_is_reported(parallel_server: Server, client: Any) -> None:
     """The first process answers an operation; its answer must include the failures of the others."""
     settled(client)
