@@ -51,7 +51,8 @@ class ContextPlan:
 
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
     ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled alone and
-    cached; its option ``analyse`` false leaves the analysis to the first request that needs it."""
+    cached; its option ``analyse`` false leaves the analysis to the first request that needs it, ``lasting``
+    false keeps it off the disk."""
 
     operation: Operation
     namespace: str
@@ -68,6 +69,12 @@ class ContextPlan:
         """Analyse the document as soon as it is prefilled, if the engine analyses at ingestion."""
         analyse: bool = self.options.get("analyse", True)
         return analyse
+
+    @property
+    def lasting(self) -> bool:
+        """Write the document through to disk."""
+        lasting: bool = self.options.get("lasting", True)
+        return lasting
 
     def to_json(self) -> str:
         return json.dumps(
@@ -111,8 +118,9 @@ class ContextPlan:
 
     def _check(self, n_ids: int) -> None:
         if self.operation == "document":
-            if set(self.options) - {"analyse"} or not isinstance(self.analyse, bool):
-                raise PlanError("a document plan has one option, analyse: true or false")
+            flags = isinstance(self.analyse, bool) and isinstance(self.lasting, bool)
+            if set(self.options) - {"analyse", "lasting"} or not flags:
+                raise PlanError("a document plan has two options, analyse and lasting: true or false")
             return
         if not self.spans:
             raise PlanError("nothing to compose: the plan has no spans")

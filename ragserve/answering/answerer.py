@@ -280,9 +280,17 @@ class Answerer:
             spans,
             _own_options(query),
             decode=query.decode,
+            unregistered=_unregistered(query, len(spans)),
         )
         # The protocol's iterators are generators: closing them aborts the request.
         return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+
+
+def _unregistered(query: Query, spans: int) -> range:
+    """Numbers of the spans, the system text first, whose text came with the query."""
+    if query.documents is not None:
+        return range(spans)
+    return range(0 if query.system is None else 1)
 
 
 def _own_options(query: Query) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ragserve.api.openapi import documented
 from ragserve.api.schemas import ChunkList, DocumentList, DocumentView, NamespaceList, NamespaceView
 from ragserve.api.services import Svc
 from ragserve.config import Namespace
+from ragserve.errors import NotFound
 from ragserve_index.filters import parse_filter
 from ragserve_index.types import Document, NamespaceInfo
 
@@ -134,7 +135,13 @@ async def namespace(name: NamespaceName, svc: Svc) -> NamespaceInfo:
     responses=documented(examples.NAMESPACE, (400, 404, 503, 507), description="What was dropped"),
 )
 async def drop(name: NamespaceName, svc: Svc) -> NamespaceInfo:
-    """Delete all its documents, chunks, vectors and KV, at once and for good."""
-    dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
+    """Delete all its documents, chunks, vectors and KV, at once and for good.
+
+    A name that is not indexed is 404, after KV of documents that queries sent under it was dropped."""
+    try:
+        dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
+    except NotFound:
+        await svc.engine.forget(name, None)
+        raise
     await svc.evict()
     return dropped

@@ -119,7 +119,7 @@ class QueryRequest(RetrieveRequest):
         None,
         max_length=MAX_DOCUMENTS,
         description="Context to use instead of retrieval, in order. Nothing is searched, and the namespace "
-        "need not exist.",
+        "need not exist. Their KV is cached in memory under the namespace's name, never on disk.",
     )
 
 

@@ -41,7 +41,9 @@ class GenerateRequest:
         options: Options of the strategy.
         distribution: Return the distribution of the first token. Costs time; for measurements.
         decode: Fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's default, for an
-            engine with sparse decoding."""
+            engine with sparse decoding.
+        unregistered: Numbers of the spans whose texts no index has, such as documents sent with a query.
+            Their KV stays in memory: no removal would ever name it, to erase it from disk."""
 
     rid: str
     input_ids: list[int]
@@ -52,6 +54,7 @@ class GenerateRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     distribution: bool = False
     decode: Mapping[str, Any] = field(default_factory=dict)
+    unregistered: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ Run = Callable[[dict[str, Any], int], AsyncGenerator[GenerateChunk, None]]
 RunTogether = Callable[[Sequence[dict[str, Any]]], Coroutine[Any, Any, None]]
 """Sends several payloads at once and waits until all have ended."""
 
-_Key = tuple[str, bool, tuple[int, ...]]
-"""Key of a running prefill: namespace, analysed or not, token ids. A query never waits for an analysis."""
+_Key = tuple[str, bool, bool, tuple[int, ...]]
+"""Key of a running prefill: namespace, analysed or not, lasting or not, token ids. A query never waits for an
+analysis."""
 
 
 class Documents:
@@ -59,9 +60,15 @@ class Documents:
 
     async def prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
         """Compute documents of a request in one batch and leave them in every tier, with their analyses if
-        ``analyse``."""
+        ``analyse``. Unregistered ones stay in memory."""
+        passing = {request.spans[number] for number in request.unregistered}
         wanted: dict[_Key, Span] = {
-            (request.namespace, analyse, tuple(request.input_ids[span.start : span.end])): span
+            (
+                request.namespace,
+                analyse,
+                span not in passing,
+                tuple(request.input_ids[span.start : span.end]),
+            ): span
             for span in spans
         }
         new = {key: span for key, span in wanted.items() if key not in self._running}
@@ -69,7 +76,10 @@ class Documents:
             name = f"{request.rid}-document"
             task = asyncio.create_task(
                 self._run_together(
-                    [document_payload(request, span, new_rid(name), analyse=analyse) for span in new.values()]
+                    [
+                        document_payload(request, span, new_rid(name), analyse=analyse, lasting=key[2])
+                        for key, span in new.items()
+                    ]
                 )
             )
             self._running |= dict.fromkeys(new, task)

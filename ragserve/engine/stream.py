@@ -84,16 +84,19 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     return fields
 
 
-def document_payload(request: GenerateRequest, span: Span, rid: str, *, analyse: bool) -> dict[str, Any]:
+def document_payload(
+    request: GenerateRequest, span: Span, rid: str, *, analyse: bool, lasting: bool = True
+) -> dict[str, Any]:
     """Build the request that prefills one document of a composed request alone, for the cache.
 
-    ``analyse`` also computes its analysis."""
+    ``analyse`` also computes its analysis, ``lasting`` writes it to disk."""
     ids = request.input_ids[span.start : span.end]
     document = replace(
         request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False
     )
     fields = payload(document, rid)
-    plan = ContextPlan("document", request.namespace, options={"analyse": analyse})
+    options = {"analyse": analyse, "lasting": lasting}
+    plan = ContextPlan("document", request.namespace, options=options)
     fields["sampling_params"]["custom_params"] = {PLAN_FIELD: plan.to_json()}
     return fields
 

@@ -80,9 +80,12 @@ class DocumentFiles:
             self._owner = None
 
     def sweep(self) -> None:
-        """Delete what killed writers and removed namespaces left. Owner only."""
+        """Delete what killed writers and removed namespaces left, and empty folders. Owner only."""
         for name in (".tmp", ".trash"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in self.namespaces():
+            with suppress(OSError):  # it holds documents
+                (self.folder / name).rmdir()
 
     # finding
 
@@ -212,7 +215,8 @@ class DocumentFiles:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(temporary, final)
             if fsync:
-                _fsync_folder(final.parent)
+                with suppress(FileNotFoundError):  # removed again, with its folder
+                    _fsync_folder(final.parent)
             return True
         finally:
             with self._lock:
@@ -221,15 +225,20 @@ class DocumentFiles:
                 temporary.unlink()
 
     def remove(self, namespace: str, key: str) -> bool:
-        """Remove a document, cancelling a write in progress; True if there was one."""
+        """Remove a document, cancelling a write in progress; True if there was one. A namespace's folder goes
+        with its last document: clients choose their names.
+        """
         with self._lock:
             was_writing = self._writing.get((namespace, key)) is False  # True: removed before
             if was_writing:
                 self._writing[namespace, key] = True
+            path = self.path(namespace, key)
             try:
-                self.path(namespace, key).unlink()
+                path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return was_writing
+            with suppress(OSError):  # it holds others
+                path.parent.rmdir()
             return True
 
     def remove_namespace(self, namespace: str) -> list[str]:

@@ -170,20 +170,22 @@ class TierStore:
         summary: bytes = b"",
         *,
         slots: torch.Tensor | None = None,
+        to_disk: bool = True,
     ) -> None:
         """Store a document's KV, per layer [n, kv_heads, head_dim], K rotated for positions 0..n-1 of the
         document alone. With ``slots``, int64 [n], these rows of larger buffers.
 
         Copies it into host pages now (from CUDA: enqueued on the current stream, and waited for where the
         pages are read) and queues it to disk. Without room on host it goes to disk only; without room in the
-        queue either it is not kept. A document that is present only gets what it lacks. ``summary`` is stored
-        with it (see ``put_summary``). Raises ValueError for KV of another shape, dtype or model."""
+        queue either it is not kept. With ``to_disk`` False it stays off the disk, unless it is there or is
+        put again without. A document that is present only gets what it lacks. ``summary`` is stored with it
+        (see ``put_summary``). Raises ValueError for KV of another shape, dtype or model."""
         kv = DocumentKv.of(k, v, slots)
         kv.check(self.shape, meta.n_tokens)
         self._check(meta)
         token_ids = token_array(meta.token_ids)
         with self._tiers.open(changing=True) as tiers:
-            host = tiers.host
+            host, to_disk = tiers.host, to_disk and self._disk_config is not None
             entry = host.revive(meta.key) or host.add(meta.key, meta.namespace, token_ids)
             if (entry.namespace, entry.token_ids) != (meta.namespace, token_ids):
                 host.settle(entry)
@@ -195,13 +197,13 @@ class TierStore:
             pages = host.allocate(len(missing), keep=entry) if missing else []
             if pages is None:
                 host.settle(entry)
-                if self._disk_config is not None:
+                if to_disk:
                     self._writes.offer_aside(meta, token_ids, kv, summary)
             else:
                 entry.summary = summary or entry.summary
                 self._fill(entry, missing, pages, kv)
                 host.entries.move_to_end(meta.key)
-                if self._disk_config is not None:
+                if to_disk:
                     # on disk since before a restart: need not be written again
                     tiers.find_on_disk(meta.key, meta.namespace)
                     self._writes.offer(entry)

@@ -47,3 +47,13 @@ def test_a_document_is_where_all_ranks_have_it() -> None:
         assert (found["budget_bytes"], found["page_bytes"], found["block"]) == (200, 16, 16)
         assert found["faults"] == {"io": 4, "crc": 2}
     assert asked({**ours, "budget_bytes": None}, {**ours, "budget_bytes": None})["budget_bytes"] is None
+
+
+def test_a_budget_is_shared_by_the_ranks() -> None:
+    given: dict[str, int] = {}
+    runtime = SimpleNamespace(
+        tiers=SimpleNamespace(set_budget=given.update),
+        ranks=SimpleNamespace(gather=lambda mine: [mine] * 4, world=4),
+    )
+    assert answer(runtime, {"op": "budget", "host_bytes": 4096})["success"]
+    assert given == {"host_bytes": 1024}

@@ -101,7 +101,8 @@ class ContextRuntime:
             if plan.operation == "document":
                 key = document_key(plan.namespace, self.fingerprint, ids)
                 analyse = plan.analyse and self._at_ingestion
-                req.ragserve, req.extra_key = DocumentRequest(key, plan.namespace, ids, analyse), key
+                req.ragserve = DocumentRequest(key, plan.namespace, ids, analyse, plan.lasting)
+                req.extra_key = key
                 sglang_req.prefill_whole_pages(req, self.tree.page_size, self._longest)
                 self.documents.document_request(req, plan.namespace)
                 return
@@ -144,7 +145,7 @@ class ContextRuntime:
             document.key, document.namespace, document.ids, len(document.ids), self.fingerprint
         )
         analysis = b"" if document.analysis is None else document.analysis.encode()
-        self.tiers.put(meta, k, v, analysis, slots=slots)
+        self.tiers.put(meta, k, v, analysis, slots=slots, to_disk=document.lasting)
 
     def on_finished(self) -> None:
         """A request has ended and its slots are free or in the tree."""

@@ -18,12 +18,15 @@ from sglang_ext.documents.types import whole_pages
 
 @dataclass(slots=True)
 class DocumentRequest:
-    """A request whose KV becomes a document's. ``analyse``: compute the document's analysis as well."""
+    """A request whose KV becomes a document's. ``analyse``: compute the document's analysis as well.
+    ``lasting``: write it to disk.
+    """
 
     key: str
     namespace: str
     ids: array[int]
     analyse: bool
+    lasting: bool = True
     analysis: Analysis | None = None
 
 

@@ -273,6 +273,15 @@ def test_namespaces_are_shown_and_dropped(client: httpx.Client, live: Live) -> N
     assert client.get("/rag/documents", params={"namespace": "drop-me"}).status_code == 404
 
 
+def test_dropping_a_namespace_without_documents_forgets_what_queries_sent(
+    client: httpx.Client, live: Live
+) -> None:
+    live.engine.forgotten.clear()
+    answer = client.delete("/rag/namespaces/only-queries")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "namespace_not_found")
+    assert live.engine.forgotten == [("only-queries", None)]
+
+
 def test_info_says_what_is_serving(client: httpx.Client, live: Live, docs: str) -> None:
     info = client.get("/info").json()
     assert info["engine"]["kind"] == "local"

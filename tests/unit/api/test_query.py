@@ -110,6 +110,16 @@ def test_the_prompt_holds_the_passages_in_order_and_the_history(
     assert request.namespace == "docs"
 
 
+def test_the_engine_is_told_which_texts_no_index_has(client: httpx.Client, live: Live, docs: str) -> None:
+    """So that it does not write their KV to disk, where no removal would find it."""
+    ask(client, k=2)
+    assert list(live.engine.requests[-1].unregistered) == []
+    ask(client, k=2, system="Answer in French.")
+    assert list(live.engine.requests[-1].unregistered) == [0]
+    ask(client, documents=[{"text": "Given."}, {"text": "Another."}])
+    assert list(live.engine.requests[-1].unregistered) == [0, 1, 2]
+
+
 def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live, docs: str) -> None:
     ask(client, max_new_tokens=7, temperature=0.5, top_p=0.9, seed=3, stop=["\n"], strategy="full")
     request = live.engine.requests[-1]

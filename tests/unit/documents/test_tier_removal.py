@@ -96,6 +96,37 @@ def test_namespaces_never_see_each_other(tmp_path: Path) -> None:
         assert files_of(tmp_path) == []
 
 
+def test_a_document_that_must_not_last_never_reaches_the_disk(tmp_path: Path) -> None:
+    document, large = Sample(1, 16), Sample(2, 200, namespace="mine")
+    with opened(tmp_path, host_pages=20) as store:
+        for each in (document, large):
+            store.put(each.meta, each.k, each.v, to_disk=False)
+        flushed(store)
+        assert files_of(tmp_path) == []
+        assert store.where(document.key, "default") == (True, "host")
+        assert large.found(store) is None, "it has no room on host"
+        store.put(document.meta, document.k, document.v)  # the same text is indexed later
+        flushed(store)
+        assert [path.stem for path in files_of(tmp_path)] == [document.key]
+        store.put(document.meta, document.k, document.v, to_disk=False)
+        assert document.load_and_check(store)
+
+
+def test_an_empty_folder_does_not_keep_its_namespaces_name(tmp_path: Path) -> None:
+    kept, gone = Sample(1, 16), [Sample(i, 16, namespace=f"client-{i}") for i in range(3)]
+    with opened(tmp_path, disk_bytes=2 * FILE_4) as store:
+        for document in (*gone, kept):
+            document.put(store)
+            flushed(store)
+        store.remove(gone[2].key)
+        names = [path.name for path in (tmp_path / "rank-0-of-1").iterdir() if path.name[0] != "."]
+        assert names == ["default"], "two were evicted, one removed"
+    (tmp_path / "rank-0-of-1" / "left-by-an-earlier-version").mkdir()
+    with opened(tmp_path) as store:
+        assert kept.found(store)
+        assert not (tmp_path / "rank-0-of-1" / "left-by-an-earlier-version").exists()
+
+
 def test_clear_empties_both_tiers(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         for i in range(5):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
 from ragserve.errors import EngineError
-from sglang_ext.protocol import PLAN_FIELD, Span
+from sglang_ext.protocol import PLAN_FIELD, ContextPlan, Span
 
 
 class Engine:
@@ -115,6 +116,30 @@ def test_queries_share_prefills_but_wait_for_no_analysis() -> None:
         await warming
         assert engine.prefilled == [[[1], [2]], [[1], [2]], [[3]], [[2]]]
         assert engine.analysed == [True, True, False, False, False, False]
+
+    asyncio.run(work())
+
+
+def test_texts_that_came_with_the_query_are_not_kept_on_disk() -> None:
+    async def work() -> None:
+        engine = Engine()
+        asked = replace(request([1], [2], [3]), unregistered=(1,))
+        await answer(engine, asked)
+        plans = [
+            ContextPlan.from_json(message["sampling_params"]["custom_params"][PLAN_FIELD], 1)
+            for message in engine.messages[0]
+        ]
+        assert [plan.lasting for plan in plans] == [True, False, True]
+        engine.hold.clear()
+        passing = asyncio.create_task(answer(engine, replace(request([4]), unregistered=(0,))))
+        await asyncio.sleep(0.01)
+        lasting = asyncio.create_task(answer(engine, request([4])))
+        await asyncio.sleep(0.01)
+        engine.hold.set()
+        await asyncio.gather(passing, lasting)
+        assert engine.prefilled[1:] == [[[4]], [[4]]], (
+            "an indexed document does not wait for one that must not last"
+        )
 
     asyncio.run(work())
 
