@@ -178,7 +178,24 @@ class Settings(BaseSettings):
     port: int = Field(
         30000, ge=0, le=65535, description="TCP port. The default is SGLang's, so its clients find ragserve."
     )
-    api_key: SecretStr | None = Field(None, description="Bearer token, required by every route but /health.")
+    api_key: SecretStr | None = Field(
+        None, description="Bearer token, required by every route but /health and /docs."
+    )
+    allowed_hosts: str = Field(
+        "",
+        description="Host names, separated by commas, under which clients may address a server without an "
+        "API key, besides localhost, 127.0.0.1 and ::1.",
+    )
+    cors_origins: str = Field(
+        "",
+        description="Web origins (https://app.example.com), separated by commas, whose pages may call this "
+        "server from a browser.",
+    )
+    control_routes: bool = Field(
+        False,
+        description="Serve SGLang's routes that control the engine, too (/flush_cache, /pause_generation, "
+        "/update_weights_from_disk and others). Whoever may call the server may then stop it.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Log level of the server and the engine."
     )
@@ -211,6 +228,9 @@ class Settings(BaseSettings):
     max_upload_files: int = Field(100, ge=1, description="Most files in one /rag/ingest request.")
     max_concurrent_queries: int = Field(
         256, ge=1, description="Most queries in flight; further ones get 429 at once."
+    )
+    body_timeout_s: float = Field(
+        60, gt=0, description="Seconds without a byte of a request's body after which it is given up (408)."
     )
 
     # ingestion and index

@@ -2,9 +2,12 @@
 
     RagserveError (500)
     ├── InvalidRequest (400)         malformed request, or a value out of range
-    │   └── PromptTooLong (400)      question (and history) leave no room in the model's context
+    │   ├── PromptTooLong (400)      question (and history) leave no room in the model's context
+    │   └── DocumentsTooLong (400)   documents do not fit into it
     ├── Unauthorized (401)           missing or wrong API key
+    ├── Forbidden (403)              a web page of another origin, or a route that is off
     ├── NotFound (404)               namespace, document or job
+    ├── RequestTimeout (408)         a body that stopped coming
     ├── Conflict (409)               e.g. a namespace embedded with another model
     ├── TooLarge (413)               a body or file over its limit
     ├── UnsupportedDocument (415)    no parser, encrypted, corrupt or empty
@@ -23,11 +26,14 @@ from typing import Any, ClassVar
 
 __all__ = [
     "Conflict",
+    "DocumentsTooLong",
     "EngineError",
+    "Forbidden",
     "InvalidRequest",
     "NotFound",
     "PromptTooLong",
     "RagserveError",
+    "RequestTimeout",
     "StorageFull",
     "TooLarge",
     "TooManyRequests",
@@ -81,10 +87,19 @@ class InvalidRequest(RagserveError, status=400, code="invalid_request"): ...
 class PromptTooLong(InvalidRequest, code="prompt_too_long"): ...
 
 
+class DocumentsTooLong(InvalidRequest, code="documents_too_long"): ...
+
+
 class Unauthorized(RagserveError, status=401, code="invalid_api_key"): ...
 
 
+class Forbidden(RagserveError, status=403, code="forbidden"): ...
+
+
 class NotFound(RagserveError, status=404, code="not_found"): ...
+
+
+class RequestTimeout(RagserveError, status=408, code="request_timeout"): ...
 
 
 class Conflict(RagserveError, status=409, code="conflict"): ...

@@ -9,9 +9,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from ragserve.api import cache, documents, errors, ingest, openai, openapi, query, retrieve, system
+from ragserve.api import cache, docs_page, documents, errors, ingest, openai, openapi, query, retrieve, system
+from ragserve.api.browsers import RefuseForeignPages, names
 from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts
@@ -58,31 +60,42 @@ def create_app(
         description=openapi.DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
-        swagger_ui_oauth2_redirect_url=None,
+        docs_url=None,  # `docs_page` is ours
+        redoc_url=None,
     )
-    app.state.upstream = Upstream(upstream)
+    app.state.upstream = Upstream(upstream, control_routes=settings.control_routes)
     app.state.services = None
-    for module in (query, retrieve, ingest, documents, cache, openai, system):
+    for module in (query, retrieve, ingest, documents, cache, openai, system, docs_page):
         app.include_router(module.router)
     if serve_metrics:
         app.include_router(system.metrics_router)
     app.router.default = app.state.upstream
     # The last middleware added is the outermost.
-    app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings))
-    if settings.api_key is not None:
+    app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings), timeout_s=settings.body_timeout_s)
+    origins = names(settings.cors_origins)
+    if settings.api_key is not None:  # which pages cannot know
         app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
+    else:
+        app.add_middleware(RefuseForeignPages, hosts=names(settings.allowed_hosts), origins=origins)
     app.add_middleware(RequestContext)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", "Location"],
+        )
     errors.install(app)
     openapi.install(app, [IngestTexts, ChatRequest, ChatChunk, *query.EVENTS.values()])
     return app
 
 
-def _body_limit(settings: Settings, path: str, headers: Headers) -> int | None:
+def _body_limit(settings: Settings, path: str, headers: Headers) -> int:
     if path == "/rag/ingest" and headers.get("content-type", "").startswith("multipart/form-data"):
         return settings.max_upload_bytes * settings.max_upload_files
     if path.startswith("/rag/"):
         return settings.max_body_bytes
-    if path == "/v1/chat/completions":
-        # May carry images to SGLang's models; ours get max_body_bytes once the model is known.
-        return max(settings.max_upload_bytes, settings.max_body_bytes)
-    return None  # SGLang's own routes are not limited
+    # May carry images or audio to SGLang's models. Chats with namespaces get max_body_bytes once the model is
+    # known.
+    return max(settings.max_upload_bytes, settings.max_body_bytes)

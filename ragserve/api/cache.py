@@ -68,7 +68,7 @@ async def verify(svc: Svc) -> dict[str, Any]:
     response_model=JobView,
     responses=documented(
         examples.JOB_WARM,
-        (400, 404, 503, 507),
+        (400, 404, 413, 415, 503, 507),
         success=202,
         description="Accepted; `Location` is the job to watch",
     ),
@@ -91,7 +91,7 @@ async def warm(
 @router.post(
     "/evict",
     summary="Drop documents from upper tiers",
-    responses=documented({}, (400, 502, 503), description="Dropped"),
+    responses=documented({}, (400, 413, 415, 502, 503), description="Dropped"),
 )
 async def evict(
     body: Annotated[EvictRequest, Body(openapi_examples=examples.EVICT_REQUESTS)], svc: Svc

@@ -4,6 +4,7 @@ Plain ASGI, to keep streams."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import uuid
@@ -15,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragserve.api import errors
 from ragserve.api.body import drain
-from ragserve.errors import RagserveError, TooLarge, Unauthorized
+from ragserve.errors import RagserveError, RequestTimeout, TooLarge, Unauthorized
 from ragserve.metrics import metrics
 
+_OPEN = ("/health", "/docs")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -63,14 +65,14 @@ class RequestContext:
 
 
 class RequireKey:
-    """Answers 401 to requests without the API key, except on /health."""
+    """Answers 401 to requests without the API key, except on /health and on /docs, which asks for it."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._admits(scope):
+        if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._admits(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "wrong or missing API key"})
@@ -90,39 +92,67 @@ class RequireKey:
 
 class LimitBody:
     """Answers 413 to bodies over ``limit_for(path, headers)`` bytes: at once if the client gives a length,
-    else when it has sent too much."""
+    else when it has sent too much. Answers 408 where no byte comes for ``timeout_s`` seconds."""
 
-    def __init__(self, app: ASGIApp, limit_for: Callable[[str, Headers], int | None]) -> None:
+    def __init__(
+        self, app: ASGIApp, limit_for: Callable[[str, Headers], int], timeout_s: float = 60.0
+    ) -> None:
         self._app = app
         self._limit_for = limit_for
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._limit_for(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
-        if limit is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = TooLarge(
+        limit = self._limit_for(scope["path"], Headers(scope=scope))
+        too_large = TooLarge(
             f"The request's body is over {limit:,} bytes.",
             hint="Send less at a time, or raise max_body_bytes or max_upload_bytes.",
         )
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:
-            await _refuse(refusal, scope, receive, send)
+            await _refuse(too_large, scope, receive, send)
             return
-        received = 0
+        received, complete, started = 0, False, False
+        refusal: RagserveError | None = None
 
         async def receive_within_limit() -> Message:
-            nonlocal received
-            message = await receive()
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > limit:
-                    if message.get("more_body"):
-                        await drain(receive)
-                    raise refusal
+            nonlocal received, complete, refusal
+            if complete:  # what follows is the disconnect, which may take hours
+                return await receive()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                refusal = RequestTimeout(
+                    f"No byte of the request's body came for {self._timeout_s:g} s.", hint="Send it again."
+                )
+                raise refusal from None
+            complete = message["type"] != "http.request" or not message.get("more_body")
+            received += len(message.get("body", b""))
+            if received > limit:
+                if not complete:
+                    await drain(receive)
+                refusal = too_large
+                raise refusal
             return message
 
-        await self._app(scope, receive_within_limit, send)
+        async def send_unless_refused(message: Message) -> None:
+            nonlocal started
+            if (
+                refusal is None or started
+            ):  # SGLang answers a body that cannot be read with an error of its own
+                started = True
+                await send(message)
+
+        try:
+            await self._app(scope, receive_within_limit, send_unless_refused)
+        except Exception:
+            if refusal is None or started:
+                raise
+        if refusal is not None and not started:
+            raise refusal
 
 
 async def _refuse(error: RagserveError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,6 +16,7 @@ from ragserve.api.schemas import ErrorBody
 
 # FastAPI drops every null of the document, examples included: this stands in for null until it has.
 _NULL = "\ue000null\ue001"
+ALWAYS = (401, 403, 500)
 _REF = "#/components/schemas/{model}"
 _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
     (
@@ -24,8 +25,16 @@ _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
     ),
     ("The API key is missing or wrong", errors.Unauthorized("The API key is wrong.")),
     (
+        "A web page of another origin, or another host name (only without an API key)",
+        errors.Forbidden("Pages of 'https://example.com' may not call this server."),
+    ),
+    (
         "There is no such namespace, document or job",
         errors.NotFound("There is no namespace 'nowhere'.", code="namespace_not_found"),
+    ),
+    (
+        "The request's body stopped coming",
+        errors.RequestTimeout("No byte of the request's body came for 60 s."),
     ),
     (
         "The request does not fit what is stored",
@@ -58,9 +67,9 @@ def documented(
     """``responses`` of a route.
 
     Args:
-        example: body of a success. statuses: the route's errors, besides 401 and 500, which
-        every route has. sse: an example of the stream, and the model of each event's data by event name (""
-        for unnamed events)."""
+        example: body of a success. statuses: the route's errors, besides `ALWAYS`, which every route has,
+        and 408, which every route with a body has. sse: an example of the stream, and the model of each
+        event's data by event name ("" for unnamed events)."""
     content: dict[str, Any] = {"application/json": {"example": _swap(example, None, _NULL)}}
     if sse is not None:
         stream, events = sse
@@ -81,7 +90,7 @@ def failures(statuses: Sequence[int] = ()) -> dict[int | str, dict[str, Any]]:
             "content": {"application/json": {"example": _swap(error.body("4f1c9a"), None, _NULL)}},
         }
         for meaning, error in _ERRORS
-        if error.status in (*statuses, 401, 500)
+        if error.status in (*statuses, *ALWAYS) or (error.status == 408 and 413 in statuses)
     }
 
 
@@ -144,9 +153,9 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
 
 DESCRIPTION = """Answers questions over your documents with SGLang.
 
-If the server has an API key, every route but `/health` requires it. Every answer carries `X-Request-Id`; an
-id that you send is kept. SGLang's own routes (`/generate`, `/v1/completions`, `/metrics`, ...) are served on
-the same address and documented by SGLang."""
+If the server has an API key, every route but `/health` and `/docs` requires it; without one, web pages of
+other origins are refused. Every answer carries `X-Request-Id`; an id that you send is kept. SGLang's own
+routes (`/generate`, `/tokenize`, `/metrics`, ...) are served on the same address and documented by SGLang."""
 
 _TAGS = [
     {"name": "query", "description": "Ask a question, or search only."},

@@ -82,6 +82,7 @@ class Engine:
         flags = {"max_total_tokens": SLOTS, "kv_host_bytes": HOST_PAGES * PAGE, "kv_disk_bytes": 2**30}
         flags["engine_args"] = '{"chunked_prefill_size": 64}'
         strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+        flags["control_routes"] = True  # for /dumper
         env = {"DUMPER_SERVER_PORT": "reuse", **strict}
         self.server = self._stack.enter_context(
             self._start(data_dir=self.folder, model=self.model, env=env, **flags)

@@ -211,7 +211,7 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/models", models),
-            Route("/boom", fails),
+            Route("/ping", fails),
             WebSocketRoute("/v1/realtime", socket),
             Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"]),
         ]

@@ -5,6 +5,7 @@ missing.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,7 +36,6 @@ ROUTES = [
     ("GET", "/metrics"),
     ("GET", "/info"),
     ("GET", "/ready"),
-    ("GET", "/docs"),
     ("GET", "/openapi.json"),
     ("GET", "/health/"),
     ("GET", "/health_generate"),
@@ -77,6 +77,27 @@ def test_nothing_without_the_key(locked: Live, method: str, path: str) -> None:
             assert error["request_id"] == response.headers["x-request-id"]
             assert KEY not in response.text
     assert locked.seen_upstream == []
+
+
+def test_the_page_of_the_routes_opens_without_the_key_and_asks_for_it(locked: Live) -> None:
+    """A browser cannot send the key with its first request. The page itself says nothing about the server."""
+    with locked.client() as client:
+        page = client.get("/docs")
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert "API key" in page.text
+        assert client.get("/openapi.json").status_code == 401
+        assert client.get("/docs/").status_code == 401
+
+
+def test_the_page_of_the_routes_loads_nothing_from_elsewhere(locked: Live) -> None:
+    with locked.client() as client:
+        page = client.get("/docs")
+    assert not re.findall(r"""(?:https?:)?//[\w.-]+\.\w|\bsrc=|\bimport\b|<link""", page.text)
+    policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["script-src"] == "'unsafe-inline'"
 
 
 def test_health_is_open(locked: Live) -> None:
@@ -144,7 +165,9 @@ def test_before_its_start_the_app_says_so(tmp_path: Path, model_path: Path) -> N
     app = create_app(Settings(data_dir=tmp_path), ScriptedEngine(model_path), upstream=upstream_app([]))
 
     async def run() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+        ) as client:
             ready = await client.get("/ready")
             assert (ready.status_code, ready.json()["missing"]) == (
                 503,

@@ -26,7 +26,7 @@ def raw_request(live: Live, path: str, body: dict[str, object]) -> Iterator[sock
     data = json.dumps(body).encode()
     lines = (
         f"POST {path} HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(data)}",
     )

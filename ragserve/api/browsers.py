@@ -1,0 +1,73 @@
+"""Keep web pages out of a server without an API key.
+
+A page that its user opens runs on the user's machine and reaches loopback. Its requests carry its Origin; by
+DNS rebinding it has the same origin as the server, and then the Host is a name of the page's choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ragserve.errors import Forbidden
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def names(listed: str) -> list[str]:
+    """The entries of a setting that is a list separated by commas."""
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+class RefuseForeignPages:
+    """Answers 403 to another Host than ``hosts`` and loopback's names, and to an Origin that is neither the
+    server's own nor one of ``origins``."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        self._app = app
+        self._hosts = {host.lower() for host in (*_LOOPBACK, *hosts)}
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = self._reason(Headers(scope=scope)) if scope["type"] in ("http", "websocket") else None
+        if reason is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "another web page"})
+        else:
+            raise reason
+
+    def _reason(self, headers: Headers) -> Forbidden | None:
+        host = headers.get("host", "").lower()
+        if host and _host_name(f"//{host}") not in self._hosts:
+            return Forbidden(
+                f"This server is not known as {host[:128]!r}.",
+                hint="Use localhost, name the host with --allowed-hosts, or set an API key.",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is None or origin.lower() in self._origins or _authority(origin) == host:
+            return None
+        return Forbidden(
+            f"Pages of {origin[:128]!r} may not call this server.",
+            hint="Name the origin with --cors-origins.",
+            code="origin_not_allowed",
+        )
+
+
+def _host_name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _authority(origin: str) -> str | None:
+    """``host:port`` of an origin, as a Host header has it; None for ``null`` and for what is no origin."""
+    try:
+        parts = urlsplit(origin.lower())
+    except ValueError:
+        return None
+    return parts.netloc or None
