@@ -30,6 +30,7 @@ from ragserve.engine.base import Sampling
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
 
 PREFIX = "ragserve/"
+SGLANG_DEFAULT = "default"  # what SGLang's own clients say for "the model that is there"
 _NAMESPACE = TypeAdapter(Namespace)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _DONE = b"data: [DONE]\n\n"
@@ -65,12 +66,11 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     Citations are `annotations` of the message and, in full, the top-level `citations`; when streaming, both
     come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang
     unchanged."""
-    upstream: Upstream = request.app.state.upstream
     raw = await request.body()
     data = await parse_json(raw)
-    model = data.get("model") if isinstance(data, dict) else None
-    if not isinstance(model, str) or not model.startswith(PREFIX):
-        return upstream.replay(raw)
+    model = _model_of(data)
+    if model is None or not model.startswith(PREFIX):
+        return await _replayed(request, model, raw)
     svc = await services(request)
     limit = svc.settings.max_body_bytes
     if len(raw) > limit:
@@ -88,6 +88,42 @@ async def chat(request: Request, request_id: RequestId) -> Response:
         raise _no_model(body.model) from error
     chunks = _Chunks(body, request_id)
     return EventStream(request_id, first, pump, encode=chunks.encode, encode_error=chunks.error, end=_DONE)
+
+
+async def without_retrieval(request: Request) -> Response:
+    """Pass a request for one of SGLang's models on; refuse one for a namespace, which answers chats only."""
+    raw = await request.body()
+    model = _model_of(await parse_json(raw))
+    if model is not None and model.startswith(PREFIX):
+        raise InvalidRequest(
+            f"Model {model[:128]!r} answers from documents, which this route cannot do.",
+            hint="Use POST /v1/chat/completions or POST /rag/query.",
+            code="unsupported_model",
+            param="model",
+        )
+    return await _replayed(request, model, raw)
+
+
+for _path in ("completions", "responses", "embeddings", "classify", "score", "rerank"):
+    router.add_api_route(f"/v1/{_path}", without_retrieval, methods=["POST"], include_in_schema=False)
+
+
+def _model_of(data: Any) -> str | None:
+    """The model of a request; None if it names none. Raises InvalidRequest if it is no text."""
+    if not isinstance(data, dict):
+        raise InvalidRequest("The body must be a JSON object.", hint="See /docs for its fields.")
+    model = data.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequest("model: Input should be a valid string.", param="model")
+    return model
+
+
+async def _replayed(request: Request, model: str | None, raw: bytes) -> Response:
+    """Let SGLang answer. Raises NotFound for a model that it does not serve: it would answer with its own."""
+    upstream: Upstream = request.app.state.upstream
+    if model not in (None, SGLANG_DEFAULT) and not await upstream.knows(str(model)):
+        raise _no_model(str(model))
+    return upstream.replay(raw)
 
 
 @router.get(

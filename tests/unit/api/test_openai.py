@@ -184,7 +184,10 @@ def test_a_body_too_large_for_ours_may_be_sglangs(client: httpx.Client, live: Li
     assert json.loads(live.seen_upstream[-1]["body"]) == body
 
 
-@pytest.mark.parametrize("body", [{"model": "tiny", "tools": [1]}, {"messages": []}, {"model": 7}, []])
+@pytest.mark.parametrize(
+    "body",
+    [{"model": "tiny", "tools": [1]}, {"model": "tiny:adapter"}, {"model": "default"}, {"messages": []}],
+)
 def test_other_models_are_sglangs(client: httpx.Client, live: Live, body: Any) -> None:
     raw = json.dumps(body, indent=3).encode()
     response = client.post(
@@ -198,7 +201,7 @@ def test_other_models_are_sglangs(client: httpx.Client, live: Live, body: Any) -
 
 
 @pytest.mark.parametrize(
-    "path", ["/generate", "/v1/completions", "/health", "/rag", "/rag/query/", "/anything/else"]
+    "path", ["/generate", "/v1/audio/transcriptions", "/health", "/v1/responses/x/cancel", "/encode"]
 )
 def test_what_no_route_of_ours_claims_is_sglangs(client: httpx.Client, live: Live, path: str) -> None:
     assert client.post(path, content=b"abc").json() == {"upstream": path, "size": 3}
@@ -211,8 +214,82 @@ def test_what_no_route_of_ours_claims_is_sglangs(client: httpx.Client, live: Liv
     }
 
 
+OPENAI_ROUTES = ("chat/completions", "completions", "responses", "embeddings", "classify", "score", "rerank")
+
+
+@pytest.mark.parametrize("route", OPENAI_ROUTES)
+def test_an_unknown_model_is_not_answered_by_another(client: httpx.Client, live: Live, route: str) -> None:
+    body = {"model": "gpt-4o", "messages": MESSAGES, "prompt": "x", "input": "x"}
+    response = client.post(f"/v1/{route}", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert error["type"] == "invalid_request_error"
+    assert live.seen_upstream == []
+
+
+@pytest.mark.parametrize("route", OPENAI_ROUTES[1:])
+def test_routes_without_retrieval_refuse_the_models_of_namespaces(
+    client: httpx.Client, live: Live, docs: str, route: str
+) -> None:
+    response = client.post(f"/v1/{route}", json={"model": "ragserve/docs", "prompt": "Who?", "input": "Who?"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_model", "model")
+    assert "/v1/chat/completions" in error["hint"]
+    assert live.seen_upstream == []
+    raw = json.dumps({"model": "tiny", "prompt": "Who?"}).encode()
+    assert client.post(f"/v1/{route}", content=raw).json() == {"upstream": f"/v1/{route}", "size": len(raw)}
+
+
+@pytest.mark.parametrize("body", [{"model": 7}, {"model": ["tiny"]}, [], "x", 5])
+@pytest.mark.parametrize("route", OPENAI_ROUTES)
+def test_a_model_that_is_no_text_is_refused_with_the_documented_body(
+    client: httpx.Client, live: Live, route: str, body: Any
+) -> None:
+    response = client.post(f"/v1/{route}", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert set(error) == {"message", "type", "code", "param", "hint", "request_id"}
+    assert error["param"] == ("model" if isinstance(body, dict) else None)
+    assert live.seen_upstream == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+        [{"type": "text", "text": "Who?"}, {"type": "input_audio", "input_audio": {}}],
+        [7],
+        [{}],
+        7,
+        {"type": "text", "text": "Who?"},
+        None,
+        [{"type": "text", "text": 5}],
+    ],
+)
+def test_a_part_that_is_not_text_is_refused_in_plain_words(
+    client: httpx.Client, docs: str, content: Any
+) -> None:
+    body = {"model": "ragserve/docs", "messages": [{"role": "user", "content": content}]}
+    response = client.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"].startswith("messages[0].content")
+    for internal in (
+        "constrained",
+        "list[",
+        "TextPart",
+        "union",
+        "tag",
+        "dict",
+        "function",
+        "pydantic",
+        "; ",
+    ):
+        assert internal not in error["message"], error["message"]
+
+
 def test_an_error_of_sglangs_app_is_its_own(client: httpx.Client) -> None:
-    response = client.get("/boom")
+    response = client.get("/ping")
     assert response.status_code == 500
     assert "secret" not in response.text
 
