@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -61,9 +62,15 @@ class ReadWriteLock:
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Exclusive among processes and threads; the kernel frees it when its holder dies. Waits without a limit,
-    because a holder only reads or writes one file.
+    because a holder only reads or writes one file. On a read-only disk, where nobody writes, the file must be
+    there. Raises OSError.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -134,5 +141,6 @@ class CommitMark:
 
     def close(self) -> None:
         """From now on the mark is never settled, so every reader asks the registry."""
-        self._value = (1,)  # the map is freed with its last view, which a search may still hold
+        self._value = (1,)
+        del self._map  # freed with its last view, which a search may still hold
         os.close(self._descriptor)

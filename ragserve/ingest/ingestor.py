@@ -20,7 +20,7 @@ from ragserve.ingest.parsing.parse_process import ParseProcess
 from ragserve.ingest.pipeline import DocumentEmbedder, Pipeline
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, scan
-from ragserve.ingest.spool import Spool, SpooledFile, full_disk_explained
+from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import canonical_name
@@ -233,7 +233,7 @@ class Ingestor:
         def work(run: JobRun) -> None:
             nonlocal vanished, warm_job
             try:
-                with full_disk_explained(self._settings.data_dir):
+                with unusable_disk_explained(self._settings.data_dir):
                     self._process(run)
                     vanished = self._prune(run)
                     warm_job = self._create_warm_job(run.job)

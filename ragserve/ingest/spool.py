@@ -18,18 +18,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ragserve.errors import NotFound, StorageFull, TooLarge
+from ragserve.errors import NotFound, StorageFull, TooLarge, Unavailable
 from ragserve.files import locked, sync_folder, write_json
 
 _BLOCK = 1 << 20  # bytes
 
 
 @contextmanager
-def full_disk_explained(where: Path) -> Iterator[None]:
-    """Raise ``StorageFull`` for a full disk, or an exhausted quota, under ``where``."""
+def unusable_disk_explained(where: Path) -> Iterator[None]:
+    """Raise ``StorageFull`` for a full disk, or an exhausted quota, under ``where``, ``Unavailable`` for a
+    read-only one."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EROFS:
+            hint = "Make it writable and run the same ingestion again: it skips what is already indexed."
+            raise Unavailable(f"The disk of {where} is read-only.", hint=hint) from error
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
         hint = "Free some and run the same ingestion again: it skips what is already indexed."
@@ -87,11 +91,11 @@ class Spool:
     def writing(self) -> Iterator[SpoolWriter]:
         """Make a spool; it is removed if the block raises. Create the job within the block, after ``seal``.
 
-        Raises ``StorageFull``.
+        Raises ``StorageFull``, and ``Unavailable`` for a read-only disk.
         """
         folder = self.root / secrets.token_hex(12)
         try:
-            with full_disk_explained(self.root):
+            with unusable_disk_explained(self.root):
                 folder.mkdir(parents=True)
                 with locked(folder / "lock"):
                     yield SpoolWriter(folder)

@@ -14,6 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -105,7 +106,8 @@ def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], N
             code="index_not_writable",
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses to remove even what is not there
+            temporary.unlink()
 
 
 def read_footer(path: Path, *, verify: bool = False) -> Footer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,11 @@ def test_after_close_everything_says_so(tmp_path: Path) -> None:
         store.search("n", vectors_of("q"), 1)
     with pytest.raises(RagserveError, match="closed"):
         store.replace_documents("n", [item("a")])
+
+
+def test_a_closed_store_leaves_no_file_descriptor_though_someone_still_refers_to_it(tmp_path: Path) -> None:
+    make(tmp_path).close()
+    before = sorted(os.listdir("/proc/self/fd"))
+    store = IndexStore(tmp_path)
+    store.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
