@@ -1,0 +1,56 @@
+"""The figures of the campaigns: examples/results/reliability.json, and the table of docs/reliability.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ragserve.bench import readme
+from ragserve.measuring.report import environment
+from ragserve.measuring.report import save as save_report
+from tests.campaigns.progress import Progress
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "examples" / "results" / "reliability.json"
+PAGE = REPO / "docs" / "reliability.md"
+_SHOWN_VIOLATIONS = 5
+
+
+def row_of(progress: Progress, command: str) -> dict[str, Any]:
+    """A campaign's entry."""
+    ran = environment()
+    return {
+        "campaign": progress.name,
+        "operations": progress.operations,
+        "of": progress.target,
+        "minutes": round(progress.seconds / 60, 1),
+        "violations": progress.n_violations,
+        "command": command,
+        "seed": progress.seed,
+        "kinds": dict(sorted(progress.counts.items())),
+        "figures": progress.data.get("figures", {}),
+        "first violations": progress.violations[:_SHOWN_VIOLATIONS],
+        "machine": f"{ran['cpu']}, {ran['cores']} cores, GPU: {ran['gpu'] or 'none'}",
+        "versions": ran["versions"],
+        "date": ran["date"],
+    }
+
+
+def record(row: dict[str, Any], results: Path = RESULTS, page: Path = PAGE) -> None:
+    """Put a campaign's entry in place of its earlier one, and regenerate the table."""
+    try:
+        earlier = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    except FileNotFoundError:
+        earlier = []
+    rows = [each for each in earlier if each["campaign"] != row["campaign"]] + [row]
+    report = {
+        "benchmark": "reliability",
+        "workload": {"command": "scripts/campaign NAME"},
+        "environment": environment(),
+        "rows": sorted(rows, key=lambda each: str(each["campaign"])),
+        "note": "Machine and versions of each campaign are in the JSON.",
+    }
+    save_report(report, results)
+    text = page.read_text(encoding="utf-8")
+    page.write_text(readme.rewritten(text, results.parent), encoding="utf-8")

@@ -1,0 +1,169 @@
+"""The server of a campaign, over REST: its own one, which can be stopped and started again, or one that tests
+share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ragserve.measuring.server import RunningServer, running_server
+
+WAIT_S = 120.0
+ENDED = ("done", "failed", "cancelled")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A query's answer. ``passages``: (source, text) of what was found, best first; the first ``kept`` were
+    in the prompt."""
+
+    passages: list[tuple[str, str]]
+    kept: int
+    answer: dict[str, Any]
+
+
+class Site:
+    """A server and its client. ``down`` and ``up`` need a server of our own (``folder`` given)."""
+
+    def __init__(
+        self, running: RunningServer | None = None, *, folder: Path | None = None, **flags: Any
+    ) -> None:
+        self._folder, self._flags = folder, flags
+        self._stack = contextlib.ExitStack()
+        if running is None:
+            self.up()
+        else:
+            self._attach(running)
+
+    @property
+    def own(self) -> bool:
+        return self._folder is not None
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    def _attach(self, running: RunningServer) -> None:
+        self.running = running
+        self.client = self._stack.enter_context(running.client())
+
+    def up(self) -> None:
+        self._attach(
+            self._stack.enter_context(
+                running_server(data_dir=self._folder, log_level="warning", **self._flags)
+            )
+        )
+
+    @property
+    def is_up(self) -> bool:
+        return self.running.process.poll() is None
+
+    def ensure_up(self) -> None:
+        """Start it again if it has ended."""
+        if not self.is_up:
+            self.down()
+            self.up()
+
+    def down(self) -> None:
+        """End it as a user would, by SIGTERM; nothing to do if it has ended."""
+        self._stack.close()
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def call(self, method: str, path: str, **options: Any) -> Any:
+        """The JSON of a request that must succeed."""
+        response = self.client.request(method, path, **options)
+        assert response.is_success, f"{method} {path} answered {response.status_code}: {response.text[:500]}"
+        return response.json() if response.content else None
+
+    def finished(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for a job."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            now = dict(self.call("GET", f"/rag/jobs/{job['job_id']}"))
+            if now["state"] in ENDED:
+                return now
+            assert time.monotonic() < deadline, f"a job does not end: {now}"
+            time.sleep(0.005)
+
+    def put(self, space: str, texts: Mapping[str, str], **fields: Any) -> dict[str, Any]:
+        """Add or replace documents and wait; every one must be indexed or unchanged."""
+        rows = [{"name": name, "text": text} for name, text in texts.items()]
+        job = self.call("POST", "/rag/ingest", json={"namespace": space, "texts": rows, **fields})
+        job = self.finished(job)
+        counts = job["counts"]
+        assert job["state"] == "done", job
+        assert counts.get("indexed", 0) + counts.get("unchanged", 0) == len(texts), job
+        return job
+
+    def warm(self, space: str) -> dict[str, Any]:
+        return self.finished(self.call("POST", "/rag/cache/warm", json={"namespace": space}))
+
+    def documents(self, space: str) -> dict[str, str]:
+        """doc_id of each source; nothing for a namespace that does not exist."""
+        response = self.client.get("/rag/documents", params={"namespace": space, "limit": 1000})
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return {}
+        assert response.is_success, response.text
+        return {row["source"]: row["doc_id"] for row in response.json()["documents"]}
+
+    def remove(self, space: str, name: str) -> None:
+        doc_id = self.documents(space)[name]
+        self.call("DELETE", f"/rag/documents/{doc_id}", params={"namespace": space})
+
+    def ask(self, **body: Any) -> Asked:
+        """A streamed query, read to its end."""
+        response = self.client.post("/rag/query", json={**body, "stream": True})
+        assert response.is_success, f"{body} answered {response.status_code}: {response.text[:500]}"
+        events = events_of(response.text)
+        names = [name for name, _ in events]
+        assert names[:1] == ["search_results"], f"{body} answered {response.text[-500:]}"
+        assert names[-2:] == ["final_answer", "done"], f"{body} answered {response.text[-500:]}"
+        found, final = events[0][1], events[-2][1]
+        passages = [(row["source"], row["text"]) for row in found["results"]]
+        return Asked(passages, found["documents_kept"], final)
+
+    def leave(self, after_s: float, **body: Any) -> None:
+        """Send a query and close the connection after a time, whatever has come."""
+        host, port = self.url.removeprefix("http://").split(":")
+        data = json.dumps(body).encode()
+        head = f"POST /rag/query HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+            connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            time.sleep(after_s)
+
+    def settled(self) -> dict[str, Any]:
+        """Wait until no request holds a slot or a page, check the accounts of all tiers and every page on
+        disk, and return the cache's figures."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            figures = dict(self.call("GET", "/rag/cache"))
+            held = figures["device"]["locked_tokens"], figures["host"]["pinned_documents"]
+            if held == (0, 0):
+                break
+            assert time.monotonic() < deadline, f"{held[0]} slots stay locked, {held[1]} documents pinned"
+            time.sleep(0.01)
+        bad = self.call("POST", "/rag/cache/verify", json={})["bad"]
+        assert bad == [], f"damaged pages: {bad}"
+        return figures
+
+
+def events_of(text: str) -> list[tuple[str, Any]]:
+    """Server-sent events: name and data."""
+    blocks = [
+        dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        for block in text.strip().split("\n\n")
+    ]
+    return [(block["event"], json.loads(block["data"])) for block in blocks if block]

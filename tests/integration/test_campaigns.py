@@ -1,0 +1,17 @@
+"""Short forms of the campaigns on the real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.campaigns import operations
+from tests.campaigns.progress import Progress
+from tests.campaigns.site import Site
+
+
+def test_operations(server: Any, tmp_path: Path) -> None:
+    progress = Progress(tmp_path, "operations", seed=1, target=40)
+    with Site(server.running) as site:
+        operations.run(progress, site)
+    assert (progress.operations, progress.violations) == (40, [])
