@@ -9,10 +9,10 @@ import threading
 import time
 
 import httpx
-import psutil
 
 from sglang_ext.protocol import ContextPlan
 from tests.integration.context_client import composed, generate, plan_of, report, result
+from tests.integration.processes import assert_gone, family_of
 from tests.integration.small_engine import NEW, Engine
 
 
@@ -26,14 +26,15 @@ def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives
     ids, spans = engine.prompt(texts)
     composed(engine.client, ids, spans, namespace="left")
     engine.control("flush")
-    family = _family(engine)
+    family = family_of(engine.server.process.pid)
     writing = threading.Thread(target=_write_until_it_dies, args=(engine.server.url,), daemon=True)
     writing.start()
     deadline = time.monotonic() + 60
     while not engine.control("stat")["disk"]["namespaces"].get("written", {"documents": 0})["documents"]:
         assert time.monotonic() < deadline, "nothing is written"
     engine.scheduler().send_signal(signal.SIGKILL)
-    assert _ended(family, engine.server.process.wait(60)) != 0
+    assert engine.server.process.wait(60) != 0
+    assert_gone(family)
     writing.join(60)
     engine.down()
     engine.up()
@@ -45,9 +46,10 @@ def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives
     figures = engine.check()
     assert figures["disk"]["namespaces"]["written"]["documents"] > 0, "those that were whole"
     assert not any((engine.folder / "kv" / "rank-0-of-1" / ".tmp").glob("*"))
-    family = _family(engine)
+    family = family_of(engine.server.process.pid)
     engine.server.process.send_signal(signal.SIGTERM)
-    assert _ended(family, engine.server.process.wait(60)) == 0, "a clean stop"
+    assert engine.server.process.wait(60) == 0, "a clean stop"
+    assert_gone(family)
 
 
 def _write_until_it_dies(url: str) -> None:
@@ -60,26 +62,3 @@ def _write_until_it_dies(url: str) -> None:
                 ContextPlan("document", "written"),
                 n_new=1,
             )
-
-
-def _family(engine: Engine) -> list[psutil.Process]:
-    parent = psutil.Process(engine.server.process.pid)
-    family = [parent, *parent.children(recursive=True)]
-    assert len(family) >= 3, "server, scheduler, detokenizer"
-    return family
-
-
-def _ended(family: list[psutil.Process], status: int) -> int:
-    """The server's exit status, after checking that its engine processes have gone with it."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(map(_alive, family)):
-        time.sleep(0.1)
-    assert [process for process in family if _alive(process)] == []
-    return status
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

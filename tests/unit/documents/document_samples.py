@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,3 +165,64 @@ def bytes_under(folder: Path) -> int:
 def flushed(store: TierStore) -> None:
     assert store.flush(60)
     store.check_integrity()
+
+
+def in_child(work: Callable[[int], None]) -> tuple[int, int]:
+    """(pid, reading end of its pipe) of a forked child that runs ``work(writing end)`` and exits."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reading)
+            torch.set_num_threads(1)
+            work(writing)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    return pid, reading
+
+
+_WRITTEN = [(i, 5 + 7 * i, f"space-{i % 3}") for i in range(12)]  # number, tokens, namespace
+
+
+def kill_writer(folder: Path, after_s: float) -> None:
+    """Kill a process that puts and removes documents, so long after it has begun."""
+
+    def work(writing: int) -> None:
+        order = random.Random(os.getpid())
+        documents = [Sample(number, n, namespace=space) for number, n, space in _WRITTEN]
+        with opened(folder) as store:
+            os.write(writing, b"r")
+            while True:
+                document = order.choice(documents)
+                if order.random() < 0.3:
+                    store.remove(document.key)
+                elif order.random() < 0.05:
+                    store.remove_namespace(document.namespace)
+                else:
+                    document.put(store)
+
+    pid, reading = in_child(work)
+    assert os.read(reading, 1) == b"r"
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    os.close(reading)
+
+
+def whole_documents(folder: Path) -> int:
+    """Documents that a killed writer has left. Asserts that each is whole, and that nothing else is there."""
+    whole = 0
+    with opened(folder) as store:
+        for number, n, space in _WRITTEN:
+            document = Sample(number, n, namespace=space)
+            if document.found(store) is not None:
+                assert document.load_and_check(store)
+                whole += 1
+        flushed(store)
+        assert store.verify().ok
+        assert store.stat()["faults"] == {}
+        assert store.stat()["disk"]["bytes"] == bytes_under(folder)
+    return whole

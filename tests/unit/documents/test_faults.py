@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from sglang_ext.documents import page_format
 from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
@@ -24,8 +23,11 @@ from tests.unit.documents.document_samples import (
     bytes_under,
     files_of,
     flushed,
+    in_child,
+    kill_writer,
     look_up,
     opened,
+    whole_documents,
 )
 
 PAGE = SHAPE.page_bytes
@@ -237,23 +239,6 @@ def test_leftovers_of_a_killed_writer_are_swept(tmp_path: Path) -> None:
         assert store.stat()["disk"]["bytes"] == path.stat().st_size
 
 
-def _in_child(work: Callable[[int], None]) -> tuple[int, int]:
-    """(pid, reading end of its pipe) of a forked child that runs ``work(writing end)`` and exits."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(reading)
-            torch.set_num_threads(1)
-            work(writing)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    return pid, reading
-
-
 def test_a_full_disk_is_counted_and_the_document_is_only_on_host(tmp_path: Path) -> None:
     """The largest file a process may write stands for the disk's end: the write fails in the middle."""
     small, large = Sample(1, 8), Sample(2, 40)
@@ -274,53 +259,19 @@ def test_a_full_disk_is_counted_and_the_document_is_only_on_host(tmp_path: Path)
             assert small.load_and_check(store)
         os.write(writing, b"done")
 
-    pid, reading = _in_child(work)
+    pid, reading = in_child(work)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
     assert (said, os.waitpid(pid, 0)[1]) == (b"done", 0)
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_documents_or_none(tmp_path: Path) -> None:
-    documents = [Sample(i, 5 + 7 * i, namespace=f"space-{i % 3}") for i in range(12)]
     chance = random.Random(7)
-
-    def work(writing: int) -> None:
-        order = random.Random(os.getpid())
-        with opened(tmp_path) as store:
-            os.write(writing, b"r")
-            while True:
-                document = order.choice(documents)
-                if order.random() < 0.3:
-                    store.remove(document.key)
-                elif order.random() < 0.05:
-                    store.remove_namespace(document.namespace)
-                else:
-                    document.put(store)
-
     whole = 0
     for _ in range(100 if EXHAUSTIVE else 12):
-        pid, reading = _in_child(work)
-        assert os.read(reading, 1) == b"r"
-        _pause(chance.uniform(0, 0.04))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-        os.close(reading)
-        with opened(tmp_path) as store:
-            for document in documents:
-                if document.found(store) is not None:
-                    assert document.load_and_check(store)  # whatever is found is whole
-                    whole += 1
-            flushed(store)
-            assert store.verify().ok
-            assert store.stat()["faults"] == {}
-            assert store.stat()["disk"]["bytes"] == bytes_under(tmp_path)
+        kill_writer(tmp_path, chance.uniform(0, 0.04))
+        whole += whole_documents(tmp_path)
     assert whole > 0
-
-
-def _pause(seconds: float) -> None:
-    import time
-
-    time.sleep(seconds)
 
 
 def test_removed_stays_removed_when_killed_right_after(tmp_path: Path) -> None:
@@ -334,7 +285,7 @@ def test_removed_stays_removed_when_killed_right_after(tmp_path: Path) -> None:
             signal.pause()
 
     for _ in range(10):
-        pid, reading = _in_child(work)
+        pid, reading = in_child(work)
         assert os.read(reading, 1) == b"r"
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from ragserve_index import IndexStore
 from tests.conftest import EXHAUSTIVE
-from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, item, make, texts, vectors_of
+from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, texts, vectors_of
+from tests.unit.index.killed_child import child_killed_at, make_old, old_or_new
 
 HERE = Path(__file__).parent
 
@@ -80,46 +79,10 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
         edition += 1
 
 
-OLD = {"a": 3, "b": 2, "c": 4}
-NEW = {"a": 2, "b": 2, "c": 4, "d": 3}
-
-
-def child_killed_at(step: int, data_dir: Path) -> bool:
-    """Fork, replace two documents, add one, save and close, killed by itself at the step-th line of ours.
-    Whether it got that far.
-    """
-    child = os.fork()
-    if child == 0:
-        lines = 0
-
-        def count(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal lines
-            if "/ragserve_index/" not in frame.f_code.co_filename:
-                return None
-            lines += event == "line"
-            if lines == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return count
-
-        store = IndexStore(data_dir)
-        texts(store, vectors_of("q"), 1)
-        sys.settrace(count)
-        store.replace_documents(
-            "n", [item(name, n, edition=int(name in "ad")) for name, n in NEW.items() if name != "c"]
-        )
-        store.save()
-        sys.settrace(None)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status in (0, signal.SIGKILL)
-    return status != 0
-
-
 @pytest.mark.parametrize("index_type", ["flat", "hnsw"])
 def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
     """Kill at every line that a write and a save run through, or at every nineteenth in the short form."""
-    with make(tmp_path / "base", index_type) as store:
-        store.replace_documents("n", [item(name, n) for name, n in OLD.items()])
+    make_old(tmp_path / "base", index_type)
     seen: set[int] = set()
     step = killed = 0
     while True:
@@ -127,15 +90,7 @@ def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
         data_dir = tmp_path / str(step)
         shutil.copytree(tmp_path / "base", data_dir)
         alive = not child_killed_at(step, data_dir)
-        with IndexStore(data_dir) as store:
-            version = store.namespace("n").version
-            expected = OLD if version == 1 else NEW
-            assert {d.source: d.n_chunks for d in store.documents("n")} == expected
-            assert len(set(texts(store, vectors_of("q"), 100))) == sum(expected.values())
-            assert_clean(store)
-        assert not list((data_dir / "indexes").glob("*.tmp"))
-        with IndexStore(data_dir) as store:
-            assert store.check()[0].file == "current"
+        version = old_or_new(data_dir)
         seen.add(version)
         shutil.rmtree(data_dir)
         if alive:
