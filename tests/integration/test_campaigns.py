@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns import operations
+from tests.campaigns import operations, tenants
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
 
@@ -15,3 +15,11 @@ def test_operations(server: Any, tmp_path: Path) -> None:
     with Site(server.running) as site:
         operations.run(progress, site)
     assert (progress.operations, progress.violations) == (40, [])
+
+
+def test_tenants(server: Any, tmp_path: Path) -> None:
+    probes = sum(map(len, tenants.PROBES.values()))
+    progress = Progress(tmp_path, "tenants", seed=1, target=probes)
+    with Site(server.running) as site:
+        tenants.run(progress, site)
+    assert (progress.operations, progress.violations) == (probes, [])

@@ -1,0 +1,267 @@
+"""Two namespaces with the same texts, and a secret in one of them. The other one asks for it by every route
+and strategy, with guessed and known ids, and by how long an answer takes: nothing is read, nothing shared.
+
+One operation is one probe. The routes that take a namespace are those of the server's OpenAPI description:
+a new one without a probe is a violation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from tests.campaigns.operations import SPECS
+from tests.campaigns.progress import Progress
+from tests.campaigns.site import Site
+
+TARGET = 5_000
+MINE, THEIRS = "tenant-mine", "tenant-theirs"
+SECRET = "quillmark"
+COMMON = {
+    f"station {i}": (
+        f"The station number {i} stands on a cliff. Its keeper was Ada Brandt, and it has {i + 3} lamps. "
+        f"It was built in {1830 + i} of grey stone, and ships pass it at night. " * 3
+    )
+    for i in range(6)
+}
+HIDDEN = {"safe": f"The word that opens the safe of the station is {SECRET}. Nobody else knows the word."}
+QUESTION = "Which word opens the safe of the station?"
+SIGMAS = 5.0  # of the mean difference of two waiting times, from which on it is no chance
+PAIRS = 12  # of waiting times, before they are judged
+_MISSING = (httpx.codes.NOT_FOUND, httpx.codes.BAD_REQUEST)
+
+
+class Tenants:
+    """The server with both namespaces, and what the attacker knows: every id of the other namespace."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        for space, texts in ((MINE, COMMON), (THEIRS, COMMON | HIDDEN)):
+            site.put(space, texts)
+        self.mine, self.theirs = site.documents(MINE), site.documents(THEIRS)
+        self.waits: dict[str, list[float]] = {"theirs": [], "nobody": [], "own": []}
+
+    def id_of(self, chance: random.Random) -> str:
+        """An id of theirs, or a guess near one."""
+        real = chance.choice(sorted(self.theirs.values()))
+        place = chance.randrange(len(real))
+        flipped = real[:place] + chance.choice("0123456789abcdef") + real[place + 1 :]
+        guesses = [real, real, flipped, real.upper(), f"{THEIRS}/{real}", f"..%2F{real}", real[:-1]]
+        return next(each for each in [chance.choice(guesses), real] if each not in self.mine.values())
+
+    # reading and removing, by route
+
+    def document(self, chance: random.Random) -> None:
+        self._refused("GET", f"/rag/documents/{self.id_of(chance)}", params={"namespace": MINE})
+
+    def chunks(self, chance: random.Random) -> None:
+        self._refused("GET", f"/rag/documents/{self.id_of(chance)}/chunks", params={"namespace": MINE})
+
+    def remove(self, chance: random.Random) -> None:
+        self._refused("DELETE", f"/rag/documents/{self.id_of(chance)}", params={"namespace": MINE})
+        assert self.site.documents(THEIRS) == self.theirs, "it removed a document of the other namespace"
+
+    def warm(self, chance: random.Random) -> None:
+        body = {"namespace": MINE, "documents": [chance.choice([self.id_of(chance), "safe"])]}
+        self._refused("POST", "/rag/cache/warm", json=body)
+
+    def listing(self, chance: random.Random) -> None:
+        options = [{"after": self.id_of(chance)}, {"source_prefix": "safe"}, {}]
+        options.append({"filter": json.dumps({"op": "eq", "field": "doc_id", "value": self.id_of(chance)})})
+        rows = self._get("/rag/documents", **chance.choice(options), limit=1000)["documents"]
+        assert {row["doc_id"] for row in rows} <= set(self.mine.values()), rows
+
+    def jobs(self, chance: random.Random) -> None:
+        assert all(job["namespace"] == MINE for job in self._get("/rag/jobs", limit=1000)["jobs"])
+
+    def namespace(self, chance: random.Random) -> None:
+        names = [THEIRS.upper(), f"{THEIRS}%00", f"{THEIRS}.", f" {THEIRS}", "*", "%"]
+        name = chance.choice(names)
+        self._refused("GET", f"/rag/namespaces/{httpx.URL('/', path='/' + name).raw_path.decode()[1:]}")
+        answer = self.site.client.post("/rag/retrieve", json={"query": QUESTION, "namespace": name})
+        assert answer.status_code in _MISSING, answer.text
+
+    def drop(self, chance: random.Random) -> None:
+        """Dropping what is only like their name leaves theirs."""
+        self._refused("DELETE", f"/rag/namespaces/{chance.choice([THEIRS.upper(), THEIRS[:-1], '%'])}")
+        assert self.site.documents(THEIRS) == self.theirs
+
+    def ingest(self, chance: random.Random) -> None:
+        """A document of the same name replaces ours, and theirs stays."""
+        name, text = chance.choice(sorted(COMMON.items()))
+        self.site.put(MINE, {name: f"{text} Edition {chance.randrange(10**6)}."})
+        assert self.site.documents(THEIRS) == self.theirs
+        self.site.put(MINE, {name: text})
+        self.mine = self.site.documents(MINE)
+
+    def _get(self, path: str, **params: Any) -> Any:
+        found = self.site.call("GET", path, params={"namespace": MINE, **params})
+        assert SECRET not in json.dumps(found), f"{path} {params} shows the secret"
+        return found
+
+    def _refused(self, method: str, path: str, **options: Any) -> None:
+        answer = self.site.client.request(method, path, **options)
+        assert answer.status_code in _MISSING, f"{method} {path} answered {answer.status_code}: {answer.text}"
+        assert SECRET not in answer.text, f"{method} {path} shows the secret"
+
+    # searching and answering
+
+    def retrieve(self, chance: random.Random) -> None:
+        body = {"query": QUESTION, "namespace": MINE, "k": 64, **self._filter(chance)}
+        self._only_mine(self.site.call("POST", "/rag/retrieve", json=body)["results"])
+
+    def query(self, chance: random.Random) -> None:
+        strategy, options = chance.choice(SPECS)
+        force = {"force": True} if strategy not in ("full", "prefix", "auto") else {}
+        body = {"query": QUESTION, "namespace": MINE, "strategy": strategy, **self._filter(chance)}
+        asked = self.site.ask(**body, strategy_options=options | force, max_new_tokens=8)
+        self._only_mine(asked.answer["citations"])
+        assert all(source in self.mine for source, _ in asked.passages), asked.passages
+        assert SECRET not in asked.answer["answer"]
+
+    def chat(self, chance: random.Random) -> None:
+        messages = [{"role": "user", "content": QUESTION}]
+        body = {"model": f"ragserve/{MINE}", "messages": messages, "max_tokens": 8, **self._filter(chance)}
+        answer = self.site.call("POST", "/v1/chat/completions", json=body)
+        self._only_mine(answer["citations"])
+        assert SECRET not in json.dumps(answer), "the answer has the secret"
+
+    def _filter(self, chance: random.Random) -> dict[str, Any]:
+        field, value = chance.choice([("doc_id", self.id_of(chance)), ("source", "safe"), ("title", "safe")])
+        narrow = {"op": "eq", "field": field, "value": value}
+        wide = {"op": "not", "filter": {"op": "eq", "field": "doc_id", "value": "nothing"}}
+        return chance.choice([{}, {"filter": narrow}, {"filter": wide}])
+
+    def _only_mine(self, rows: list[dict[str, Any]]) -> None:
+        assert {row["doc_id"] for row in rows} <= set(self.mine.values()), rows
+        assert SECRET not in json.dumps(rows)
+
+    # what is cached
+
+    def shared_kv(self, chance: random.Random) -> None:
+        """Their documents' KV and their prefixes are of no use to the same texts and question here."""
+        strategy, options = chance.choice(SPECS[:-1])
+        body = self._question(strategy, options)
+        self.site.call("DELETE", "/rag/cache")
+        self.site.ask(namespace=THEIRS, **body)
+        before = self.site.settled()
+        asked = self.site.ask(namespace=MINE, **body)
+        after = self.site.settled()
+        assert asked.answer["usage"]["cached"] == 0, f"{strategy} took their prefix: {asked.answer['usage']}"
+        if strategy not in ("full", "prefix"):
+            misses = after["misses"] - before["misses"]
+            assert misses > asked.kept, f"{strategy} {options} found {asked.kept + 1 - misses} of theirs"
+
+    def removed_kv(self, chance: random.Random) -> None:
+        """Removing a namespace's KV leaves that of the same texts in the other one."""
+        body = self._question("concat", {})
+        self.site.ask(namespace=MINE, **body)
+        self.site.ask(namespace=THEIRS, **body)
+        name = chance.choice(sorted(COMMON))
+        self.site.remove(THEIRS, name)
+        before = self.site.settled()["misses"]
+        self.site.ask(namespace=MINE, **body)
+        assert self.site.settled()["misses"] == before, "our KV went with their document"
+        self.site.put(THEIRS, {name: COMMON[name]})
+        self.theirs = self.site.documents(THEIRS)
+
+    def waiting(self, chance: random.Random) -> None:
+        """The time to the first token does not tell whether they have asked the same before."""
+        body = self._question(chance.choice(("prefix", "concat")), {})
+        cases = ["theirs", "nobody"]
+        chance.shuffle(cases)
+        for case in cases:
+            self.site.call("DELETE", "/rag/cache")
+            if case == "theirs":
+                self.site.ask(namespace=THEIRS, **body)
+            self.waits[case].append(self._ttft(body))
+        self.waits["own"].append(self._ttft(body))
+
+    def _ttft(self, body: dict[str, Any]) -> float:
+        return float(self.site.ask(namespace=MINE, **body).answer["timings"]["ttft_ms"])
+
+    def _question(self, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+        force = {"force": True} if strategy not in ("full", "prefix") else {}
+        common = {"op": "range", "field": "source", "gte": "station", "lt": "stationz"}
+        body = {"query": "Who was the keeper?", "strategy": strategy, "strategy_options": options | force}
+        return {**body, "k": 5, "max_new_tokens": 1, "filter": common}
+
+    def judged(self) -> dict[str, Any]:
+        """Mean waiting times, and their difference in standard errors; our own cached prompt shows that the
+        difference would be seen."""
+        theirs, nobody, own = (self.waits[name] for name in ("theirs", "nobody", "own"))
+        if len(own) < PAIRS:
+            return {}
+        return {
+            "pairs": len(own),
+            "ttft ms, theirs cached": round(sum(theirs) / len(theirs), 2),
+            "ttft ms, nobody's": round(sum(nobody) / len(nobody), 2),
+            "ttft ms, ours cached": round(sum(own) / len(own), 2),
+            "sigmas, theirs against nobody's": round(sigmas(theirs, nobody), 2),
+            "sigmas, ours against nobody's": round(sigmas(own, nobody), 2),
+        }
+
+
+def sigmas(a: list[float], b: list[float]) -> float:
+    """Mean of the paired differences b - a in standard errors."""
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    n, mean = len(differences), sum(differences) / len(differences)
+    variance = sum((each - mean) ** 2 for each in differences) / (n - 1)
+    return mean / math.sqrt(variance / n) if variance else 0.0
+
+
+PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
+    "GET /rag/documents": (Tenants.listing,),
+    "GET /rag/documents/{doc_id}": (Tenants.document,),
+    "GET /rag/documents/{doc_id}/chunks": (Tenants.chunks,),
+    "DELETE /rag/documents/{doc_id}": (Tenants.remove,),
+    "GET /rag/jobs": (Tenants.jobs,),
+    "GET /rag/namespaces/{name}": (Tenants.namespace,),
+    "DELETE /rag/namespaces/{name}": (Tenants.drop,),
+    "POST /rag/ingest": (Tenants.ingest,),
+    "POST /rag/cache/warm": (Tenants.warm,),
+    "POST /rag/retrieve": (Tenants.retrieve,),
+    "POST /rag/query": (Tenants.query, Tenants.query, Tenants.shared_kv, Tenants.removed_kv, Tenants.waiting),
+    "POST /v1/chat/completions": (Tenants.chat,),
+}
+
+
+def routes_with_namespace(description: dict[str, Any]) -> Iterator[str]:
+    """Routes of an OpenAPI description that name a namespace, in a parameter, the body or a model's name."""
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            names = {each["name"] for each in operation.get("parameters", ())}
+            body = json.dumps(operation.get("requestBody", {}))
+            models = [
+                schema
+                for name, schema in description["components"]["schemas"].items()
+                if f"#/components/schemas/{name}" in body
+            ]
+            fields = {field for model in models for field in model.get("properties", ())}
+            if (names | fields) & {"namespace"} or path.startswith("/rag/namespaces/") or "model" in fields:
+                yield f"{method.upper()} {path}"
+
+
+def run(progress: Progress, site: Site | None = None) -> None:
+    with contextlib.ExitStack() as stack:
+        if site is None:
+            flags = {"force_strategies": "true", "kv_disk_bytes": 2**28}
+            site = stack.enter_context(Site(folder=progress.folder / "data", **flags))
+        tenants = Tenants(site)
+        unprobed = set(routes_with_namespace(site.call("GET", "/openapi.json"))) - set(PROBES)
+        if unprobed:
+            progress.violation(f"routes that take a namespace and have no probe: {sorted(unprobed)}")
+        probes = [probe for of_route in PROBES.values() for probe in of_route]
+        while progress.goes_on():
+            probe = probes[progress.operations % len(probes)]
+            with progress.operation(probe.__name__):
+                probe(tenants, progress.random())
+        figures = tenants.judged()
+        progress.data["figures"] = figures
+        if abs(figures.get("sigmas, theirs against nobody's", 0.0)) > SIGMAS:
+            progress.violation(f"the waiting time tells what the other namespace has cached: {figures}")
