@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sglang_ext import weight_updates
 from sglang_ext.state import current
 
 
@@ -126,6 +127,10 @@ def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any)
     output = answer(current.runtime, recv_req.body)
     scheduler.ipc_channels.send_to_tokenizer.send_output(DumperControlReqOutput(**output), recv_req)
     return None
+
+
+def _around_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    return weight_updates.guarded(current.runtime, original, updater, recv_req)
 
 
 def _around_capture(
@@ -260,6 +265,7 @@ HOOKS = (
         _after_cell_size,
         "after",
     ),
+    *(Hook(entry, ("self", "recv_req"), _around_weights, "around") for entry in weight_updates.ENTRIES),
 )
 
 RELIED_ON: dict[str, tuple[str, ...]] = {  # methods that our cache overrides or calls
