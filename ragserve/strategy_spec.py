@@ -53,14 +53,13 @@ class StrategySpec:
         """A request's strategy, where this spec is the server's default.
 
         A request that names this strategy, or none, inherits its options; the request's own options win.
-        Raises InvalidRequest for bad options of a composed strategy."""
+        Raises InvalidRequest for bad options."""
         if name in (None, self.name):
             spec = StrategySpec(self.name, merged(self.options, options))
         else:
             spec = StrategySpec(str(name), dict(options))
-        if spec.name in STRATEGY_OPTIONS:
-            own = {key: value for key, value in spec.options.items() if key != FORCE}
-            StrategySpec(spec.name, own).check()
+        own = {key: value for key, value in spec.options.items() if key != FORCE}
+        StrategySpec(spec.name, own).check()
         return spec
 
 

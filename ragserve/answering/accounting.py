@@ -28,6 +28,8 @@ def context_use(
             f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, "
             "the last ones first."
         )
+    if prompt.cut_to is not None:
+        notes.append(f"Passage {prompt.documents_kept} was cut to its first {prompt.cut_to:,} characters.")
     if last.fallback:
         strategy = "prefix"
         notes.append(f"Answered by strategy prefix: {last.fallback}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -17,13 +18,14 @@ from ragserve.answering.results import (
     Answer,
     Citation,
     DecodeUse,
+    Overflow,
     RetrievalTimings,
     RetrievedPassage,
     SearchResults,
     Usage,
 )
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
-from ragserve.errors import EngineError, InvalidRequest, TooManyRequests
+from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
@@ -56,6 +58,7 @@ class Query:
     system: str | None = None
     history: tuple[Message, ...] = ()
     documents: list[RetrievedPassage] | None = None
+    overflow: Overflow = "refuse"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
 
@@ -83,7 +86,15 @@ class QueryLimiter:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.in_flight = 0
+        self._begun: dict[object, float] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._begun)
+
+    def oldest(self) -> float:
+        """The time (``time.time``) at which the oldest query in flight began; infinity without one."""
+        return min(self._begun.values(), default=math.inf)
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -92,12 +103,13 @@ class QueryLimiter:
             raise TooManyRequests(
                 f"{self._limit} queries are already being answered.", hint="Retry in a moment."
             )
-        self.in_flight += 1
+        query = object()
+        self._begun[query] = time.time()
         metrics().in_flight.inc()
         try:
             yield
         finally:
-            self.in_flight -= 1
+            del self._begun[query]
             metrics().in_flight.dec()
 
 
@@ -142,6 +154,11 @@ class Answerer:
         found, version, retrieval = await self._retrieved(query)
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
+        _check_room(query, prompt, len(found))
+        if prompt.cut_to is not None:
+            whole = found[prompt.documents_kept - 1]
+            beginning = {"text": whole.text[: prompt.cut_to], "end": whole.start + prompt.cut_to}
+            found[prompt.documents_kept - 1] = whole.model_copy(update=beginning)
         choice = None
         if query.strategy == AUTO:
             choice = await self._chooser.choose(prompt, query.namespace)
@@ -257,6 +274,7 @@ class Answerer:
                 max_prompt_tokens=limit - new_tokens,
                 history=query.history,
                 system=query.system,
+                cut=query.documents is not None and query.overflow == "cut",
             )
 
         size = (
@@ -291,6 +309,30 @@ def _unregistered(query: Query, spans: int) -> range:
     if query.documents is not None:
         return range(spans)
     return range(0 if query.system is None else 1)
+
+
+def _check_room(query: Query, prompt: Prompt, found: int) -> None:
+    """Raise DocumentsTooLong where an answer would ignore what the client gave, or rest on nothing."""
+    if prompt.documents_kept == found or prompt.cut_to is not None:
+        return
+    given = query.documents is not None
+    if prompt.documents_kept and (not given or query.overflow == "drop"):
+        return
+    sizes = (
+        f"take {prompt.tokens_retrieved:,} tokens, and the context has room for {prompt.room:,} beside the "
+        "question and the answer"
+    )
+    if given:
+        raise DocumentsTooLong(
+            f"The documents {sizes}.",
+            hint='Send less, lower max_new_tokens, or let them be shortened: "documents_overflow": "cut".',
+            param="documents",
+        )
+    raise DocumentsTooLong(
+        f"None of the {found} retrieved passages fits: they {sizes}.",
+        hint="Shorten question and history, lower max_new_tokens, or ingest with a smaller chunk_tokens.",
+        param="query",
+    )
 
 
 def _own_options(query: Query) -> dict[str, Any]:

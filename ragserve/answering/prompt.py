@@ -52,6 +52,8 @@ class Prompt:
     tokens_retrieved: int
     tokens_kept: int
     stop: tuple[str, ...] = ()
+    room: int = 0  # tokens that documents could have had
+    cut_to: int | None = None  # characters left of the last kept document's text; None: all of them
 
 
 class PromptBuilder:
@@ -88,10 +90,12 @@ class PromptBuilder:
         max_prompt_tokens: int,
         history: Sequence[Message] = (),
         system: str | None = None,
+        cut: bool = False,
     ) -> Prompt:
         """Lay out one prompt of at most ``max_prompt_tokens``.
 
-        The first document that does not fit and all after it are left out (the best come first). Raises
+        The first document that does not fit and all after it are left out (the best come first). With ``cut``
+        the beginning of its text stays, as much as fits. Raises
         PromptTooLong if question, history and system text alone do not fit."""
         head = self._head(self._system if system is None else system, has_documents=bool(documents))
         tail = self._layout.encode(self._layout.question(question, history, has_documents=bool(documents)))
@@ -103,21 +107,41 @@ class PromptBuilder:
                 hint="Shorten the question or history, or lower max_new_tokens.",
                 param="query",
             )
+        encoded = [self._document(document) for document in documents]
+        kept, free = 0, room
+        while kept < len(encoded) and len(encoded[kept]) <= free:
+            free -= len(encoded[kept])
+            kept += 1
+        shown, cut_to = encoded[:kept], None
+        if cut and kept < len(encoded):
+            cut_to, beginning = self._beginning(documents[kept], free)
+            shown += [beginning] if cut_to else []
         ids = list(head)
         segments = [Segment("system", 0, len(head))]
-        retrieved = kept_tokens = kept = 0
-        fits = True
-        for document in documents:
-            tokens = self._document(document)
-            retrieved += len(tokens)
-            fits = fits and kept_tokens + len(tokens) <= room
-            if fits:
-                segments.append(Segment("document", len(ids), len(ids) + len(tokens), document.key))
-                ids += tokens
-                kept += 1
-                kept_tokens += len(tokens)
+        for document, tokens in zip(documents, shown, strict=False):
+            segments.append(Segment("document", len(ids), len(ids) + len(tokens), document.key))
+            ids += tokens
         segments.append(Segment("question", len(ids), len(ids) + len(tail)))
-        return Prompt(ids + tail, tuple(segments), kept, retrieved, kept_tokens, self._layout.stop)
+        return Prompt(
+            ids + tail,
+            tuple(segments),
+            len(shown),
+            sum(map(len, encoded)),
+            sum(map(len, shown)),
+            self._layout.stop,
+            room,
+            cut_to or None,
+        )
+
+    def _beginning(self, document: PromptDocument, room: int) -> tuple[int, list[int]]:
+        """As many characters of a document's text as fit into ``room`` tokens with its title, and its ids."""
+        text = document.text
+        while text:
+            tokens = self._layout.encode(self._layout.document(document.title, text))
+            if len(tokens) <= room:
+                return len(text), tokens
+            text = text[: min(len(text) - 1, len(text) * max(room, 0) // len(tokens))]
+        return 0, []
 
     def system_ids(self) -> list[int]:
         """Token ids before the first document, with the server's system text."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
+
+Overflow = Literal["refuse", "drop", "cut"]
+"""What becomes of given documents that do not fit into the context."""
 
 
 class Result(BaseModel):

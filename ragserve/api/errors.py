@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sqlite3
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ from ragserve.errors import (
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
+_ALTERNATIVE = re.compile(
+    r"[\[\]()]|^(constrained-|function-|json-or-python|nullable)|^(str|int|float|bool)$"
+)
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -114,7 +118,9 @@ def _http_error(error: HTTPException) -> RagserveError:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """``("body", "history", 0, "role")`` as ``history[0].role``."""
+    """``("body", "history", 0, "role")`` as ``history[0].role``, without pydantic's names for alternatives of
+    a field (``constrained-str``, ``list[TextPart]``)."""
+    location = tuple(part for part in location if isinstance(part, int) or not _ALTERNATIVE.search(part))
     if location[:1] and location[0] in ("body", "query", "path", "header") and len(location) > 1:
         location = location[1:]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)

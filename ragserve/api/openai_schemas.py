@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from ragserve.answering.results import Citation, ContextUse, Timings
 from ragserve.api.body import RequestModel, Text
-from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, GivenDocument, Stop, StrategyOptions
+from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, DocumentsOverflow, GivenDocument, Stop, StrategyOptions
 from ragserve.config import StrategyName
 from ragserve_index.filters import Filter
 
@@ -16,16 +16,39 @@ Content = Annotated[Text, Field(max_length=65_536)]
 Ignored = Annotated[Any, Field(default=None, description="Accepted and ignored.")]
 
 
+_NO_CONTENT = "Input should be text, or a list of text parts"
+
+
+def _kind_of_content(content: Any) -> str | None:
+    if isinstance(content, str):
+        return "str"
+    return "list[TextPart]" if isinstance(content, (list, tuple)) else None
+
+
 class TextPart(RequestModel):
     type: Literal["text"]
     text: Content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        """Say one sentence about an image, not one for each field of its that a text part lacks."""
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else None
+            name = f"{kind!r:.40} part" if isinstance(kind, str) else "part without a known type"
+            raise ValueError(f"a {name} cannot be answered: models of namespaces read text only")
+        return part
 
 
 class ChatMessage(RequestModel):
     """One message. An assistant's message may be sent back as received."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content | Annotated[list[TextPart], Field(max_length=256)]
+    content: Annotated[
+        Annotated[Content, Tag("str")]
+        | Annotated[list[TextPart], Field(max_length=256), Tag("list[TextPart]")],
+        Discriminator(_kind_of_content, custom_error_type="content", custom_error_message=_NO_CONTENT),
+    ]
     name: Ignored
     refusal: Ignored
     annotations: Ignored
@@ -50,7 +73,7 @@ class TextFormat(RequestModel):
 
 class ChatRequest(RequestModel):
     """A dialogue whose last message is the question. OpenAI's client sends our own fields `k`, `filter`,
-    `strategy`, `strategy_options` and `documents` as `extra_body`."""
+    `strategy`, `strategy_options`, `documents` and `documents_overflow` as `extra_body`."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -84,6 +107,7 @@ class ChatRequest(RequestModel):
     strategy: StrategyName | None = None
     strategy_options: StrategyOptions
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
+    documents_overflow: DocumentsOverflow = "refuse"
 
 
 class UrlCitation(BaseModel):

@@ -94,6 +94,7 @@ def to_query(body: QueryRequest | ChatRequest, settings: Settings, **fields: Any
         strategy=strategy.name,
         strategy_options=strategy.options,
         filter=body.filter,
+        overflow=body.documents_overflow,
         documents=None
         if body.documents is None
         else [

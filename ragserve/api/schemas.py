@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from ragserve.answering.results import RetrievalTimings, RetrievedPassage
+from ragserve.answering.results import Overflow, RetrievalTimings, RetrievedPassage
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.config import Namespace, StrategyName
 from ragserve_index.filters import Filter
@@ -66,6 +66,16 @@ class GivenDocument(RequestModel):
     source: Annotated[Text, Field(max_length=4096)] | None = Field(None, description="Returned in citations.")
 
 
+DocumentsOverflow = Annotated[
+    Overflow,
+    Field(
+        description="What becomes of `documents` that do not fit into the context. `refuse`: the request is "
+        "refused with the sizes (`documents_too_long`). `drop`: the first that does not fit and all after "
+        "it are left out. `cut`: the same, but the beginning of the first stays."
+    ),
+]
+
+
 class RetrieveRequest(RequestModel):
     """A question, and where to search."""
 
@@ -121,6 +131,7 @@ class QueryRequest(RetrieveRequest):
         description="Context to use instead of retrieval, in order. Nothing is searched, and the namespace "
         "need not exist. Their KV is cached in memory under the namespace's name, never on disk.",
     )
+    documents_overflow: DocumentsOverflow = "refuse"
 
 
 class RetrieveTimings(RetrievalTimings):

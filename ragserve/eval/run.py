@@ -102,7 +102,7 @@ def ask_given(
     def ask(question: Question) -> AnswerOutcome:
         given = question.gold if gold else question.documents
         documents = [{"title": each.title, "text": each.text} for each in given]
-        return _ask(client, question, options, documents=documents)
+        return _ask(client, question, options, documents=documents, documents_overflow="drop")
 
     return _each(questions, ask, options, progress)
 

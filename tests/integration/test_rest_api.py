@@ -90,9 +90,8 @@ def test_full_answers_as_plain_sglang_does_token_for_token(server: Any, namespac
 def test_a_prompt_may_fill_the_context_to_its_end(server: Any) -> None:
     limit = server.client.get("/info").json()["limits"]["max_context_tokens"]
     documents = [{"title": str(i), "text": "The quick brown fox. " * 100} for i in range(64)]
-    answer = server.client.post(
-        "/rag/query", json={"query": "What is quick?", "documents": documents, "max_new_tokens": 16}
-    ).json()
+    body = {"query": "What is quick?", "documents": documents, "documents_overflow": "drop"}
+    answer = server.client.post("/rag/query", json={**body, "max_new_tokens": 16}).json()
     assert answer["finish_reason"] in ("stop", "length"), answer
     assert limit - 1000 < answer["usage"]["prompt"] <= limit - 16
     assert 0 < answer["context"]["documents_kept"] < 64
