@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ _END = object()
 # A slow reader delays at most this many events before the engine's stream is no longer read.
 _QUEUED_EVENTS = 256
 KEEPALIVE_S = 15.0
+STALLED_S = 60.0  # a client that reads nothing for so long has left
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -117,7 +119,8 @@ class EventStream(Response, Generic[T]):
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the status is out: the stream reports the error
-            await _write(send, self._encode_error(as_error(error, self._request_id)))
+            with contextlib.suppress(ClientDisconnect):
+                await _write(send, self._encode_error(as_error(error, self._request_id)))
         finally:
             await _cancel(gone)
             await self._pump.close()
@@ -140,7 +143,12 @@ class EventStream(Response, Generic[T]):
 
 
 async def _write(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+    """Send a piece. Raises ClientDisconnect for a client that reads nothing, which keeps its query's slot."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise ClientDisconnect from None
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -93,15 +94,18 @@ class RemoteEngine:
         rid = new_rid(request.rid)
         reader = StreamReader(len(request.input_ids))
         finished = False
+        deadline = asyncio.get_running_loop().time() + self._settings.engine_timeout_s
         try:
-            async with (
-                asyncio.timeout(self._settings.engine_timeout_s),
-                self._client.stream("POST", "/generate", json=payload(request, rid)) as response,
-            ):
-                if response.status_code != httpx.codes.OK:
-                    finished = True
-                    raise await _refusal(response)
-                async for line in response.aiter_lines():
+            async with AsyncExitStack() as stack:
+                # Timeouts are never around the yield: there they would cancel our reader.
+                async with asyncio.timeout_at(deadline):
+                    response = await stack.enter_async_context(
+                        self._client.stream("POST", "/generate", json=payload(request, rid))
+                    )
+                    if response.status_code != httpx.codes.OK:
+                        finished = True
+                        raise await _refusal(response)
+                async for line in _until(deadline, response.aiter_lines()):
                     if not line.startswith("data:"):
                         continue
                     data = line[5:].strip()
@@ -140,6 +144,17 @@ class RemoteEngine:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=5)
         await self._client.aclose()
+
+
+async def _until(deadline: float, lines: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield lines as they come. Raises TimeoutError when one has not come by ``deadline``, in loop time."""
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                line = await anext(lines)
+        except StopAsyncIteration:
+            return
+        yield line
 
 
 async def _refusal(response: httpx.Response) -> EngineError | InvalidRequest | TooManyRequests | Unavailable:

@@ -1,0 +1,116 @@
+"""A reader slower than the engine, at the time-out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from ragserve.api.sse import Pump
+from ragserve.config import load
+from ragserve.engine.base import GenerateRequest
+from ragserve.engine.local import LocalEngine
+from ragserve.engine.remote import RemoteEngine
+from ragserve.errors import EngineError
+
+CHUNKS = 300  # more than a pump holds
+TIMEOUT_S = 0.3
+
+
+def output(number: int) -> dict[str, Any]:
+    return {"text": "x" * number, "meta_info": {"finish_reason": None, "completion_tokens": number}}
+
+
+class Manager:
+    """Streams ``CHUNKS`` pieces at once, and then nothing."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    async def generate_request(self, fields: Any, request: Any) -> AsyncIterator[dict[str, Any]]:
+        for number in range(1, CHUNKS + 1):
+            yield output(number)
+        await asyncio.sleep(60)
+
+    def abort_request(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+
+def local(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
+    manager = Manager()
+    monkeypatch.setattr("ragserve.engine.local._manager", lambda: manager)
+    return LocalEngine(load(engine_timeout_s=TIMEOUT_S))
+
+
+def remote(monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
+    class Stream(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for number in range(1, CHUNKS + 1):
+                yield f"data: {json.dumps(output(number))}\n\n".encode()
+            await asyncio.sleep(60)
+
+    engine = RemoteEngine(load(engine_url="http://engine", engine_timeout_s=TIMEOUT_S))
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Stream()))
+    engine._client = httpx.AsyncClient(transport=transport, base_url="http://engine")
+    return engine
+
+
+@pytest.mark.parametrize("make", [local, remote])
+def test_a_full_queue_at_the_time_out_ends_the_stream(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time-out must not strike the task that waits for room in the queue: nobody would end the stream."""
+
+    async def run() -> None:
+        engine = make(monkeypatch)
+        pump: Pump[Any] = Pump(engine.generate(GenerateRequest("query", [1], "n")))
+        await asyncio.sleep(3 * TIMEOUT_S)
+        for _ in range(CHUNKS):
+            assert await pump.next() is not None
+        with pytest.raises(EngineError, match="No answer within"):
+            await pump.next()
+        await pump.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_reader_that_reads_nothing_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragserve.api import sse
+
+    monkeypatch.setattr(sse, "STALLED_S", 0.2)
+    closed = asyncio.Event()
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            while True:
+                yield "x"
+                await asyncio.sleep(0)
+        finally:
+            closed.set()
+
+    async def run() -> None:
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        request = SimpleNamespace(receive=receive)
+        first, pump = await sse.opened(request, events())  # type: ignore[arg-type]
+        stream = sse.EventStream(
+            "id",
+            first,
+            pump,
+            encode=lambda event: [event.encode()],
+            encode_error=lambda error: b"error",
+            end=b"end",
+        )
+        await stream({}, receive, send)  # type: ignore[arg-type]
+        assert closed.is_set()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
