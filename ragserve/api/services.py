@@ -115,7 +115,8 @@ async def open_services(
         prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
-        evict = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info))
+        limiter = QueryLimiter(settings.max_concurrent_queries)
+        evict = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info, limiter))
         loop = asyncio.get_running_loop()
         ingestor = Ingestor(
             settings,
@@ -132,7 +133,6 @@ async def open_services(
             warm_runner = JobRunner(Warmer(store, engine, prompts, loop), WARM)
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
-        limiter = QueryLimiter(settings.max_concurrent_queries)
         gate = Gate.of(
             settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
         )
@@ -158,12 +158,17 @@ async def open_services(
 
 @asynccontextmanager
 async def _evictions(
-    settings: Settings, store: IndexStore, engine: Engine, prompts: PromptBuilder, info: EngineInfo
+    settings: Settings,
+    store: IndexStore,
+    engine: Engine,
+    prompts: PromptBuilder,
+    info: EngineInfo,
+    limiter: QueryLimiter,
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
     """Follow the eviction log with a local engine; with a remote one, only remove files of earlier runs."""
     if info.kind == "local":
         await asyncio.to_thread(note_engine, settings, info.tokenizer)
-        evictor = Evictor(store, engine, prompts)
+        evictor = Evictor(store, engine, prompts, limiter.oldest)
         async with evictor.running():
             yield evictor.drain
     else:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,19 @@ _NOTE = "engine.json"
 
 
 class Evictor:
-    """A server's reader of the log. Runs on the server's event loop."""
+    """A server's reader of the log. Runs on the server's event loop.
 
-    def __init__(self, store: IndexStore, engine: Engine, prompts: PromptBuilder) -> None:
+    ``oldest_query`` gives the time at which the oldest query in flight began; it may hold texts that were
+    removed since."""
+
+    def __init__(
+        self,
+        store: IndexStore,
+        engine: Engine,
+        prompts: PromptBuilder,
+        oldest_query: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        self._oldest_query = oldest_query
         self._store = store
         self._log = EvictionLog(store.database)
         self._engine = engine
@@ -66,9 +77,9 @@ class Evictor:
         try:
             async with self._lock:
                 self._first = await self._act(self._first)
-        except RagserveError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, removals that follow must be seen
             self._mark = None
-            log.warning("KV of removed documents could not be evicted yet, will retry: %s", error)
+            _log_failure("KV of removed documents could not be evicted yet", error)
 
     async def _follow(self) -> None:
         settle_at = 0.0
@@ -83,17 +94,18 @@ class Evictor:
                 await self._settle()
 
     async def _settle(self) -> None:
-        """Act again on rows older than the grace time, and delete those twice as old, which other servers on
-        the folder have read by then.
+        """Act again on rows older than the grace time and than every query in flight, and delete those twice
+        as old, which other servers on the folder have read by then.
         """
         now = time.time()
         try:
             async with self._lock:
-                self._second = await self._act(self._second, before=now - GRACE_S)
+                before = min(now - GRACE_S, self._oldest_query())
+                self._second = await self._act(self._second, before=before)
                 if self._second:
                     await asyncio.to_thread(self._log.forget, self._second, before=now - 2 * GRACE_S)
-        except RagserveError as error:
-            log.warning("The log of removed documents could not be pruned, will retry: %s", error)
+        except Exception as error:  # noqa: BLE001 - as in drain
+            _log_failure("The log of removed documents could not be pruned", error)
 
     async def _act(self, last_id: int, *, before: float | None = None) -> int:
         """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
@@ -108,6 +120,11 @@ class Evictor:
                     await self._engine.forget(namespace, ids)
             last_id = rows[-1].id
         return last_id
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    unknown = None if isinstance(error, RagserveError) else error
+    log.warning("%s, will retry: %s", what, error, exc_info=unknown)
 
 
 def note_engine(settings: Settings, tokenizer: str) -> None:

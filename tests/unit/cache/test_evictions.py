@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from ragserve.answering.answerer import QueryLimiter
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache import evictions, lock
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
@@ -107,12 +110,18 @@ def test_a_server_acts_at_once_and_on_what_other_processes_remove(
     assert len(EvictionLog(store.database)) == 1, "kept for other servers and for queries under way"
 
 
-def test_an_engine_that_fails_is_asked_again(store: IndexStore, prompts: PromptBuilder) -> None:
+@pytest.mark.parametrize(
+    "error", [EngineError("busy"), KeyError("tokens"), sqlite3.OperationalError("locked")]
+)
+def test_an_engine_that_fails_is_asked_again(
+    store: IndexStore, prompts: PromptBuilder, error: Exception
+) -> None:
+    """Whatever the failure is: the reader must not end and leave later removals unseen."""
     engine = Engine()
 
     async def scenario() -> None:
         async with Evictor(store, engine, prompts).running():  # type: ignore[arg-type]
-            engine.error = EngineError("busy")
+            engine.error = error
             remove(store, "vole")
             await asyncio.sleep(2 * evictions.POLL_S)
             assert engine.forgotten == []
@@ -120,6 +129,29 @@ def test_an_engine_that_fails_is_asked_again(store: IndexStore, prompts: PromptB
             await until(lambda: engine.forgotten)
 
     asyncio.run(scenario())
+
+
+def test_a_query_that_began_before_a_removal_is_waited_for(
+    store: IndexStore, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold the removed text, and cache its KV, however long it waits in the engine's queue."""
+    monkeypatch.setattr(evictions, "GRACE_S", 0.2)
+    engine, limiter = Engine(), QueryLimiter(4)
+
+    async def scenario() -> None:
+        async with Evictor(store, engine, prompts, limiter.oldest).running():  # type: ignore[arg-type]
+            with limiter.slot():
+                remove(store, "vole")
+                with limiter.slot():  # a later query cannot have retrieved it
+                    await until(lambda: engine.forgotten)
+                await asyncio.sleep(1)  # five times the grace
+                assert len(engine.forgotten) == 1
+                assert len(EvictionLog(store.database)) == 1
+            await until(lambda: len(engine.forgotten) >= 2)
+            await until(lambda: len(EvictionLog(store.database)) == 0)
+
+    asyncio.run(scenario())
+    assert limiter.oldest() == math.inf
 
 
 def test_rows_are_acted_on_again_after_their_grace_and_then_go(
