@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ragserve.errors import InvalidRequest
-from ragserve.files import write_json
+from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.files import locked, write_json
 
+_LOCK_WAIT_S = 10.0
 T = TypeVar("T")
 
 
@@ -38,9 +39,22 @@ class ProfileFile(Generic[T]):
         self.write(place, fingerprint, asdict(profile))  # type: ignore[call-overload]
 
     def write(self, place: Path, fingerprint: str, entry: Mapping[str, Any]) -> None:
-        """Write a model's entry, atomically, beside others. Raises InvalidRequest for a foreign file."""
-        models = self.models(place) | {fingerprint: dict(entry)}
-        write_json(place, {"version": self.version, "models": models})
+        """Write a model's entry; see :meth:`update`."""
+        self.update(place, fingerprint, lambda _: dict(entry))
+
+    def update(
+        self, place: Path, fingerprint: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        """Replace a model's entry by ``change(entry)``, durably and atomically, beside others; of several
+        writers each sees what the one before wrote. Raises InvalidRequest for a foreign file, Unavailable
+        where another writer does not end."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locked(place.with_name(f"{place.name}.lock"), wait_s=_LOCK_WAIT_S) as alone:
+            if not alone:
+                raise Unavailable(f"Another process is writing {place}.", hint="Try again when it has ended.")
+            models = self.models(place)
+            models[fingerprint] = change(dict(models.get(fingerprint, {})))
+            write_json(place, {"version": self.version, "models": models}, durable=True)
 
     def models(self, place: Path) -> dict[str, Any]:
         """Entries by fingerprint; empty if there is no file. Raises InvalidRequest for a foreign file."""

@@ -209,8 +209,8 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
     """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises
     InvalidRequest for a foreign file."""
-    known = _FILE.models(place).get(fingerprint, {})
-    _FILE.write(place, fingerprint, known | {label: asdict(entry) for label, entry in entries.items()})
+    measured_now = {label: asdict(entry) for label, entry in entries.items()}
+    _FILE.update(place, fingerprint, lambda known: known | measured_now)
 
 
 def _parsed(raw: dict[str, Any]) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,16 @@ def test_records_add_up_and_the_latest_counts(tmp_path: Path) -> None:
         "epic": True,
         "random": True,
     }
+
+
+def test_evaluations_at_the_same_time_lose_no_record(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    labels = [f"epic:first={number}" for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda label: record(place, "abc", {label: entry(GOOD)}), labels))
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
+    assert sorted(gate.verified()) == sorted(labels)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "gate.json.lock"]
 
 
 @pytest.mark.parametrize(
