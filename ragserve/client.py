@@ -11,8 +11,11 @@ import httpx
 from ragserve import errors
 from ragserve.answering.results import Answer, RetrievedPassage
 
-_BY_STATUS = {
-    kind.status: kind for kind in errors.RagserveError.__subclasses__() if kind.__module__ == errors.__name__
+_KINDS = [kind for name in errors.__all__ if (kind := getattr(errors, name)) is not errors.RagserveError]
+_BY_CODE = {kind.default_code: kind for kind in _KINDS}
+# A status alone says less than a code: 415 may also be a wrong Content-Type, 403 another program's.
+_BY_STATUS = {kind.status: kind for kind in _KINDS if errors.RagserveError in kind.__bases__} | {
+    415: errors.InvalidRequest
 }
 
 
@@ -122,12 +125,12 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 def error_of(response: httpx.Response) -> errors.RagserveError:
     """The error that an error response stands for."""
-    kind = _BY_STATUS.get(
-        response.status_code, errors.RagserveError if response.status_code >= 500 else errors.InvalidRequest
-    )
+    status = response.status_code
+    kind = _BY_STATUS.get(status, errors.RagserveError if status >= 500 else errors.InvalidRequest)
     try:
         body = response.json()["error"]
         message, hint = str(body["message"]), str(body.get("hint") or "")
+        kind = _BY_CODE.get(str(body.get("code")), kind)
     except (ValueError, KeyError, TypeError):
         request = response.request
         return kind(f"{request.method} {request.url} answered {response.status_code}: {response.text[:200]}")

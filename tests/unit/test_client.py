@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve import errors
+from ragserve.api.errors import UnsupportedMediaType
 from ragserve.client import Client
 
 
@@ -70,6 +71,10 @@ def scripted() -> Iterator[Scripted]:
         errors.Conflict("Other embedder."),
         errors.TooManyRequests("Full.", hint="Later."),
         errors.Unavailable("Starting."),
+        errors.UnsupportedDocument("An image."),
+        errors.PromptTooLong("Too long."),
+        errors.DocumentsTooLong("Too long."),
+        errors.Forbidden("Another page."),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -79,6 +84,17 @@ def test_the_servers_errors_come_back_whole(scripted: Scripted, sent: errors.Rag
         client.retrieve("q", k=1)
     got = raised.value
     assert (got.message, got.hint, got.code, got.param) == (sent.message, sent.hint, sent.code, sent.param)
+
+
+def test_a_wrong_content_type_is_not_a_wrong_document(scripted: Scripted) -> None:
+    """Both are 415; only the code tells them apart."""
+    wrong = UnsupportedMediaType("This route takes JSON.")
+    scripted.answers += [(wrong.status, wrong.body("r1")), (415, b"<html>no</html>")]
+    with Client(scripted.url) as client:
+        for _ in range(2):
+            with pytest.raises(errors.InvalidRequest) as raised:
+                client.info()
+            assert not isinstance(raised.value, errors.UnsupportedDocument)
 
 
 def test_errors_of_other_servers(scripted: Scripted) -> None:
