@@ -37,6 +37,7 @@ _SERVER_KEYS = (
 
 SERVED = frozenset(
     {
+        "/",
         "/abort_request",
         "/api/chat",
         "/api/generate",

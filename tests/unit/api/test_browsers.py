@@ -32,6 +32,7 @@ CONTROL = [
     "/hicache/storage-backend",
     "/anything/else",
     "//generate",
+    "/docs/",
 ]
 
 

@@ -74,8 +74,10 @@ def test_a_route_is_described(name: str, operation: dict[str, Any]) -> None:
     assert operation["description"]
     assert operation["tags"]
     statuses = set(operation["responses"])
-    assert {"401", "500"} <= statuses
+    assert {"401", "403", "500"} <= statuses
     assert "422" not in statuses
+    if "requestBody" in operation:
+        assert {"400", "408", "413"} <= statuses
     for parameter in operation.get("parameters", []):
         assert parameter.get("description") or parameter["name"] == "limit", parameter["name"]
     for status, response in operation["responses"].items():

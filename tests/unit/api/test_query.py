@@ -303,6 +303,18 @@ def test_context_given_inline_is_not_searched_for(client: httpx.Client, live: Li
     assert [c["source"] for c in ask(client, documents=documents)["citations"]] == ["https://x.org/1", None]
 
 
+@pytest.mark.parametrize("strategy", ["full", "prefix", None])
+def test_options_that_an_exact_strategy_does_not_have_are_refused(
+    client: httpx.Client, live: Live, docs: str, strategy: str | None
+) -> None:
+    body = {"query": QUESTION, "namespace": docs, "strategy": strategy, "strategy_options": {"share": 0.1}}
+    response = client.post("/rag/query", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "strategy_options"
+    assert not live.engine.requests
+    assert ask(client, strategy=strategy, strategy_options={"force": True})["context"]["strategy"]
+
+
 def test_no_context_at_all(client: httpx.Client) -> None:
     answer = ask(client, documents=[])
     assert answer["citations"] == []
