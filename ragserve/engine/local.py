@@ -38,10 +38,12 @@ class LocalEngine:
         """Read model and limits, and send one request so that the first user does not pay for the warm-up."""
         from sglang.version import __version__ as version
 
+        from sglang_ext import request_checks
         from sglang_ext.documents.fingerprint import model_fingerprint
         from sglang_ext.launch import scheduler_info
 
         manager, info = _manager(), scheduler_info()
+        request_checks.install(manager)
         args = manager.server_args
         cache = await self.control("info")
         self._fingerprint = cache["fingerprint"]

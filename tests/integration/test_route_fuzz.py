@@ -1,0 +1,65 @@
+"""No request to SGLang's routes ends the server: those that once did, and a short run of the fuzzer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ragserve.api.upstream import SERVED
+from tests.conftest import EXHAUSTIVE
+from tests.integration import route_fuzz
+from tests.integration.engines import Server
+
+DEADLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "an id outside the vocabulary": ("/generate", {"input_ids": [999_999_999, 5]}),
+    "one in a batch": ("/generate", {"input_ids": [[5, 6], [7, -1]]}),
+    "one in a completion": ("/v1/completions", {"model": "default", "prompt": [5, 10**8]}),
+    "a stop id outside it": ("/generate", {"stop_token_ids": [10**7], "min_new_tokens": 2}),
+    "a step of zero": ("/generate", {"stream_interval": 0}),
+    "half a top_k": ("/generate", {"top_k": 1.5}),
+    "a long top_k": ("/generate", {"top_k": 2**40}),
+    "text for a flag": ("/generate", {"ignore_eos": "yes"}),
+    "nested custom_params": ("/generate", {"custom_params": {"a": {"b": {"c": 1}}}}),
+    "a bias that is no number": ("/generate", {"logit_bias": {"5": float("nan")}, "temperature": 0.5}),
+    "an endless bias": ("/generate", {"logit_bias": {"5": float("inf")}, "temperature": 0.5}),
+    "a regex of NUL": ("/generate", {"regex": "\0"}),
+    "a deep schema": ("/generate", {"json_schema": "[" * 100_000}),
+    "more top tokens than there are": (
+        "/generate",
+        {"text": "x", "top_logprobs_num": 10**8, "return_logprob": True},
+    ),
+    "labels of metrics": ("/generate", {"text": "x", "custom_labels": {"a": "b"}}),
+    "embeddings at positions": ("/generate", {"text": "x", "positional_embed_overrides": {"a": 1}}),
+    "delimiters": ("/generate", {"text": "x", "multi_item_delimiter_indices": [10**6]}),
+    "experts": ("/generate", {"text": "x", "return_routed_experts": True}),
+    "a list for a processor": (
+        "/v1/completions",
+        {"model": "default", "prompt": "x", "custom_logit_processor": []},
+    ),
+    "a session": ("/generate", {"text": "x", "session_params": {"id": 5}}),
+}
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_a_deadly_request_is_refused(server: Server, name: str) -> None:
+    path, fields = DEADLY[name]
+    top = {"text", "input_ids", "prompt"} & fields.keys()
+    body = fields if top else {"text": "A lighthouse", "sampling_params": {"max_new_tokens": 6} | fields}
+    status = route_fuzz.send(server.client, path, route_fuzz.encoded(body))
+    assert status == 400, status
+    assert route_fuzz.answers(server.client)
+
+
+def test_what_the_server_serves_and_leaves_out_are_sglangs_routes() -> None:
+    theirs = set(route_fuzz.sglang_document()["paths"])
+    undescribed = {"/metrics", "/metrics/", "/v1/realtime", "/tokenize", "/detokenize"}
+    assert not SERVED - theirs - undescribed
+    off = {"/flush_cache", "/pause_generation", "/update_weights_from_disk", "/open_session", "/slow_down"}
+    assert off <= theirs - SERVED
+
+
+def test_the_server_outlives_the_fuzzer(server: Server) -> None:
+    statuses = route_fuzz.fuzz(server.client, 2026, count=2000 if EXHAUSTIVE else 96)
+    assert statuses[200]
+    assert statuses[400]
