@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.crash import CrashHandler
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.engine.prefill import Documents
@@ -32,6 +33,7 @@ class LocalEngine:
         self._info: EngineInfo | None = None
         self._fingerprint = ""
         self._pumps: set[asyncio.Task[Any]] = set()
+        self._crash: CrashHandler | None = None
         self._documents = Documents(self._run, self._run_together)
 
     async def start(self) -> EngineInfo:
@@ -44,6 +46,7 @@ class LocalEngine:
 
         manager, info = _manager(), scheduler_info()
         request_checks.install(manager)
+        self._crash = CrashHandler(manager, self.stop)
         args = manager.server_args
         cache = await self.control("info")
         self._fingerprint = cache["fingerprint"]
@@ -81,11 +84,17 @@ class LocalEngine:
             warm_up = replace(warm_up, decode={"mode": "progressive", "threshold": 1.0, "dense_below": 0})
         async for _ in self.generate(warm_up):
             pass
-        self._take_over_sigterm()
+        self._take_over_signals(self._crash)
         return self._info
 
-    def _take_over_sigterm(self) -> None:
-        """Replace SGLang's handler, which kills the process tree; ours lets requests finish."""
+    @property
+    def crash(self) -> EngineError | None:
+        """Why the engine died; None if it has not."""
+        return None if self._crash is None else self._crash.error
+
+    def _take_over_signals(self, crash: CrashHandler) -> None:
+        """Replace SGLang's handlers, which kill the process tree; ours let requests finish."""
+        crash.install()
         if self._on_stop is not None:
             # outside the main thread, the loop's owner handles signals
             with contextlib.suppress(RuntimeError, ValueError):
@@ -100,7 +109,7 @@ class LocalEngine:
     async def ready(self) -> bool:
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-        return self._info is not None and _manager().server_status == ServerStatus.Up
+        return self._info is not None and self.crash is None and _manager().server_status == ServerStatus.Up
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See the protocol."""
@@ -138,7 +147,9 @@ class LocalEngine:
         # In a task of its own: SGLang gives each reply to the oldest waiting caller. One that left before its
         # reply would leave it to the next.
         body = DumperControlReqInput(method=CONTROL_METHOD, body={"op": operation, **arguments})
-        replies = await asyncio.shield(self._start_pump(_manager().dumper_control(body)))
+        reply = self._start_pump(_manager().dumper_control(body))
+        waiting = asyncio.shield(reply)
+        replies = await (waiting if self._crash is None else self._crash.unless_crashed(waiting))
         failed = [reply.error for reply in replies if not reply.success]
         if failed:
             raise EngineError(
@@ -152,7 +163,7 @@ class LocalEngine:
         A separate task reads its stream to the end, so that an abort leaves none behind."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        manager = _manager()
+        manager = self._running_manager()
         rid = fields["rid"]
         outputs: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
         abandoned = False
@@ -169,15 +180,17 @@ class LocalEngine:
         self._start_pump(pump())
         reader = StreamReader(prompt_tokens)
         finished = False
+        deadline = asyncio.get_running_loop().time() + self._settings.engine_timeout_s
         try:
-            async with asyncio.timeout(self._settings.engine_timeout_s):
-                while not finished:
+            while not finished:
+                # Not around the yield: there it would cancel our reader, wherever that waits.
+                async with asyncio.timeout_at(deadline):
                     out = await outputs.get()
-                    if isinstance(out, Exception):
-                        finished = True
-                        raise _translate(out) from out
-                    finished = bool(out.get("meta_info", {}).get("finish_reason"))
-                    yield reader.read(out)
+                if isinstance(out, Exception):
+                    finished = True
+                    raise _translate(out) from out
+                finished = bool(out.get("meta_info", {}).get("finish_reason"))
+                yield reader.read(out)
         except TimeoutError:
             raise timed_out(self._settings.engine_timeout_s) from None
         finally:
@@ -191,7 +204,7 @@ class LocalEngine:
         Raises the first error."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        manager = _manager()
+        manager = self._running_manager()
         fields = {name: [request[name] for request in requests] for name in requests[0]} | {"stream": True}
         failures: list[Exception] = []
 
@@ -218,6 +231,11 @@ class LocalEngine:
         if failures:
             raise _translate(failures[0]) from failures[0]
 
+    def _running_manager(self) -> Any:
+        if self._crash is not None:
+            self._crash.check()
+        return _manager()
+
     def _start_pump(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` in a task that outlives its caller."""
         task = asyncio.create_task(work)
@@ -232,7 +250,7 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Abort running requests."""
-        if self._pumps:
+        if self._pumps and self.crash is None:
             _manager().abort_request(abort_all=True)
             await asyncio.wait(self._pumps, timeout=5)
 
@@ -260,16 +278,22 @@ def _translate(error: Exception) -> RagserveError:
 def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any], listener: socket.socket) -> None:
     """Start SGLang and serve ``make_app(engine, sglang_app)`` in front of it on ``listener``, a bound socket.
 
-    Blocks until stopped."""
+    Blocks until stopped. Raises EngineError if the engine died."""
     host, port = listener.getsockname()[:2]
     args = server_args(settings.model_copy(update={"host": host, "port": port}))
     from sglang_ext.launch import Launcher
 
+    engines: list[LocalEngine] = []
+
     def build(sglang_app: Any) -> Any:
-        return make_app(LocalEngine(settings, on_stop=launcher.stop), sglang_app)
+        engines.append(LocalEngine(settings, on_stop=launcher.stop))
+        return make_app(engines[-1], sglang_app)
 
     launcher = Launcher(build, listener)
     with hold_port() as rendezvous:  # of torch.distributed, which SGLang would look up and let go
         if args.nccl_port is None:
             args.nccl_port = port_of(rendezvous)
         launcher.run(args)
+    for engine in engines:
+        if engine.crash is not None:
+            raise engine.crash

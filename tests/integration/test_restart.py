@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import threading
 import time
+from typing import Any
 
 import httpx
 
@@ -50,6 +52,60 @@ def test_documents_survive_a_kill_while_they_are_written_and_no_process_survives
     engine.server.process.send_signal(signal.SIGTERM)
     assert engine.server.process.wait(60) == 0, "a clean stop"
     assert_gone(family)
+
+
+def test_a_scheduler_that_dies_ends_streams_with_an_error_and_the_server_with_a_reason(
+    small_engine: Engine,
+) -> None:
+    """The exit code and the log say so."""
+    engine = small_engine
+    family = _family(engine)
+    ours: list[str] = []
+    theirs: list[str] = []
+    body = {"query": "?", "documents": [], "stream": True, "max_new_tokens": 600}
+    plain = {
+        "input_ids": [5, 6],
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 600, "ignore_eos": True},
+    }
+    readers = [
+        threading.Thread(target=_read, args=(engine.server.url, path, sent, lines), daemon=True)
+        for path, sent, lines in (("/rag/query", body, ours), ("/generate", plain, theirs))
+    ]
+    for reader in readers:
+        reader.start()
+    deadline = time.monotonic() + 60
+    while not any("message" in line for line in ours) or not theirs:
+        assert time.monotonic() < deadline, "no stream began"
+        time.sleep(0.01)
+    engine.scheduler().send_signal(signal.SIGKILL)
+    died = time.monotonic()
+    status = engine.server.process.wait(60)
+    assert time.monotonic() - died < 30, "SGLang looks once a second; the server then has eight"
+    assert _ended(family, status) == 1
+    for reader in readers:
+        reader.join(60)
+    assert ours[-2] == "event: error", ours[-4:]
+    error = json.loads(ours[-1].removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("unavailable", "server_error")
+    assert "signal 9 (SIGKILL)" in error["message"]
+    assert any('"abort"' in line for line in theirs), (theirs[-3:], engine.server.log.read_text()[-3000:])
+    log = engine.server.log.read_text()
+    assert "The engine has died: scheduler" in log
+    assert "ended with signal 9 (SIGKILL)" in log
+    assert "Start the server again" in log or "start the server again" in log
+    assert "Traceback" not in log[log.index("The engine has died") :]
+
+
+def _read(url: str, path: str, body: dict[str, Any], lines: list[str]) -> None:
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.Client(base_url=url, timeout=60) as client,
+        client.stream("POST", path, json=body) as response,
+    ):
+        for line in response.iter_lines():
+            if line:
+                lines.append(line)
 
 
 def _write_until_it_dies(url: str) -> None:

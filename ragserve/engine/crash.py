@@ -1,0 +1,107 @@
+"""The end of the server after one of SGLang's processes has died.
+
+SGLang sends its main process SIGQUIT, from the dying process or within a second from a thread that watches
+them, and kills everything on it. Here the requests end with an error first, and the server with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from ragserve.errors import EngineError, Unavailable
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+DEADLINE_S = 8.0
+EXIT_CODE = 1
+_HINT = (
+    "See the log above for the cause; without one, the system killed it, mostly for lack of memory (dmesg): "
+    "start the server again with a smaller --max-total-tokens, --mem-fraction-static or --kv-host-bytes."
+)
+
+
+class CrashHandler:
+    """Watches the processes of ``manager``, a TokenizerManager; ``stop`` asks the server to end."""
+
+    def __init__(self, manager: Any, stop: Callable[[], None]) -> None:
+        self._manager = manager
+        self._stop = stop
+        self._crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: EngineError | None = None
+
+    def install(self) -> None:
+        """Replace SGLang's handler. Outside the main thread, the loop's owner handles signals."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, self.crashed)
+
+    def crashed(self) -> None:
+        """End all requests with an error, and the server soon after."""
+        if self.error is not None:
+            return
+        self.error = EngineError(f"The engine has died: {self._cause()}.", hint=_HINT, code="engine_died")
+        log.error("%s The server ends.", self.error)
+        timer = threading.Timer(DEADLINE_S, _end_now)  # whatever holds up an orderly end
+        timer.daemon = True
+        timer.start()
+        self._crashed.set_result(None)
+        self._end_requests()
+        self._stop()
+
+    def check(self) -> None:
+        """Raise Unavailable for a new request after the crash."""
+        if self.error is not None:
+            raise self._refusal()
+
+    async def unless_crashed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+        """Await ``work``, which waits for the engine. Raises Unavailable if the engine dies first."""
+        self.check()
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._crashed}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise self._refusal()
+        return task.result()
+
+    def _refusal(self) -> Unavailable:
+        return Unavailable(str(self.error and self.error.message), hint="It has to be started again.")
+
+    def _cause(self) -> str:
+        watchdog = self._manager._subprocess_watchdog
+        if watchdog is None:
+            return "SGLang reports a failed process"
+        watchdog.stop()
+        dead = [
+            f"{name} (process {process.pid}) ended with {_exit(process.exitcode)}"
+            for process, name in zip(watchdog._processes, watchdog._names, strict=True)
+            if not process.is_alive()
+        ]
+        return "; ".join(dead) or "one of its processes failed or stands still"
+
+    def _end_requests(self) -> None:
+        """Give every waiting request, SGLang's routes' too, the end that an aborted one gets."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        message = str(self.error and self.error.message)
+        reason = {"type": "abort", "message": message, "status_code": 503, "err_type": "ServiceUnavailable"}
+        for rid in list(self._manager.rid_to_state):
+            self._manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+
+
+def _end_now() -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(EXIT_CODE)
+
+
+def _exit(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code} ({signal.Signals(-code).name})"
