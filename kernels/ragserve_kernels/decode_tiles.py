@@ -10,34 +10,72 @@ Shapes in comments: M query rows of a group, N tokens of a tile, D head size, H 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ragserve_kernels.dot import dot
+from ragserve_kernels.kv import HeadRows
+from ragserve_kernels.paged import KVRows
 
 FULL: tl.constexpr = tl.constexpr(0)
 SELECTED: tl.constexpr = tl.constexpr(1)
 STREAMING: tl.constexpr = tl.constexpr(2)
 
 
+class Walk(NamedTuple):
+    """The blocks of an item. Step i is block ``p_index[i]`` if ``m_indexed``, else block i; from step
+    ``i_gap`` on, ``n_gap`` blocks are skipped."""
+
+    n_blocks: Any
+    i_gap: Any
+    n_gap: Any
+    m_indexed: Any
+    n_len: Any  # tokens of the request
+
+
+class QueryGroup(NamedTuple):
+    """Halves [M, H] and row sums [M] of a query group."""
+
+    b_low: Any
+    b_high: Any
+    b_sum: Any
+
+
+class Softmax(NamedTuple):
+    """A running softmax: output halves [M, H], what the zero points add to them [M], maximum and sum [M]."""
+
+    b_low: Any
+    b_high: Any
+    b_zero: Any
+    b_max: Any
+    b_sum: Any
+
+
+@triton.jit
+def at_head(rows, i_head):
+    """Return the rows of one head."""
+    return HeadRows(rows.p + i_head * rows.stride_head, rows.stride, rows.stride_head)
+
+
+@triton.jit
+def kv_at_head(kv, i_head):
+    """Return K and V of one KV head."""
+    return KVRows(
+        at_head(kv.k, i_head),
+        at_head(kv.v, i_head),
+        at_head(kv.k_params, i_head),
+        at_head(kv.v_params, i_head),
+    )
+
+
 @triton.jit
 def tile_slots(
-    i_tile,
-    n_blocks,
-    i_gap,
-    n_gap,
-    m_indexed,
-    n_len,
-    p_index,
-    p_table,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    i_tile, walk, p_index, p_table, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the pool slots of a tile of the walk, int64 [N], and which of them count, bool [N].
-
-    Step i of the walk is block ``p_index[i]`` if ``m_indexed``, else block i; from step ``i_gap`` on,
-    ``n_gap`` blocks are skipped."""
+    """Return the pool slots of a tile of a :class:`Walk`, int64 [N], and which of them count, bool [N]."""
+    n_blocks, i_gap, n_gap, m_indexed, n_len = walk
     o_token = tl.arange(0, BLOCK_N)
     if BLOCK % BLOCK_N == 0 and PAGE % BLOCK_N == 0:  # a tile lies in one page: two scalar look-ups
         i_step = i_tile * BLOCK_N // BLOCK
@@ -88,17 +126,16 @@ NIBBLES_TO_BF16: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def load_halves(
-    p_rows,
+    rows,
     i_slot,
     m_slot,
-    stride,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Return both halves, [N, H] each, of the rows at ``i_slot``: values, or codes where quantised."""
-    p_half = p_rows + i_slot[:, None] * stride + tl.arange(0, HALF)[None, :]
+    p_half = rows.p + i_slot[:, None] * rows.stride + tl.arange(0, HALF)[None, :]
     if BITS == 4:
         # [N, H], two codes a byte
         b_codes = tl.load(p_half, mask=m_slot[:, None], other=0)
@@ -127,63 +164,62 @@ def load_halves(
 
 
 @triton.jit
-def load_params(p_params, i_slot, m_slot, stride):
+def load_params(params, i_slot, m_slot):
     """Return scale and zero point, float32 [N] each: a float16 pair in a 4-byte word."""
     # [N]
-    b_word = tl.load(p_params + i_slot * stride, mask=m_slot, other=0)
+    b_word = tl.load(params.p + i_slot * params.stride, mask=m_slot, other=0)
     b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     b_zero = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return b_scale.to(tl.float32), b_zero.to(tl.float32)
 
 
 @triton.jit
-def load_query(p_q, o_row, stride, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """Return both halves [M, H] of a query group and their row sums [M]; rows past the group are zero."""
+def load_query(q, i_b, i_h, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    """Return the :class:`QueryGroup` of a request and KV head; rows past the group are zero."""
     o_head = tl.arange(0, BLOCK_M)
-    p_half = p_q + o_row + o_head[:, None] * stride + tl.arange(0, HALF)[None, :]
+    p_group = q.p + i_b * q.stride + i_h * GROUP * q.stride_head
+    p_half = p_group + o_head[:, None] * q.stride_head + tl.arange(0, HALF)[None, :]
     m_head = (o_head < GROUP)[:, None]
     # [M, H] each
     b_low = tl.load(p_half, mask=m_head, other=0.0)
     b_high = tl.load(p_half + HALF, mask=m_head, other=0.0)
-    return b_low, b_high, tl.sum(b_low.to(tl.float32), 1) + tl.sum(b_high.to(tl.float32), 1)
+    return QueryGroup(b_low, b_high, tl.sum(b_low.to(tl.float32), 1) + tl.sum(b_high.to(tl.float32), 1))
+
+
+@triton.jit
+def empty_softmax(BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    """Return the :class:`Softmax` over no tokens."""
+    b_zero = tl.zeros([BLOCK_M], tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_acc = tl.zeros([BLOCK_M, HALF], tl.float32)
+    return Softmax(b_acc, b_acc, b_zero, b_max, b_zero)
 
 
 @triton.jit
 def attend_tile(
-    b_q_low,
-    b_q_high,
-    b_q_sum,
-    b_acc_low,
-    b_acc_high,
-    b_acc_zero,
-    b_max,
-    b_sum,
+    query,
+    softmax,
+    kv,
     i_slot,
     m_slot,
-    p_k,
-    p_v,
-    p_k_params,
-    p_v_params,
-    stride_k,
-    stride_v,
-    stride_kp,
-    stride_vp,
     scale_2,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold one tile into the running softmax; return its scores [M, N] and the new state.
+    """Fold one tile of a :class:`KVRows` into the softmax; return its scores [M, N] and the new softmax.
 
     Quantised K: q . (s c + z) = s (q . c) + z sum(q). Quantised V: sum p (s c + z) = (p s) . c + sum(p z),
-    with the last term kept in ``b_acc_zero``."""
-    b_k_low, b_k_high = load_halves(p_k, i_slot, m_slot, stride_k, HALF, BITS, b_q_low.dtype, PRECISION)
-    b_s = tl.zeros([b_q_low.shape[0], m_slot.shape[0]], tl.float32)
-    b_s = dot(b_q_low, tl.trans(b_k_low), b_s, PRECISION)
-    b_s = dot(b_q_high, tl.trans(b_k_high), b_s, PRECISION)
+    with the last term kept in ``b_zero``."""
+    b_low, b_high, b_acc_zero, b_max, b_sum = softmax
+    DTYPE: tl.constexpr = query.b_low.dtype
+    b_k_low, b_k_high = load_halves(kv.k, i_slot, m_slot, HALF, BITS, DTYPE, PRECISION)
+    b_s = tl.zeros([query.b_low.shape[0], m_slot.shape[0]], tl.float32)
+    b_s = dot(query.b_low, tl.trans(b_k_low), b_s, PRECISION)
+    b_s = dot(query.b_high, tl.trans(b_k_high), b_s, PRECISION)
     if BITS > 0:
-        b_k_scale, b_k_zero = load_params(p_k_params, i_slot, m_slot, stride_kp)
-        b_s = b_s * b_k_scale[None, :] + b_q_sum[:, None] * b_k_zero[None, :]
+        b_k_scale, b_k_zero = load_params(kv.k_params, i_slot, m_slot)
+        b_s = b_s * b_k_scale[None, :] + query.b_sum[:, None] * b_k_zero[None, :]
     b_s = tl.where(m_slot[None, :], b_s * scale_2, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     # a row without tokens so far: exp2(-inf - 0) = 0, not NaN
@@ -192,12 +228,12 @@ def attend_tile(
     b_decay = tl.math.exp2(b_max - b_base)
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
     if BITS > 0:
-        b_v_scale, b_v_zero = load_params(p_v_params, i_slot, m_slot, stride_vp)
+        b_v_scale, b_v_zero = load_params(kv.v_params, i_slot, m_slot)
         b_acc_zero = b_acc_zero * b_decay + tl.sum(b_p * b_v_zero[None, :], 1)
         b_p = b_p * b_v_scale[None, :]
     # quantised with float16 queries: a weight times a scale can leave float16's range
-    DTYPE: tl.constexpr = tl.bfloat16 if BITS > 0 and b_q_low.dtype == tl.float16 else b_q_low.dtype
-    b_v_low, b_v_high = load_halves(p_v, i_slot, m_slot, stride_v, HALF, BITS, DTYPE, PRECISION)
-    b_acc_low = dot(b_p.to(DTYPE), b_v_low, b_acc_low * b_decay[:, None], PRECISION)
-    b_acc_high = dot(b_p.to(DTYPE), b_v_high, b_acc_high * b_decay[:, None], PRECISION)
-    return b_s, b_acc_low, b_acc_high, b_acc_zero, b_new, b_sum
+    WEIGHTS: tl.constexpr = tl.bfloat16 if BITS > 0 and DTYPE == tl.float16 else DTYPE  # noqa: SIM300
+    b_v_low, b_v_high = load_halves(kv.v, i_slot, m_slot, HALF, BITS, WEIGHTS, PRECISION)
+    b_low = dot(b_p.to(WEIGHTS), b_v_low, b_low * b_decay[:, None], PRECISION)
+    b_high = dot(b_p.to(WEIGHTS), b_v_high, b_high * b_decay[:, None], PRECISION)
+    return b_s, Softmax(b_low, b_high, b_acc_zero, b_new, b_sum)

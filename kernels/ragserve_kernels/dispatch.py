@@ -15,11 +15,7 @@ import torch
 __all__ = [
     "FLOAT_DTYPES",
     "INT_DTYPES",
-    "check_contiguous",
-    "check_dtype",
-    "check_last_contiguous",
-    "check_same_device",
-    "check_shape",
+    "check",
     "forced_naive",
     "host_tile_bytes",
     "interpreting",
@@ -63,39 +59,39 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return not use_naive() and (tensor.is_cuda or interpreting())
 
 
-def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype] = FLOAT_DTYPES) -> None:
-    """Raise TypeError unless ``tensor`` has one of the ``allowed`` dtypes."""
+def check(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    *,
+    like: torch.Tensor | None = None,
+    dense: bool = False,
+) -> None:
+    """Check a tensor that a kernel will read or write.
+
+    Args:
+        dtypes: the dtypes that it may have.
+        shape: its sizes; None stands for any.
+        like: a tensor on the device on which it must be.
+        dense: it must be contiguous; else only its last dimension must be.
+
+    Raises:
+        ValueError, TypeError: named after the argument that does not fit.
+    """
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if tensor.dtype not in allowed:
-        raise TypeError(
-            f"{name} has dtype {tensor.dtype}; expected one of {', '.join(str(d) for d in allowed)}."
-        )
-
-
-def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -> None:
-    """Raise ValueError unless ``tensor`` has this ``shape``; None stands for any size."""
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {', '.join(map(str, allowed))}.")
     if tensor.dim() != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
     ):
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{wanted}].")
-
-
-def check_same_device(first: torch.Tensor, **others: torch.Tensor) -> None:
-    """Raise TypeError unless all tensors are on the device of ``first``."""
-    for name, other in others.items():
-        if other.device != first.device:
-            raise TypeError(f"{name} is on {other.device}; expected {first.device}.")
-
-
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless ``tensor`` is contiguous."""
-    if not tensor.is_contiguous():
+    if like is not None and tensor.device != like.device:
+        raise TypeError(f"{name} is on {tensor.device}; expected {like.device}.")
+    if dense and not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous.")
-
-
-def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the last dimension of ``tensor`` has stride 1."""
-    if tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"The last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}."
         )

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from ragserve_kernels.dispatch import check_dtype, check_shape
+from ragserve_kernels.dispatch import FLOAT_DTYPES, check
 
-__all__ = ["HEAD_DIMS", "PAGE_SIZES", "KVLayers", "check_head_dim", "check_page_size", "query_group"]
+__all__ = [
+    "HEAD_DIMS",
+    "PAGE_SIZES",
+    "HeadRows",
+    "KVLayers",
+    "check_head_dim",
+    "check_page_size",
+    "query_group",
+    "rows_of",
+]
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64, 128)
@@ -34,6 +44,19 @@ def query_group(query_heads: int, kv_heads: int) -> int:
     return query_heads // kv_heads
 
 
+class HeadRows(NamedTuple):
+    """A tensor ``[rows, heads, ...]`` as kernels take it, with strides in elements."""
+
+    p: Any
+    stride: Any
+    stride_head: Any
+
+
+def rows_of(tensor: torch.Tensor) -> HeadRows:
+    """Return a tensor, whose last dimension is contiguous, as an argument of a kernel."""
+    return HeadRows(tensor, tensor.stride(0), tensor.stride(1))
+
+
 @dataclass(frozen=True, eq=False)
 class KVLayers:
     """K and V of all layers, each ``[slots, kv_heads, head_dim]``, with pointer tables for kernels.
@@ -53,8 +76,7 @@ class KVLayers:
                 f"KVLayers got {len(self.k)} K and {len(self.v)} V tensors; expected one of each per layer."
             )
         first = self.k[0]
-        check_dtype("k[0]", first)
-        check_shape("k[0]", first, (None, None, None))
+        check("k[0]", first, FLOAT_DTYPES, (None, None, None))
         for name, tensors in (("k", self.k), ("v", self.v)):
             for i, tensor in enumerate(tensors):
                 if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
@@ -67,6 +89,11 @@ class KVLayers:
                     )
             addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
             object.__setattr__(self, f"{name}_ptrs", addresses.to(first.device))
+
+    @property
+    def layout(self) -> tuple[int, int, int, torch.dtype]:
+        """Layers, KV heads, head size and dtype."""
+        return self.layers, self.kv_heads, self.head_dim, self.dtype
 
     @property
     def layers(self) -> int:

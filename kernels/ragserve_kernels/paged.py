@@ -8,28 +8,22 @@ from typing import NamedTuple
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    check_contiguous,
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    next_power_of_2,
-)
-from ragserve_kernels.kv import check_head_dim, check_page_size, query_group
+from ragserve_kernels.dispatch import FLOAT_DTYPES, check, next_power_of_2
+from ragserve_kernels.kv import HeadRows, check_head_dim, check_page_size, query_group, rows_of
 from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 __all__ = [
     "CPU_PROGRAMS",
     "KV",
     "KVPair",
+    "KVRows",
     "PageSelection",
     "PagedBatch",
     "check_attention",
     "check_query",
     "check_selection",
     "code_precision",
-    "kv_arguments",
+    "kv_rows",
     "resident_programs",
     "tile_rows",
     "tile_tokens",
@@ -74,13 +68,8 @@ class PagedBatch:
         if block < 1 or block & (block - 1) or block > 512:
             raise ValueError(f"Block size {block} is not supported; expected a power of two up to 512.")
         object.__setattr__(self, "block_size", block)
-        check_dtype("seq_lens", self.seq_lens, (torch.int32,))
-        check_shape("seq_lens", self.seq_lens, (None,))
-        check_dtype("page_table", self.page_table, (torch.int32,))
-        check_shape("page_table", self.page_table, (self.size, None))
-        check_last_contiguous("seq_lens", self.seq_lens)
-        check_last_contiguous("page_table", self.page_table)
-        check_same_device(self.page_table, seq_lens=self.seq_lens)
+        check("seq_lens", self.seq_lens, torch.int32, (None,))
+        check("page_table", self.page_table, torch.int32, (self.size, None), like=self.seq_lens)
 
     @property
     def size(self) -> int:
@@ -101,11 +90,8 @@ class PageSelection(NamedTuple):
 
 def check_query(q: torch.Tensor, batch: PagedBatch) -> None:
     """Check queries ``[batch, heads, head_dim]``, or ``[layers, batch, ...]``, against the batch."""
-    check_dtype("q", q)
-    check_shape("q", q, (*q.shape[:-3], batch.size, None, None))
+    check("q", q, FLOAT_DTYPES, (*q.shape[:-3], batch.size, None, None), like=batch.page_table)
     check_head_dim(q.shape[-1])
-    check_last_contiguous("q", q)
-    check_same_device(q, page_table=batch.page_table)
 
 
 def check_attention(q: torch.Tensor, kv: KVPair, batch: PagedBatch) -> int:
@@ -117,26 +103,21 @@ def check_attention(q: torch.Tensor, kv: KVPair, batch: PagedBatch) -> int:
     check_query(q, batch)
     head_dim = q.shape[2]
     k, v = kv
-    bits = 0
+    bits, dtype = 0, q.dtype
     if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
         if k.bits != v.bits:
             raise ValueError(f"k has {k.bits} bits and v has {v.bits}; expected the same.")
-        bits = k.bits
-    elif isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
-        check_dtype("k", k, (q.dtype,))
-        check_dtype("v", v, (q.dtype,))
-        check_shape("k", k, (None, None, head_dim))
-    else:
+        bits, dtype = k.bits, k.codes.dtype
+    elif not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         raise TypeError("k and v must both be tensors or both be QuantizedKV.")
+    for name, cache in (("k", k), ("v", v)):
+        values = cache.codes if isinstance(cache, QuantizedKV) else cache
+        check(name, values, dtype, (None, None, None), like=q)
     if tuple(k.shape) != tuple(v.shape) or k.shape[2] != head_dim:
         raise ValueError(
             f"k and v have shapes {list(k.shape)} and {list(v.shape)}; "
             f"expected the same, ending in {head_dim}."
         )
-    for name, cache in (("k", k), ("v", v)):
-        values = cache.codes if isinstance(cache, QuantizedKV) else cache
-        check_last_contiguous(name, values)
-        check_same_device(q, **{name: values})
     query_group(q.shape[1], k.shape[1])
     return bits
 
@@ -150,28 +131,27 @@ def check_selection(
         ("blocks", selection.blocks, (*shape, capacity)),
         ("counts", selection.counts, shape),
     ):
-        check_dtype(name, tensor, (torch.int32,))
-        check_shape(name, tensor, wanted)
-        check_same_device(q, **{name: tensor})
-        for layer in tensor if q.dim() == 4 else (tensor,):  # layers may lie in wider tables
-            check_contiguous(name, layer)
+        check(name, tensor, torch.int32, wanted, like=q)
+        # layers may lie in wider tables
+        if not (tensor[:1] if q.dim() == 4 else tensor).is_contiguous():
+            raise ValueError(f"{name} must be contiguous.")
 
 
-def kv_arguments(kv: KVPair) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the tensors and strides of K and V that the kernels take.
+class KVRows(NamedTuple):
+    """K and V of a layer as kernels take them, and their parameters: a scale and a zero point packed into
+    one int32. Plain caches repeat the values."""
 
-    Tensors: K, V, and their parameters, a scale and a zero point packed into one int32; plain caches repeat
-    the values. Strides: (slot, head) of each tensor."""
-    values, params = [], []
-    for cache in kv:
-        if isinstance(cache, QuantizedKV):
-            values.append(cache.codes)
-            params.append(cache.params.view(torch.int32)[..., 0])
-        else:
-            values.append(cache)
-    strides = [stride for tensor in values for stride in tensor.stride()[:2]]
-    strides += [stride for tensor in params for stride in tensor.stride()[:2]] or [0, 0, 0, 0]
-    return values + (params or values), strides
+    k: HeadRows
+    v: HeadRows
+    k_params: HeadRows
+    v_params: HeadRows
+
+
+def kv_rows(kv: KVPair) -> KVRows:
+    """Return K and V as an argument of a kernel."""
+    values = [rows_of(each.codes if isinstance(each, QuantizedKV) else each) for each in kv]
+    packed = [rows_of(each.params.view(torch.int32)[..., 0]) for each in kv if isinstance(each, QuantizedKV)]
+    return KVRows(*values, *(packed or values))
 
 
 def code_precision(dtype: torch.dtype, bits: int) -> str:

@@ -10,13 +10,7 @@ import torch
 
 from ragserve_kernels.block_summary.naive import block_summary_naive
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary, default_block_tokens
-from ragserve_kernels.dispatch import (
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import FLOAT_DTYPES, check, use_triton
 from ragserve_kernels.kv import check_head_dim, query_group
 
 __all__ = ["BlockPlan", "BlockSummary", "block_summary", "block_summary_naive", "default_block_tokens"]
@@ -45,21 +39,13 @@ def block_summary(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    check_dtype("q", q)
-    check_shape("q", q, (plan.tokens, None, None))
+    check("q", q, FLOAT_DTYPES, (plan.tokens, None, None))
     check_head_dim(q.shape[2])
-    check_shape("k", k, (plan.tokens, None, q.shape[2]))
-    check_dtype("k", k, (q.dtype,))
+    check("k", k, q.dtype, (plan.tokens, None, q.shape[2]), like=q)
     query_group(q.shape[1], k.shape[1])
-    check_last_contiguous("q", q)
-    check_last_contiguous("k", k)
-    check_same_device(q, k=k, plan=plan.doc_start)
+    check("plan", plan.doc_start, torch.int32, (None,), like=q)
     if lse is not None:
-        check_shape("lse", lse, (q.shape[1], plan.tokens))
-        check_dtype("lse", lse, (torch.float32,))
-        check_same_device(q, lse=lse)
-        if not lse.is_contiguous():
-            raise ValueError("lse is not contiguous.")
+        check("lse", lse, torch.float32, (q.shape[1], plan.tokens), like=q, dense=True)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     if use_triton(q) and plan.tokens:

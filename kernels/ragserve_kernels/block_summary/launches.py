@@ -10,6 +10,7 @@ import triton
 
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary
 from ragserve_kernels.block_summary.triton import (
+    DocumentRows,
     block_k_kernel,
     choose_kernel,
     exponent_kernel,
@@ -20,6 +21,7 @@ from ragserve_kernels.block_summary.triton import (
 )
 from ragserve_kernels.dispatch import next_power_of_2
 from ragserve_kernels.dot import dot_precision
+from ragserve_kernels.kv import rows_of
 
 FIT_BLOCKS = 16  # chosen tokens per tile of the fit: the least that a matrix product takes
 
@@ -59,7 +61,6 @@ def block_summary_triton(
     block_tokens = next_power_of_2(max(plan.block_tokens))
     float32 = partial(torch.empty, dtype=torch.float32, device=device)
 
-    q_strides, k_strides = (q.stride(0), q.stride(1)), (k.stride(0), k.stride(1))
     shape = {
         "GROUP": group,
         "B_GROUP": block_group,
@@ -69,47 +70,24 @@ def block_summary_triton(
     }
     tuning = {"num_warps": tile.warps, "num_stages": tile.stages}
     scale_2 = scale * 1.4426950408889634
-    if lse is None:
-        lse = float32(query_heads, tokens)
-        if sampled:
-            lse_kernel[(kv_heads, plan.documents, triton.cdiv(sampled, rows))](
-                q,
-                k,
-                lse,
-                plan.doc_start,
-                *q_strides,
-                *k_strides,
-                tokens,
-                scale_2,
-                B_ROWS=rows,
-                B_KEYS=tile.keys,
-                **shape,
-                **tuning,
-            )
+    q_rows, k_rows = rows_of(q), rows_of(k)
+    logs = float32(query_heads, tokens) if lse is None else lse
+    documents = DocumentRows(q_rows, k_rows, logs, plan.doc_start, tokens, scale_2)
+    if lse is None and sampled:
+        lse_kernel[(kv_heads, plan.documents, triton.cdiv(sampled, rows))](
+            documents, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
+        )
     by_head = float32(kv_heads, tokens)
     received_kernel[(kv_heads, plan.documents, triton.cdiv(plan.max_length, tile.keys))](
-        q,
-        k,
-        lse,
-        by_head,
-        plan.doc_start,
-        *q_strides,
-        *k_strides,
-        tokens,
-        scale_2,
-        B_ROWS=rows,
-        B_KEYS=tile.keys,
-        **shape,
-        **tuning,
+        documents, by_head, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
     )
     mean_k, min_k, max_k = (float32(plan.blocks, kv_heads, head_dim) for _ in range(3))
     block_k_kernel[(plan.blocks,)](
-        k,
+        k_rows,
         mean_k,
         min_k,
         max_k,
         plan.block_start,
-        *k_strides,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         B_ROW=next_power_of_2(kv_heads * head_dim),
@@ -117,11 +95,10 @@ def block_summary_triton(
     )
     local_q = float32(plan.documents, query_heads, head_dim)
     local_q_kernel[(plan.documents, query_heads)](
-        q,
+        q_rows,
         local_q,
         plan.doc_start,
         plan.local_start,
-        *q_strides,
         HEAD_DIM=head_dim,
         B_TOKENS=min(32, block_tokens),
     )
@@ -147,19 +124,12 @@ def block_summary_triton(
     query_tiles = max(1, triton.cdiv(sampled, fit_rows))
     parts = float32(query_tiles, 5, plan.blocks)
     fit_kernel[(query_tiles, triton.cdiv(plan.max_blocks, FIT_BLOCKS), plan.documents)](
-        q,
-        k,
-        lse,
+        documents,
         token,
         attention,
         parts,
-        plan.doc_start,
         plan.doc_block,
-        *q_strides,
-        *k_strides,
-        tokens,
         plan.blocks,
-        scale_2,
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         B_ROWS=fit_rows,

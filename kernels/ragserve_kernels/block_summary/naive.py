@@ -32,11 +32,8 @@ def block_summary_naive(
     chosen = torch.full((blocks,), -1, dtype=torch.int32, device=device)
     attention, exponent = (torch.full((blocks,), math.inf, device=device) for _ in range(2))
     outlier = torch.zeros(blocks, dtype=torch.bool, device=device)
-    block_start, doc_start, doc_block = (
-        plan.block_start.tolist(),
-        plan.doc_start.tolist(),
-        plan.doc_block.tolist(),
-    )
+    tables = (plan.block_start, plan.doc_start, plan.doc_block)
+    block_start, doc_start, doc_block = (table.tolist() for table in tables)
     for b, (first, last) in enumerate(pairwise(block_start)):
         keys = k[first:last].to(precision)
         mean_k[b], min_k[b], max_k[b] = keys.mean(0), keys.amin(0), keys.amax(0)
@@ -45,9 +42,8 @@ def block_summary_naive(
         if start == end:
             continue
         local_q[d] = q[local:end].to(precision).mean(0)
-        weights = sampled_weights(
-            q[start:end], k[start:end], plan.query_stride, scale, precision
-        )  # [sampled, n], strictly later queries
+        # [sampled, n], strictly later queries
+        weights = sampled_weights(q[start:end], k[start:end], plan.query_stride, scale, precision)
         queries = torch.arange(len(weights), device=device) * plan.query_stride + plan.query_stride - 1
         later = (queries[:, None] > torch.arange(end - start, device=device)[None, :]).sum(0)
         received[start:end] = weights.sum(0)

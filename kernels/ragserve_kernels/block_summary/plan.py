@@ -109,18 +109,15 @@ class BlockSummary:
     mean_k: torch.Tensor  # [blocks, kv_heads, head_dim]
     min_k: torch.Tensor  # the same; with max_k the cuboid around the block's keys, whose centre is their mean
     max_k: torch.Tensor
-    local_q: (
-        torch.Tensor
-    )  # [docs, query_heads, head_dim]: mean over the local blocks; zero for an empty document
-    received: (
-        torch.Tensor
-    )  # [tokens]: attention from strictly later (sampled) queries, mean over heads, summed over queries
+    # [docs, query_heads, head_dim]: mean over the local blocks; zero for an empty document
+    local_q: torch.Tensor
+    # [tokens]: attention from strictly later (sampled) queries, mean over heads, summed over queries
+    received: torch.Tensor
     # int32 [blocks]: the most attended token of the block, as a row of k; -1: none has enough later queries
     token: torch.Tensor
     # [blocks]: mean attention of that token; the smallest is the least important block. inf without a token
     attention: torch.Tensor
     # [blocks]: a of y = c x^-a over the distance x; the smallest is the most important. inf without a token
     exponent: torch.Tensor
-    outlier: (
-        torch.Tensor
-    )  # bool [blocks]: the token's exponent lies over three standard deviations below the document's mean
+    # bool [blocks]: the token's exponent lies over three standard deviations below the document's mean
+    outlier: torch.Tensor

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,18 +15,20 @@ from ragserve_kernels.dot import dot
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
+class DocumentRows(NamedTuple):
+    """Documents one after another, T tokens in all, in one layer."""
+
+    q: Any  # HeadRows of [T, Hq, D]
+    k: Any  # HeadRows of [T, Hkv, D]
+    p_lse: Any  # float32 [Hq, T], natural; written at sampled queries
+    p_start: Any  # int32 [documents + 1]: first token
+    n_all: Any  # T
+    scale_2: Any
+
+
 @triton.jit
 def lse_kernel(
-    p_q,  # [T, Hq, D]
-    p_k,  # [T, Hkv, D]
-    p_lse,  # float32 [Hq, T], natural; written at sampled queries
-    p_doc_start,
-    stride_q_row,
-    stride_q_head,
-    stride_k_row,
-    stride_k_head,
-    n_all,
-    scale_2,
+    documents,
     GROUP: tl.constexpr,
     B_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -33,13 +37,13 @@ def lse_kernel(
     STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    q, k, p_lse, p_doc_start, n_all, scale_2 = documents
     i_kv_head = tl.program_id(0)
     i_start = tl.load(p_doc_start + tl.program_id(1))
     n_tokens = tl.load(p_doc_start + tl.program_id(1) + 1) - i_start
     n_sampled = n_tokens // STRIDE
-    i_tile = (
-        tl.cdiv(n_sampled, B_ROWS) - 1 - tl.program_id(2)
-    )  # the last queries see the most keys: start them first
+    # the last queries see the most keys: start them first
+    i_tile = tl.cdiv(n_sampled, B_ROWS) - 1 - tl.program_id(2)
     if i_tile < 0:
         return
     o_m = tl.arange(0, B_ROWS * B_GROUP)
@@ -51,11 +55,11 @@ def lse_kernel(
     o_row = (i_start + i_query).to(tl.int64)
     # [M, D], M = rows x group
     b_q = tl.load(
-        p_q + o_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :],
+        q.p + o_row[:, None] * q.stride + i_head[:, None] * q.stride_head + o_dim[None, :],
         mask=m_q[:, None],
         other=0.0,
     )
-    p_k += i_start.to(tl.int64) * stride_k_row + i_kv_head * stride_k_head
+    p_k = k.p + i_start.to(tl.int64) * k.stride + i_kv_head * k.stride_head
     b_max = tl.full([B_ROWS * B_GROUP], -float("inf"), tl.float32)
     b_sum = tl.zeros([B_ROWS * B_GROUP], tl.float32)
     n_keys = tl.minimum(STRIDE * (i_tile + 1) * B_ROWS, n_tokens)
@@ -63,7 +67,7 @@ def lse_kernel(
         m_key = i_key + o_key < n_keys
         # [D, N]
         b_k = tl.load(
-            p_k + (i_key + o_key).to(tl.int64)[None, :] * stride_k_row + o_dim[:, None],
+            p_k + (i_key + o_key).to(tl.int64)[None, :] * k.stride + o_dim[:, None],
             mask=m_key[None, :],
             other=0.0,
         )
@@ -77,17 +81,8 @@ def lse_kernel(
 
 @triton.jit
 def received_kernel(
-    p_q,
-    p_k,
-    p_lse,
+    documents,
     p_received,  # float32 [Hkv, T]: weights summed over the group and over strictly later sampled queries
-    p_doc_start,
-    stride_q_row,
-    stride_q_head,
-    stride_k_row,
-    stride_k_head,
-    n_all,
-    scale_2,
     GROUP: tl.constexpr,
     B_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -96,6 +91,7 @@ def received_kernel(
     STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    q, k, p_lse, p_doc_start, n_all, scale_2 = documents
     i_kv_head = tl.program_id(0)
     i_start = tl.load(p_doc_start + tl.program_id(1))
     n_tokens = tl.load(p_doc_start + tl.program_id(1) + 1) - i_start
@@ -110,7 +106,7 @@ def received_kernel(
     o_key = (i_start + i_key).to(tl.int64)
     # [N, D]
     b_k = tl.load(
-        p_k + o_key[:, None] * stride_k_row + i_kv_head * stride_k_head + o_dim[None, :],
+        k.p + o_key[:, None] * k.stride + i_kv_head * k.stride_head + o_dim[None, :],
         mask=m_key[:, None],
         other=0.0,
     )
@@ -121,7 +117,7 @@ def received_kernel(
         o_row = (i_start + i_query).to(tl.int64)
         # [D, M]
         b_q = tl.load(
-            p_q + o_row[None, :] * stride_q_row + i_head[None, :] * stride_q_head + o_dim[:, None],
+            q.p + o_row[None, :] * q.stride + i_head[None, :] * q.stride_head + o_dim[:, None],
             mask=m_q[None, :],
             other=0.0,
         )
@@ -134,13 +130,11 @@ def received_kernel(
 
 @triton.jit
 def block_k_kernel(
-    p_k,
+    k,
     p_mean,
     p_min,
     p_max,
     p_block_start,
-    stride_k_row,
-    stride_k_head,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     B_ROW: tl.constexpr,
@@ -154,7 +148,7 @@ def block_k_kernel(
     i_last = tl.load(p_block_start + i_block + 1)
     o_row = tl.arange(0, B_ROW)
     m_row = o_row < KV_HEADS * HEAD_DIM
-    p_k += o_row // HEAD_DIM * stride_k_head + o_row % HEAD_DIM
+    p_k = k.p + o_row // HEAD_DIM * k.stride_head + o_row % HEAD_DIM
     b_sum = tl.zeros([B_ROW], tl.float32)
     b_min = tl.full([B_ROW], float("inf"), tl.float32)
     b_max = tl.full([B_ROW], -float("inf"), tl.float32)
@@ -162,7 +156,7 @@ def block_k_kernel(
         for u in tl.static_range(UNROLL):
             # past the end the last token again: it changes neither min nor max
             i_row = tl.minimum(i_token + u, i_last - 1).to(tl.int64)
-            b_k = tl.load(p_k + i_row * stride_k_row, mask=m_row, other=0.0).to(tl.float32)
+            b_k = tl.load(p_k + i_row * k.stride, mask=m_row, other=0.0).to(tl.float32)
             b_sum += tl.where(i_token + u < i_last, b_k, 0.0)
             b_min = tl.minimum(b_min, b_k)
             b_max = tl.maximum(b_max, b_k)
@@ -174,12 +168,10 @@ def block_k_kernel(
 
 @triton.jit
 def local_q_kernel(
-    p_q,
+    q,
     p_local_q,
     p_doc_start,
     p_local_start,
-    stride_q_row,
-    stride_q_head,
     HEAD_DIM: tl.constexpr,
     B_TOKENS: tl.constexpr,
 ):
@@ -194,7 +186,7 @@ def local_q_kernel(
         o_token = i_token + tl.arange(0, B_TOKENS)
         m_token = (o_token < i_last)[:, None]
         b_q = tl.load(
-            p_q + o_token.to(tl.int64)[:, None] * stride_q_row + i_head * stride_q_head + o_dim[None, :],
+            q.p + o_token.to(tl.int64)[:, None] * q.stride + i_head * q.stride_head + o_dim[None, :],
             mask=m_token,
             other=0.0,
         )
@@ -245,21 +237,12 @@ def choose_kernel(
 
 @triton.jit
 def fit_kernel(
-    p_q,
-    p_k,
-    p_lse,
+    documents,
     p_token,
     p_attention,
     p_parts,  # float32 [query tiles, 5, B]: n, sum x, sum y, sum x x, sum x y of the centred logarithms
-    p_doc_start,
     p_doc_block,
-    stride_q_row,
-    stride_q_head,
-    stride_k_row,
-    stride_k_head,
-    n_all,
     n_blocks,
-    scale_2,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -271,6 +254,7 @@ def fit_kernel(
     PRECISION: tl.constexpr,
 ):
     """One tile of queries against the chosen tokens of ``B_BLOCKS`` blocks: the sums of the log-log fit."""
+    q, k, p_lse, p_doc_start, n_all, scale_2 = documents
     i_doc = tl.program_id(2)
     i_start = tl.load(p_doc_start + i_doc)
     n_tokens = tl.load(p_doc_start + i_doc + 1) - i_start
@@ -296,15 +280,15 @@ def fit_kernel(
         i_head = i_kv_head * GROUP + o_m % B_GROUP
         # [D, B]
         p_keys = (
-            p_k
-            + tl.maximum(i_token, 0).to(tl.int64)[None, :] * stride_k_row
-            + i_kv_head * stride_k_head
+            k.p
+            + tl.maximum(i_token, 0).to(tl.int64)[None, :] * k.stride
+            + i_kv_head * k.stride_head
             + o_dim[:, None]
         )
         b_k = tl.load(p_keys, mask=m_token[None, :], other=0.0)
         # [M, D], M = rows x group
         b_q = tl.load(
-            p_q + o_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :],
+            q.p + o_row[:, None] * q.stride + i_head[:, None] * q.stride_head + o_dim[None, :],
             mask=m_q[:, None],
             other=0.0,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_same_device, check_shape, use_triton
+from ragserve_kernels.dispatch import INT_DTYPES, check, use_triton
 from ragserve_kernels.gather_h2d.naive import gather_h2d_naive
 
 __all__ = ["gather_h2d", "gather_h2d_naive"]
@@ -45,29 +45,21 @@ def gather_h2d(
                 f"host[{i}] has shape {list(arena.shape)}; expected [blocks, ...] with the same block "
                 "shape in all arenas."
             )
-        check_shape(f"out[{i}]", target, (None, *arena.shape[1:]))
-        check_dtype(f"out[{i}]", target, (arena.dtype,))
-        check_dtype(f"host[{i}]", arena, (host[0].dtype,))
+        check(f"out[{i}]", target, arena.dtype, (None, *arena.shape[1:]), like=out[0], dense=True)
+        check(f"host[{i}]", arena, host[0].dtype, arena.shape, dense=True)
         if arena.is_cuda:
             raise TypeError(f"host[{i}] is on {arena.device}; expected host memory.")
         if target.is_cuda and not arena.is_pinned():
             raise ValueError(
                 f"host[{i}] is not pinned, so the GPU cannot read it; allocate it with pin_memory=True."
             )
-        if not arena.is_contiguous() or not target.is_contiguous():
-            raise ValueError(f"host[{i}] and out[{i}] must be contiguous.")
         if arena.data_ptr() % 16 or target.data_ptr() % 16:
             raise ValueError(f"host[{i}] and out[{i}] must be aligned to 16 bytes.")
     block_bytes = host[0][0].nbytes if host[0].shape[0] else 16
     if block_bytes == 0 or block_bytes % 16:
         raise ValueError(f"A block has {block_bytes} bytes; expected a multiple of 16.")
-    check_shape("index", index, (None,))
-    check_dtype("index", index, INT_DTYPES)
-    check_shape("out_index", out_index, tuple(index.shape))
-    check_dtype("out_index", out_index, INT_DTYPES)
-    check_same_device(out[0], index=index, out_index=out_index, **{f"out_{i}": t for i, t in enumerate(out)})
-    if not index.is_contiguous() or not out_index.is_contiguous():
-        raise ValueError("index and out_index must be contiguous.")
+    check("index", index, INT_DTYPES, (None,), like=out[0])
+    check("out_index", out_index, INT_DTYPES, index.shape, like=out[0])
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if index.numel() == 0 or host[0].shape[0] == 0:

@@ -4,17 +4,9 @@ See README.md."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ragserve_kernels.dispatch import (
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.kv import query_group
 from ragserve_kernels.page_select import naive
 from ragserve_kernels.page_select.naive import summarise
@@ -89,10 +81,7 @@ def page_select(
         raise ValueError("active goes with into, which holds what the other requests keep.")
     for name, tensor in (("budgets", budgets), ("active", active)):
         if tensor is not None:
-            check_dtype(name, tensor, (torch.int32,))
-            check_shape(name, tensor, (batch.size,))
-            check_last_contiguous(name, tensor)
-            check_same_device(q, **{name: tensor})
+            check(name, tensor, torch.int32, (batch.size,), like=q)
     if into is not None:
         check_selection(into, q, kv_heads, budget)
     if not q.numel() or not max_blocks:
@@ -108,20 +97,22 @@ def page_select(
             KeySummary(keys.high[None], None if keys.low is None else keys.low[None], keys.per_block),
         )
         place = None if into is None else PageSelection(into.blocks[None], into.counts[None])
-    arguments: dict[str, Any] = {
-        "budget": budget,
-        "sink": sink_blocks,
-        "recent": recent_blocks,
-        "budgets": budgets,
-        "active": active,
-        "into": place,
-    }
+    forward = naive.page_select
     if use_triton(q):
         from ragserve_kernels.page_select import triton as kernels
 
-        found = kernels.page_select(q, batch, keys, **arguments)
-    else:
-        found = naive.page_select(q, batch, keys, **arguments)
+        forward = kernels.page_select
+    found = forward(
+        q,
+        batch,
+        keys,
+        budget=budget,
+        sink=sink_blocks,
+        recent=recent_blocks,
+        budgets=budgets,
+        active=active,
+        into=place,
+    )
     if into is not None:
         return into
     return found if layers else PageSelection(found.blocks[0], found.counts[0])
@@ -136,10 +127,7 @@ def _check_keys(q: torch.Tensor, batch: PagedBatch, keys: KeySummary) -> None:
         )
     for name, summary in (("high", keys.high), ("low", keys.low)):
         if summary is not None:
-            check_dtype(name, summary, (q.dtype,))
-            check_shape(name, summary, (*q.shape[:-3], None, None, q.shape[-1]))
-            check_last_contiguous(name, summary)
-            check_same_device(q, **{name: summary})
+            check(name, summary, q.dtype, (*q.shape[:-3], None, None, q.shape[-1]), like=q)
     if keys.low is not None and (keys.low.shape, keys.low.stride()) != (keys.high.shape, keys.high.stride()):
         raise ValueError("high and low must have the same shape and strides.")
     query_group(q.shape[-2], keys.high.shape[-2])

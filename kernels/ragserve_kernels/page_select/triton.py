@@ -127,41 +127,11 @@ def _ordered(p_scores, o_block, m_block):
 
 
 @triton.jit
-def _choose_one(
-    p_scores,  # float32 [items, max_blocks]
-    p_lens,  # int32 [batch]
-    p_index,  # int32 [layers, batch, kv_heads, capacity]
-    p_counts,  # int32 [layers, batch, kv_heads]
-    p_budgets,  # int32 [batch]
-    p_active,  # int32 [batch]
-    per_layer,
-    kv_heads,
-    max_blocks,
-    capacity,
-    stride_index,
-    stride_counts,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EACH: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """Keep an item's best blocks, in registers: find the last score that fits, two bits at a time."""
-    i_item = tl.program_id(0)
-    i_l = (i_item // per_layer).to(tl.int64)
-    i_b = i_item % per_layer // kv_heads
-    if SOME:  # noqa: SIM102  (Triton has no short-circuit)
-        if tl.load(p_active + i_b) <= 0:  # keeps its selection
-            return
-    n_total = (tl.load(p_lens + i_b) + BLOCK - 1) // BLOCK
-    n_take = tl.minimum(n_total, capacity)
-    if EACH:
-        n_take = tl.minimum(n_take, tl.load(p_budgets + i_b))
-    p_index += i_l * stride_index + (i_item % per_layer).to(tl.int64) * capacity
-    p_counts += i_l * stride_counts + i_item % per_layer
+def _choose_one(p_scores, p_index, n_total, n_take, CHUNK: tl.constexpr):
+    """Find the last score that fits, two bits at a time."""
     o_block = tl.arange(0, CHUNK)
     m_block = o_block < n_total
-    b_key = _ordered(p_scores + i_item.to(tl.int64) * max_blocks, o_block, m_block)  # 0 is below every score
-    b_key = tl.where(m_block, b_key, 0)
+    b_key = tl.where(m_block, _ordered(p_scores, o_block, m_block), 0)  # 0 is below every score
     b_last = tl.full([], 0, tl.uint32)
     for shift in tl.static_range(30, -1, -2):
         # how many keys reach each of the three next values of these two bits: one sum of three 21-bit fields
@@ -179,43 +149,11 @@ def _choose_one(
     m_keep = m_above | ((b_same > 0) & (tl.cumsum(b_same, 0) <= n_left))
     b_place = tl.cumsum(m_keep.to(tl.int32), 0) - 1
     tl.store(p_index + b_place, o_block, mask=m_keep)
-    tl.store(p_counts, n_take)
 
 
 @triton.jit
-def _choose_many(
-    p_scores,  # float32 [items, max_blocks]
-    p_lens,  # int32 [batch]
-    p_index,  # int32 [layers, batch, kv_heads, capacity]
-    p_counts,  # int32 [layers, batch, kv_heads]
-    p_budgets,  # int32 [batch]
-    p_active,  # int32 [batch]
-    per_layer,
-    kv_heads,
-    max_blocks,
-    capacity,
-    stride_index,
-    stride_counts,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EACH: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """Keep the best of more blocks than registers hold: in chunks, a byte at a time, by histograms."""
-    i_item = tl.program_id(0)
-    i_l = (i_item // per_layer).to(tl.int64)
-    i_b = i_item % per_layer // kv_heads
-    if SOME:  # noqa: SIM102  (Triton has no short-circuit)
-        if tl.load(p_active + i_b) <= 0:  # keeps its selection
-            return
-    n_total = (tl.load(p_lens + i_b) + BLOCK - 1) // BLOCK
-    n_take = tl.minimum(n_total, capacity)
-    if EACH:
-        n_take = tl.minimum(n_take, tl.load(p_budgets + i_b))
-    p_index += i_l * stride_index + (i_item % per_layer).to(tl.int64) * capacity
-    p_counts += i_l * stride_counts + i_item % per_layer
-    p_scores += i_item.to(tl.int64) * max_blocks
-    tl.store(p_counts, n_take)
+def _choose_many(p_scores, p_index, n_total, n_take, CHUNK: tl.constexpr):
+    """Find it in more blocks than registers hold: a byte at a time, by histograms."""
     if n_total <= n_take:
         for i_start in range(0, n_take, CHUNK):
             o_block = i_start + tl.arange(0, CHUNK)
@@ -250,6 +188,47 @@ def _choose_many(
             tl.store(p_index + n_chosen + tl.cumsum(m_keep, 0) - 1, o_block, mask=m_keep > 0)
             n_chosen += tl.sum(m_keep, 0)
             n_equal += tl.sum(b_same, 0)
+
+
+@triton.jit
+def _choose(
+    p_scores,  # float32 [items, max_blocks]
+    p_lens,  # int32 [batch]
+    p_index,  # int32 [layers, batch, kv_heads, capacity]
+    p_counts,  # int32 [layers, batch, kv_heads]
+    p_budgets,  # int32 [batch]
+    p_active,  # int32 [batch]
+    per_layer,
+    kv_heads,
+    max_blocks,
+    capacity,
+    stride_index,
+    stride_counts,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EACH: tl.constexpr,
+    SOME: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Keep an item's best blocks: with ``ONE``, a single chunk, in registers, else chunk by chunk."""
+    i_item = tl.program_id(0)
+    i_l = (i_item // per_layer).to(tl.int64)
+    i_b = i_item % per_layer // kv_heads
+    if SOME:  # noqa: SIM102  (Triton has no short-circuit)
+        if tl.load(p_active + i_b) <= 0:  # keeps its selection
+            return
+    n_total = (tl.load(p_lens + i_b) + BLOCK - 1) // BLOCK
+    n_take = tl.minimum(n_total, capacity)
+    if EACH:
+        n_take = tl.minimum(n_take, tl.load(p_budgets + i_b))
+    p_index += i_l * stride_index + (i_item % per_layer).to(tl.int64) * capacity
+    p_counts += i_l * stride_counts + i_item % per_layer
+    p_scores += i_item.to(tl.int64) * max_blocks
+    tl.store(p_counts, n_take)
+    if ONE:
+        _choose_one(p_scores, p_index, n_total, n_take, CHUNK)
+    else:
+        _choose_many(p_scores, p_index, n_total, n_take, CHUNK)
 
 
 def page_select(
@@ -321,11 +300,8 @@ def page_select(
         into.blocks if into is not None else torch.empty(*shape, budget, dtype=torch.int32, device=q.device)
     )
     chunk = max(64, next_power_of_2(max_blocks))
-    if chunk <= MOST_IN_REGISTERS:
-        choose, warps = _choose_one, max(4, min(16, chunk // 256))
-    else:
-        choose, warps, chunk = _choose_many, 8, min(chunk, 4096)
-    choose[(n_items,)](
+    one = chunk <= MOST_IN_REGISTERS
+    _choose[(n_items,)](
         scores,
         batch.seq_lens,
         index,
@@ -339,9 +315,10 @@ def page_select(
         index.stride(0),
         counts.stride(0),
         BLOCK=batch.block_size,
-        CHUNK=chunk,
+        CHUNK=chunk if one else min(chunk, 4096),
         EACH=budgets is not None,
         SOME=active is not None,
-        num_warps=warps,
+        ONE=one,
+        num_warps=max(4, min(16, chunk // 256)) if one else 8,
     )
     return PageSelection(index, counts)

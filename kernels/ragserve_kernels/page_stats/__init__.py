@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    check_contiguous,
-    check_dtype,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
 from ragserve_kernels.page_stats import naive
 from ragserve_kernels.page_stats.types import PageStats
@@ -34,20 +28,14 @@ def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, *, page_size:
     """
     check_page_size(page_size)
     check_head_dim(kv.head_dim)
-    check_dtype("pages", pages, (torch.int32,))
-    check_shape("pages", pages, (None,))
-    check_same_device(pages, k=kv.k[0])
-    n_pages = kv.slots // page_size
-    check_shape("into.k_center", into.k_center, (kv.layers, n_pages, kv.kv_heads, kv.head_dim))
+    check("pages", pages, torch.int32, (None,), like=kv.k[0])
+    n_pages, heads = kv.slots // page_size, (kv.kv_heads, kv.head_dim)
     for name, tensor, rows in (
+        ("k_center", into.k_center, n_pages),
         ("k_min", into.k_min, n_pages * into.per_page),
         ("k_max", into.k_max, n_pages * into.per_page),
-        ("k_center", into.k_center, n_pages),
     ):
-        check_shape(f"into.{name}", tensor, (kv.layers, rows, kv.kv_heads, kv.head_dim))
-        check_dtype(f"into.{name}", tensor, (kv.dtype,))
-        check_same_device(pages, **{name: tensor})
-        check_contiguous(f"into.{name}", tensor)
+        check(f"into.{name}", tensor, kv.dtype, (kv.layers, rows, *heads), like=pages, dense=True)
     if not len(pages):
         return
     if use_triton(pages):

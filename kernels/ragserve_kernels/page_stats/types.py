@@ -50,6 +50,22 @@ class PageStats:
         """Logical pages per page."""
         return self.k_min.shape[1] // self.k_center.shape[1]
 
+    def rows(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ``k_min`` and ``k_max`` of ``pages`` [n], int64 [n * per_page]."""
+        within = torch.arange(self.per_page, device=pages.device)
+        return (pages.long()[:, None] * self.per_page + within).flatten()
+
+    def store(self, layers: int | slice, pages: torch.Tensor, keys: torch.Tensor) -> None:
+        """Make the statistics of ``pages``, int64 [n], from their ``keys``.
+
+        ``keys`` [n, page_size, kv_heads, head_dim], with layers in front if ``layers`` is a slice."""
+        runs = keys.unflatten(-3, (self.per_page, -1))
+        low, high = runs.amin(-3), runs.amax(-3)  # [..., n, per_page, kv_heads, head_dim]
+        rows = self.rows(pages)
+        self.k_min[layers, rows] = low.flatten(-4, -3)
+        self.k_max[layers, rows] = high.flatten(-4, -3)
+        self.k_center[layers, pages] = ((low.amin(-3).float() + high.amax(-3).float()) / 2).to(keys.dtype)
+
     def bounds(self, layer: int | slice) -> KeySummary:
         """Return min and max keys of one layer or several, for ``page_select``."""
         return KeySummary(self.k_max[layer], self.k_min[layer], self.per_page)

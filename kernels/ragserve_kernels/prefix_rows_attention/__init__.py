@@ -8,14 +8,7 @@ import math
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    INT_DTYPES,
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import FLOAT_DTYPES, INT_DTYPES, check, use_triton
 from ragserve_kernels.kv import check_head_dim, query_group
 from ragserve_kernels.prefix_rows_attention.naive import prefix_rows_attention_naive
 
@@ -64,47 +57,22 @@ def prefix_rows_attention(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    check_dtype("q", q)
-    check_shape("q", q, (None, None, None))
+    check("q", q, FLOAT_DTYPES, (None, None, None))
     check_head_dim(q.shape[2])
-    check_shape("k", k, (None, None, q.shape[2]))
-    check_shape("v", v, tuple(k.shape))
-    check_dtype("k", k, (q.dtype,))
-    check_dtype("v", v, (q.dtype,))
+    check("k", k, q.dtype, (None, None, q.shape[2]), like=q)
+    check("v", v, q.dtype, k.shape, like=q)
     query_group(q.shape[1], k.shape[1])
-    check_shape("slots", slots, (None,))
-    check_dtype("slots", slots, INT_DTYPES)
-    check_shape("slot_start", slot_start, (None,))
-    check_dtype("slot_start", slot_start, INT_DTYPES)
-    check_shape("row_start", row_start, (slot_start.shape[0] + 1,))
-    check_dtype("row_start", row_start, INT_DTYPES)
-    check_shape("row_len", row_len, (q.shape[0],))
-    check_dtype("row_len", row_len, (torch.int32,))
-    check_same_device(q, k=k, v=v, slots=slots, slot_start=slot_start, row_start=row_start, row_len=row_len)
-    for name, tensor in (
-        ("q", q),
-        ("k", k),
-        ("v", v),
-        ("slots", slots),
-        ("slot_start", slot_start),
-        ("row_len", row_len),
-    ):
-        check_last_contiguous(name, tensor)
+    check("slots", slots, INT_DTYPES, (None,), like=q)
+    check("slot_start", slot_start, INT_DTYPES, (None,), like=q)
+    check("row_start", row_start, INT_DTYPES, (slot_start.shape[0] + 1,), like=q)
+    check("row_len", row_len, torch.int32, (q.shape[0],), like=q)
     if max_rows < 0:
         raise ValueError(f"max_rows is {max_rows}; expected 0 or more.")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    check_shape("out", out, tuple(q.shape))
-    check_dtype("out", out, (q.dtype,))
-    check_same_device(q, out=out)
-    if not out.is_contiguous():
-        raise ValueError("out is not contiguous.")
+    check("out", out, q.dtype, q.shape, like=q, dense=True)
     if lse is not None:
-        check_shape("lse", lse, tuple(q.shape[:2]))
-        check_dtype("lse", lse, (torch.float32,))
-        check_same_device(q, lse=lse)
-        if not lse.is_contiguous():
-            raise ValueError("lse is not contiguous.")
+        check("lse", lse, torch.float32, q.shape[:2], like=q, dense=True)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2])
     if not scale > 0:

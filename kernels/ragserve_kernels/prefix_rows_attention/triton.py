@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ragserve_kernels.decode_tiles import at_head
 from ragserve_kernels.dispatch import next_power_of_2
 from ragserve_kernels.dot import dot, dot_precision
+from ragserve_kernels.kv import rows_of
 
 _SMS = 132  # of the H200
 _WAVES = 4
@@ -28,18 +30,14 @@ class RowTile(NamedTuple):
 
 @triton.jit
 def attend_keys(
-    b_acc,  # float32 [M, D]
-    b_max,  # float32 [M], of scores in base 2
-    b_sum,  # float32 [M]
+    state,  # float32: output [M, D]; maximum, of scores in base 2, and sum [M]
     b_q,  # [M, D]
-    p_k,
-    p_v,
+    k,  # HeadRows of one KV head
+    v,
     p_slots,
     n_len,  # int32 [M]
     i_begin,
     i_end,
-    stride_k,
-    stride_v,
     scale_2,
     HEAD_DIM: tl.constexpr,
     B_KEYS: tl.constexpr,
@@ -49,6 +47,7 @@ def attend_keys(
     """Fold slots ``i_begin`` to ``i_end`` into the running softmax; without ``MASKED`` every row attends to
     all of them.
     """
+    b_acc, b_max, b_sum = state
     o_dim = tl.arange(0, HEAD_DIM)
     o_key = tl.arange(0, B_KEYS)
     for i_key in tl.range(i_begin, i_end, B_KEYS):
@@ -56,10 +55,10 @@ def attend_keys(
             m_key = i_key + o_key < i_end
             i_slot = tl.load(p_slots + i_key + o_key, mask=m_key, other=0).to(tl.int64)
             # [D, N]
-            b_k = tl.load(p_k + i_slot[None, :] * stride_k + o_dim[:, None], mask=m_key[None, :], other=0.0)
+            b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None], mask=m_key[None, :], other=0.0)
         else:
             i_slot = tl.load(p_slots + i_key + o_key).to(tl.int64)
-            b_k = tl.load(p_k + i_slot[None, :] * stride_k + o_dim[:, None])
+            b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None])
         b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], B_KEYS], tl.float32), PRECISION)
         if MASKED:
             b_s = tl.where((i_key + o_key)[None, :] < n_len[:, None], b_s, -float("inf"))
@@ -71,21 +70,20 @@ def attend_keys(
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         # [N, D]
         if MASKED:
-            b_v = tl.load(p_v + i_slot[:, None] * stride_v + o_dim[None, :], mask=m_key[:, None], other=0.0)
+            b_v = tl.load(v.p + i_slot[:, None] * v.stride + o_dim[None, :], mask=m_key[:, None], other=0.0)
         else:
-            b_v = tl.load(p_v + i_slot[:, None] * stride_v + o_dim[None, :])
+            b_v = tl.load(v.p + i_slot[:, None] * v.stride + o_dim[None, :])
         b_acc = dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], PRECISION)
         b_max = b_new
     return b_acc, b_max, b_sum
 
 
-@triton.jit(
-    do_not_specialize=["n_rows", "n_splits"]
-)  # one compilation for any number of them: requests wait for it
+# one compilation for any number of them: requests wait for it
+@triton.jit(do_not_specialize=["n_rows", "n_splits"])
 def prefix_rows_attention_kernel(
-    p_q,  # [R, Hq, D]
-    p_k,  # [slots, Hkv, D]
-    p_v,
+    q,  # HeadRows of [R, Hq, D]
+    k,  # HeadRows of [slots, Hkv, D]
+    v,
     p_out,  # [R, Hq, D], contiguous; of partial results float32 [SPLITS, R, Hq, D]
     p_lse,  # float32 [R, Hq], contiguous; of partial results [SPLITS, R, Hq], in base 2
     p_slots,
@@ -94,12 +92,6 @@ def prefix_rows_attention_kernel(
     p_row_len,
     n_rows,  # R
     n_splits,
-    stride_q_row,
-    stride_q_head,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_slot,
-    stride_v_head,
     scale_2,
     QUERY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,55 +129,25 @@ def prefix_rows_attention_kernel(
 
     o_dim = tl.arange(0, HEAD_DIM)
     p_slots += tl.load(p_slot_start + i_request).to(tl.int64)
-    p_k += i_kv_head.to(tl.int64) * stride_k_head
-    p_v += i_kv_head.to(tl.int64) * stride_v_head
+    k = at_head(k, i_kv_head.to(tl.int64))
+    v = at_head(v, i_kv_head.to(tl.int64))
     # [M, D], M = rows x group
     b_q = tl.load(
-        p_q + i_row[:, None] * stride_q_row + i_head[:, None] * stride_q_head + o_dim[None, :],
+        q.p + i_row[:, None] * q.stride + i_head[:, None] * q.stride_head + o_dim[None, :],
         mask=m_q[:, None],
         other=0.0,
     )
     b_acc = tl.zeros([B_ROWS * B_GROUP, HEAD_DIM], tl.float32)
     b_max = tl.full([B_ROWS * B_GROUP], -float("inf"), tl.float32)
     b_sum = tl.zeros([B_ROWS * B_GROUP], tl.float32)
-    b_acc, b_max, b_sum = attend_keys(
-        b_acc,
-        b_max,
-        b_sum,
-        b_q,
-        p_k,
-        p_v,
-        p_slots,
-        n_len,
-        i_begin,
-        i_masked,
-        stride_k_slot,
-        stride_v_slot,
-        scale_2,
-        HEAD_DIM,
-        B_KEYS,
-        False,
-        PRECISION,
+    state = (b_acc, b_max, b_sum)
+    state = attend_keys(
+        state, b_q, k, v, p_slots, n_len, i_begin, i_masked, scale_2, HEAD_DIM, B_KEYS, False, PRECISION
     )
-    b_acc, b_max, b_sum = attend_keys(
-        b_acc,
-        b_max,
-        b_sum,
-        b_q,
-        p_k,
-        p_v,
-        p_slots,
-        n_len,
-        i_masked,
-        i_end,
-        stride_k_slot,
-        stride_v_slot,
-        scale_2,
-        HEAD_DIM,
-        B_KEYS,
-        True,
-        PRECISION,
+    state = attend_keys(
+        state, b_q, k, v, p_slots, n_len, i_masked, i_end, scale_2, HEAD_DIM, B_KEYS, True, PRECISION
     )
+    b_acc, b_max, b_sum = state
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_head_of_row = (i_split.to(tl.int64) * n_rows + i_row) * QUERY_HEADS + i_head
     tl.store(
@@ -303,9 +265,9 @@ def prefix_rows_attention_triton(
         part = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
     prefix_rows_attention_kernel[(kv_heads * splits, requests, triton.cdiv(max_rows, block_rows))](
-        q,
-        k,
-        v,
+        rows_of(q),
+        rows_of(k),
+        rows_of(v),
         part,
         part if part_lse is None else part_lse,
         slots,
@@ -314,12 +276,6 @@ def prefix_rows_attention_triton(
         row_len,
         rows,
         splits,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
         scale * 1.4426950408889634,
         QUERY_HEADS=query_heads,
         GROUP=group,

@@ -9,13 +9,7 @@ from typing import Literal
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, check_attention, check_selection
 from ragserve_kernels.progressive_decode import naive
 from ragserve_kernels.progressive_decode.types import Progressive, Rounds
@@ -57,10 +51,7 @@ def progressive_decode(
     bits = check_attention(q, kv, batch)
     check_selection(ranking, q, kv[0].shape[1])
     if isinstance(threshold, torch.Tensor):
-        check_dtype("threshold", threshold, (torch.float32,))
-        check_shape("threshold", threshold, (batch.size,))
-        check_last_contiguous("threshold", threshold)
-        check_same_device(q, threshold=threshold)
+        check("threshold", threshold, torch.float32, (batch.size,), like=q)
     elif not 0.0 < threshold <= 1.0:
         raise ValueError(f"threshold is {threshold}; expected a share in (0, 1].")
     if bound not in ("lowest", "round"):

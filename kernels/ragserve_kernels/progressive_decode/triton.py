@@ -15,14 +15,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.decode_tiles import attend_tile, load_query, tile_slots
+from ragserve_kernels.decode_tiles import (
+    Softmax,
+    Walk,
+    attend_tile,
+    empty_softmax,
+    kv_at_head,
+    load_query,
+    tile_slots,
+)
 from ragserve_kernels.dispatch import next_power_of_2
+from ragserve_kernels.kv import rows_of
 from ragserve_kernels.paged import (
     KVPair,
     PagedBatch,
     PageSelection,
     code_precision,
-    kv_arguments,
+    kv_rows,
     resident_programs,
     tile_rows,
     tile_tokens,
@@ -70,11 +79,8 @@ def _estimate(
 
 @triton.jit
 def _round(
-    p_q,  # [batch, heads, D]
-    p_k,  # [slots, kv_heads, D], or codes
-    p_v,
-    p_k_params,  # int32 [slots, kv_heads]: scale and zero point
-    p_v_params,
+    q,  # HeadRows of [batch, heads, D]
+    kv,  # KVRows of [slots, kv_heads, D], or codes
     p_table,  # int32 [batch, max_pages]
     p_lens,  # int32 [batch]
     p_index,  # int32 [batch, kv_heads, capacity]
@@ -95,17 +101,7 @@ def _round(
     p_threshold,  # float32 [batch] or [1]
     stride_threshold,
     scale_2,
-    stride_qb,
-    stride_qh,
     stride_table,
-    stride_k,
-    stride_kh,
-    stride_v,
-    stride_vh,
-    stride_kp,
-    stride_kph,
-    stride_vp,
-    stride_vph,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -153,13 +149,9 @@ def _round(
         o_state = (i_item * 3 * SPLITS + i_split).to(tl.int64) * BLOCK_M + o_head
         p_acc_row = p_acc + (i_segment * GROUP + o_head)[:, None] * D + o_dim[None, :]
         m_head = (o_head < GROUP)[:, None]
-        b_acc_zero = tl.zeros([BLOCK_M], tl.float32)
         if FIRST:
-            b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            b_sum = tl.zeros([BLOCK_M], tl.float32)
+            softmax = empty_softmax(BLOCK_M, HALF)
             b_part = tl.full([BLOCK_M], float("inf"), tl.float32)
-            b_acc_low = tl.zeros([BLOCK_M, HALF], tl.float32)
-            b_acc_high = tl.zeros([BLOCK_M, HALF], tl.float32)
         else:
             # [M] each
             b_max = tl.load(p_before + o_state)
@@ -167,8 +159,9 @@ def _round(
             b_part = tl.load(p_before + 2 * SPLITS * BLOCK_M + o_state)
             m_seen = m_head & (b_sum > 0.0)[:, None]  # else not written yet
             # [M, H] each
-            b_acc_low = tl.load(p_acc_row, mask=m_seen, other=0.0)
-            b_acc_high = tl.load(p_acc_row + HALF, mask=m_seen, other=0.0)
+            b_low = tl.load(p_acc_row, mask=m_seen, other=0.0)
+            b_high = tl.load(p_acc_row + HALF, mask=m_seen, other=0.0)
+            softmax = Softmax(b_low, b_high, tl.zeros([BLOCK_M], tl.float32), b_max, b_sum)
         if MEAN:  # the bound is that of this round only
             b_part = tl.full([BLOCK_M], float("-inf"), tl.float32)
         i_until = tl.minimum(i_end, n_ranked)
@@ -180,60 +173,23 @@ def _round(
         i_last = tl.minimum(i_mine + n_each, i_until)
         i_first_tile = i_mine // PER_TILE * PER_BLOCK
         i_end_tile = tl.where(i_last > i_mine, (i_last + PER_TILE - 1) // PER_TILE * PER_BLOCK, i_first_tile)
-        o_query = i_b * stride_qb + i_h * GROUP * stride_qh
-        b_q_low, b_q_high, b_q_sum = load_query(p_q, o_query, stride_qh, GROUP, BLOCK_M, HALF)
+        query = load_query(q, i_b, i_h, GROUP, BLOCK_M, HALF)
+        head_kv = kv_at_head(kv, i_h)
+        walk = Walk(i_until, i_until, 0, True, n_len)
+        p_index_row = p_index + i_item.to(tl.int64) * capacity
+        p_table_row = p_table + i_b * stride_table
         b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)  # log sum of a block that spans tiles
         for i_tile in tl.range(i_first_tile, i_end_tile, num_stages=STAGES):
-            i_slot, m_slot = tile_slots(
-                i_tile,
-                i_until,
-                i_until,
-                0,
-                True,
-                n_len,
-                p_index + i_item.to(tl.int64) * capacity,
-                p_table + i_b * stride_table,
-                PAGE,
-                BLOCK,
-                BLOCK_N,
-            )
-            b_s, b_acc_low, b_acc_high, b_acc_zero, b_max, b_sum = attend_tile(
-                b_q_low,
-                b_q_high,
-                b_q_sum,
-                b_acc_low,
-                b_acc_high,
-                b_acc_zero,
-                b_max,
-                b_sum,
-                i_slot,
-                m_slot,
-                p_k + i_h * stride_kh,
-                p_v + i_h * stride_vh,
-                p_k_params + i_h * stride_kph,
-                p_v_params + i_h * stride_vph,
-                stride_k,
-                stride_v,
-                stride_kp,
-                stride_vp,
-                scale_2,
-                HALF,
-                BITS,
-                PRECISION,
+            i_slot, m_slot = tile_slots(i_tile, walk, p_index_row, p_table_row, PAGE, BLOCK, BLOCK_N)
+            b_s, softmax = attend_tile(
+                query, softmax, head_kv, i_slot, m_slot, scale_2, HALF, BITS, PRECISION
             )
             b_log = _lse(tl.reshape(b_s, (BLOCK_M, PER_TILE, BLOCK_N // PER_TILE)), 2)
             o_rank = i_tile // PER_BLOCK * PER_TILE + tl.arange(0, PER_TILE)
             m_counted = (o_rank >= n_forced) & (o_rank < i_until)
             if PER_BLOCK > 1:
                 m_fresh = i_tile % PER_BLOCK == 0
-                b_top = tl.maximum(b_log, tl.where(m_fresh, float("-inf"), b_within))
-                b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-                b_both = tl.math.exp2(b_log - b_base) + tl.where(
-                    m_fresh, 0.0, tl.math.exp2(b_within - b_base)
-                )
-                b_within = tl.where(
-                    b_both > 0.0, b_base + tl.math.log2(tl.where(b_both > 0.0, b_both, 1.0)), float("-inf")
-                )
+                b_within = _lse(tl.join(b_log, tl.where(m_fresh, float("-inf"), b_within)), 2)
                 b_log = b_within
                 m_counted = m_counted & ((i_tile + 1) % PER_BLOCK == 0)
             if MEAN:
@@ -241,11 +197,11 @@ def _round(
                 b_part = _lse(tl.join(b_part, b_added), 1)
             else:
                 b_part = tl.minimum(b_part, tl.min(tl.where(m_counted[None, :], b_log, float("inf")), 1))
-        tl.store(p_state + o_state, b_max)
-        tl.store(p_state + SPLITS * BLOCK_M + o_state, b_sum)
+        tl.store(p_state + o_state, softmax.b_max)
+        tl.store(p_state + SPLITS * BLOCK_M + o_state, softmax.b_sum)
         tl.store(p_state + 2 * SPLITS * BLOCK_M + o_state, b_part)
-        tl.store(p_acc_row, b_acc_low + b_acc_zero[:, None], mask=m_head)
-        tl.store(p_acc_row + HALF, b_acc_high + b_acc_zero[:, None], mask=m_head)
+        tl.store(p_acc_row, softmax.b_low + softmax.b_zero[:, None], mask=m_head)
+        tl.store(p_acc_row + HALF, softmax.b_high + softmax.b_zero[:, None], mask=m_head)
 
 
 @triton.jit
@@ -329,16 +285,15 @@ def progressive_decode(
     used = torch.empty(batch.size, kv_heads, dtype=torch.int32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     weight = torch.empty(batch.size, heads, dtype=torch.float32, device=q.device)
-    tensors, strides = kv_arguments(kv)
-    if not isinstance(
-        threshold, torch.Tensor
-    ):  # a fill, not a copy from the host: a CUDA graph can capture it
+    query, cache = rows_of(q), kv_rows(kv)
+    # a fill, not a copy from the host: a CUDA graph can capture it
+    if not isinstance(threshold, torch.Tensor):
         threshold = torch.full((1,), threshold, dtype=torch.float32, device=q.device)
     previous = start = 0
     for number, end in enumerate(ends):
         _round[(n_items, splits)](
-            q,
-            *tensors,
+            query,
+            cache,
             batch.page_table,
             batch.seq_lens,
             *ranking,
@@ -358,10 +313,7 @@ def progressive_decode(
             threshold,
             int(len(threshold) > 1),
             scale / LN2,
-            q.stride(0),
-            q.stride(1),
             batch.page_table.stride(0),
-            *strides,
             GROUP=group,
             BLOCK_M=block_m,
             D=head_dim,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    INT_DTYPES,
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import FLOAT_DTYPES, INT_DTYPES, check, use_triton
 from ragserve_kernels.kv import check_head_dim
 from ragserve_kernels.quantize_kv import naive
 from ragserve_kernels.quantize_kv.naive import dequantize_kv
@@ -31,15 +24,10 @@ def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    check_dtype("x", x)
-    check_shape("x", x, (None, into.shape[1], into.shape[2]))
+    check("x", x, FLOAT_DTYPES, (None, *into.shape[1:]))
     check_head_dim(x.shape[2])
-    check_last_contiguous("x", x)
-    check_dtype("slots", slots, INT_DTYPES)
-    check_shape("slots", slots, (x.shape[0],))
-    check_last_contiguous("slots", slots)
-    check_last_contiguous("into.codes", into.codes)
-    check_same_device(x, slots=slots, into=into.codes)
+    check("slots", slots, INT_DTYPES, (x.shape[0],), like=x)
+    check("into.codes", into.codes, into.codes.dtype, into.codes.shape, like=x)
     if use_triton(x):
         from ragserve_kernels.quantize_kv import triton as kernels
 

@@ -7,21 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
+from ragserve_kernels.kv import rows_of
 from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 
 @triton.jit
 def _quantize(
-    p_x,  # [tokens, kv_heads, D]
+    x,  # HeadRows of [tokens, kv_heads, D]
     p_slots,  # [tokens]
-    p_codes,  # [slots, kv_heads, D], or D / 2 bytes of 4 bits
+    codes,  # HeadRows of [slots, kv_heads, D], or D / 2 bytes of 4 bits
     p_pairs,  # float16 [slots, kv_heads, 2]: scale, zero point
     n_rows,
     kv_heads,
-    stride_x_token,
-    stride_x_head,
-    stride_token,
-    stride_head,
     D: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,7 +31,7 @@ def _quantize(
     m_row = m_row & (i_slot >= 0)
     HALF: tl.constexpr = D // 2
     o_dim = tl.arange(0, HALF)
-    p_row = p_x + (i_token * stride_x_token + i_head * stride_x_head)[:, None] + o_dim[None, :]
+    p_row = x.p + (i_token * x.stride + i_head * x.stride_head)[:, None] + o_dim[None, :]
     # [ROWS, D / 2] each
     b_low = tl.load(p_row, mask=m_row[:, None], other=0.0).to(tl.float32)
     b_high = tl.load(p_row + HALF, mask=m_row[:, None], other=0.0).to(tl.float32)
@@ -56,7 +53,7 @@ def _quantize(
     b_code_high = tl.where(
         m_some[:, None], tl.minimum(tl.maximum(b_code_high, -1.0 * MIDDLE), MIDDLE - 1.0), 0.0
     ).to(tl.int32)
-    p_codes_row = p_codes + (i_slot * stride_token + i_head * stride_head)[:, None] + o_dim[None, :]
+    p_codes_row = codes.p + (i_slot * codes.stride + i_head * codes.stride_head)[:, None] + o_dim[None, :]
     if BITS == 4:
         tl.store(p_codes_row, ((b_code_low + 8) | ((b_code_high + 8) << 4)).to(tl.uint8), mask=m_row[:, None])
     else:
@@ -75,16 +72,12 @@ def quantize_kv(x: torch.Tensor, slots: torch.Tensor, into: QuantizedKV) -> None
         return
     block = 16 if x.is_cuda else 64
     _quantize[(triton.cdiv(rows, block),)](
-        x,
+        rows_of(x),
         slots,
-        into.codes,
+        rows_of(into.codes),
         into.params,
         rows,
         heads,
-        x.stride(0),
-        x.stride(1),
-        into.codes.stride(0),
-        into.codes.stride(1),
         D=head_dim,
         BITS=into.bits,
         ROWS=block,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    INT_DTYPES,
-    check_dtype,
-    check_same_device,
-    check_shape,
-    next_power_of_2,
-    use_triton,
-)
+from ragserve_kernels.dispatch import INT_DTYPES, check, next_power_of_2, use_triton
 from ragserve_kernels.kv import KVLayers, check_head_dim
 from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 from ragserve_kernels.rotate_gather.naive import rotate_gather_naive
@@ -55,27 +48,16 @@ def rotate_gather(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    if (
-        source.kv_heads != dst.kv_heads
-        or source.head_dim != dst.head_dim
-        or source.dtype != dst.dtype
-        or source.layers != dst.layers
-    ):
-        raise ValueError(
-            f"The source holds {source.layers} layers of {source.kv_heads} x {source.head_dim} "
-            f"{source.dtype}; "
-            f"dst holds {dst.layers} of {dst.kv_heads} x {dst.head_dim} {dst.dtype}."
-        )
+    if source.layout != dst.layout:
+        held, wanted = ("{} layers of {} x {} {}".format(*each.layout) for each in (source, dst))
+        raise ValueError(f"The source holds {held}; dst holds {wanted}.")
     check_head_dim(dst.head_dim)
-    check_shape("moves", moves, (dst.layers, None, 4))
-    check_dtype("moves", moves, (torch.int32,))
-    check_shape("slots", slots, (None,))
-    check_dtype("slots", slots, INT_DTYPES)
-    check_shape("shift", shift, (source.documents,))
-    check_dtype("shift", shift, INT_DTYPES)
-    check_shape("inv_freq", inv_freq, (None,))
-    check_dtype("inv_freq", inv_freq, (torch.float32, torch.float64))
-    check_same_device(dst.k[0], moves=moves, slots=slots, shift=shift, inv_freq=inv_freq, source=source.table)
+    out = dst.k[0]
+    check("moves", moves, torch.int32, (dst.layers, None, 4), like=out, dense=True)
+    check("slots", slots, INT_DTYPES, (None,), like=out)
+    check("shift", shift, INT_DTYPES, (source.documents,), like=out)
+    check("inv_freq", inv_freq, (torch.float32, torch.float64), (None,), like=out)
+    check("source", source.arguments[-1], torch.int64, (None,), like=out)
     if not 1 <= inv_freq.numel() <= dst.head_dim // 2:
         raise ValueError(
             f"inv_freq has {inv_freq.numel()} entries; expected 1 to {dst.head_dim // 2} for head size "
@@ -85,9 +67,6 @@ def rotate_gather(
         raise ValueError(f"block_tokens is {block_tokens}; expected 1 to 128. Split longer runs.")
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
-    for name, tensor in (("moves", moves), ("slots", slots), ("shift", shift), ("inv_freq", inv_freq)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous.")
     if moves.shape[1] == 0 or slots.numel() == 0 or source.documents == 0:
         return
     if use_triton(dst.k[0]):

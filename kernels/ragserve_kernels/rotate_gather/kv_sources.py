@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_same_device, check_shape
+from ragserve_kernels.dispatch import FLOAT_DTYPES, INT_DTYPES, check
 from ragserve_kernels.kv import KVLayers
 
 
@@ -19,35 +19,22 @@ class DeviceSource:
     start: torch.Tensor  # int64 [documents]
 
     def __post_init__(self) -> None:
-        check_shape("DeviceSource.slots", self.slots, (None,))
-        check_dtype("DeviceSource.slots", self.slots, INT_DTYPES)
-        check_shape("DeviceSource.start", self.start, (None,))
-        check_dtype("DeviceSource.start", self.start, (torch.int64,))
-        check_same_device(self.kv.k[0], slots=self.slots, start=self.start)
+        check("DeviceSource.slots", self.slots, INT_DTYPES, (None,), like=self.kv.k[0])
+        check("DeviceSource.start", self.start, torch.int64, (None,), like=self.kv.k[0])
 
     @property
-    def table(self) -> torch.Tensor:
-        return self.start
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """The kernel's source arguments: K, V, and two tables."""
+        return self.kv.k_ptrs, self.kv.v_ptrs, self.slots, self.start
 
     @property
     def documents(self) -> int:
         return self.start.shape[0]
 
     @property
-    def layers(self) -> int:
-        return self.kv.layers
-
-    @property
-    def kv_heads(self) -> int:
-        return self.kv.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.kv.head_dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.kv.dtype
+    def layout(self) -> tuple[int, int, int, torch.dtype]:
+        """As `KVLayers.layout`."""
+        return self.kv.layout
 
     def read(
         self, layer: int, document: torch.Tensor, token: torch.Tensor
@@ -76,14 +63,14 @@ class HostSource:
 
     def __post_init__(self) -> None:
         for name, arena in (("k", self.k), ("v", self.v)):
-            check_shape(f"HostSource.{name}", arena, (None,))
+            check(f"HostSource.{name}", arena, FLOAT_DTYPES, (None,))
             if arena.is_cuda and arena.device != self.base.device:
                 raise TypeError(
                     f"HostSource.{name} is on {arena.device}; expected host memory, or that of the "
                     "destination."
                 )
-            if arena.stride(0) != 1 or arena.data_ptr() % 16:
-                raise ValueError(f"HostSource.{name} must be contiguous and aligned to 16 bytes.")
+            if arena.data_ptr() % 16:
+                raise ValueError(f"HostSource.{name} must be aligned to 16 bytes.")
             if self.base.is_cuda and not arena.is_cuda and not arena.is_pinned():
                 raise ValueError(
                     f"HostSource.{name} is not pinned, so the GPU cannot read it; allocate it with "
@@ -91,23 +78,22 @@ class HostSource:
                 )
         if self.k.dtype != self.v.dtype:
             raise TypeError(f"HostSource.v has dtype {self.v.dtype}; expected K's, {self.k.dtype}.")
-        check_shape("HostSource.base", self.base, (None,))
-        check_dtype("HostSource.base", self.base, (torch.int64,))
-        check_shape("HostSource.capacity", self.capacity, tuple(self.base.shape))
-        check_dtype("HostSource.capacity", self.capacity, (torch.int64,))
-        check_same_device(self.base, capacity=self.capacity)
+        check("HostSource.base", self.base, torch.int64, (None,))
+        check("HostSource.capacity", self.capacity, torch.int64, self.base.shape, like=self.base)
 
     @property
-    def table(self) -> torch.Tensor:
-        return self.base
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """The kernel's source arguments: K, V, and two tables."""
+        return self.k, self.v, self.capacity, self.base
 
     @property
     def documents(self) -> int:
         return self.base.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.k.dtype
+    def layout(self) -> tuple[int, int, int, torch.dtype]:
+        """As `KVLayers.layout`."""
+        return self.layers, self.kv_heads, self.head_dim, self.k.dtype
 
     def read(
         self, layer: int, document: torch.Tensor, token: torch.Tensor

@@ -18,9 +18,8 @@ _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat1
 HOST_PROGRAMS = 3
 
 
-@triton.jit(
-    do_not_specialize=["n_moves", "n_items"]
-)  # one compilation for any number of runs: requests wait for it
+# one compilation for any number of runs: requests wait for it
+@triton.jit(do_not_specialize=["n_moves", "n_items"])
 def rotate_gather_kernel(
     p_moves,  # int32 [L, N, 4]
     p_slots,  # [S]
@@ -141,10 +140,6 @@ def rotate_gather_triton(
     items = moves.shape[0] * moves.shape[1] * (heads // tile_heads)
     if programs is None:
         programs = HOST_PROGRAMS if host else items
-    if isinstance(source, HostSource):
-        src_k, src_v, src_index = source.k, source.v, source.capacity
-    else:
-        src_k, src_v, src_index = source.kv.k_ptrs, source.kv.v_ptrs, source.slots
     rotate_gather_kernel[(min(programs, items),)](
         moves,
         slots,
@@ -152,10 +147,7 @@ def rotate_gather_triton(
         inv_freq,
         dst.k_ptrs,
         dst.v_ptrs,
-        src_k,
-        src_v,
-        src_index,
-        source.table,
+        *source.arguments,
         moves.shape[1],
         items,
         KV_HEADS=heads,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.dispatch import INT_DTYPES, check_dtype, check_shape, use_naive
+from ragserve_kernels.dispatch import FLOAT_DTYPES, INT_DTYPES, check, use_naive
 from ragserve_kernels.kv import check_head_dim
 from ragserve_kernels.scatter_d2h.naive import scatter_d2h_naive
 from ragserve_kernels.scatter_d2h.saver import Saver
@@ -33,23 +33,16 @@ def scatter_d2h(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, or an index beyond ``host``.
     """
-    check_shape("src", src, (None, None, None))
-    check_dtype("src", src)
+    check("src", src, FLOAT_DTYPES, (None, None, None), dense=True)
     check_head_dim(src.shape[2])
-    check_shape("host", host, (None, None, src.shape[2]))
-    check_dtype("host", host, (src.dtype,))
-    check_dtype("index", index, INT_DTYPES)
+    check("host", host, src.dtype, (None, None, src.shape[2]), dense=True)
     if host.is_cuda or index.is_cuda:
         raise TypeError("host and index must be in host memory.")
-    if (
-        not src.is_contiguous()
-        or not host.is_contiguous()
-        or host.storage_offset() * host.element_size() % 16
-    ):
-        raise ValueError("src and host must be contiguous, and host aligned to 16 bytes.")
+    if host.storage_offset() * host.element_size() % 16:
+        raise ValueError("host must be aligned to 16 bytes.")
     if host.shape[1] < 1:
         raise ValueError("host blocks hold no tokens.")
-    check_shape("index", index, (src.shape[1], -(-src.shape[0] // host.shape[1])))
+    check("index", index, INT_DTYPES, (src.shape[1], -(-src.shape[0] // host.shape[1])))
     if index.numel() and int(index.max()) >= host.shape[0]:
         raise ValueError(f"index names block {int(index.max())}; host has {host.shape[0]}.")
     if src.numel() == 0:

@@ -6,7 +6,6 @@ import queue
 import threading
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import torch
 
@@ -103,7 +102,5 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

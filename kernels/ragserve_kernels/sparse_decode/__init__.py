@@ -6,14 +6,7 @@ import math
 
 import torch
 
-from ragserve_kernels.dispatch import (
-    check_contiguous,
-    check_dtype,
-    check_last_contiguous,
-    check_same_device,
-    check_shape,
-    use_triton,
-)
+from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, check_attention, check_selection
 from ragserve_kernels.sparse_decode import naive
 from ragserve_kernels.sparse_decode.types import FULL, SELECTED, STREAMING, HeadKinds
@@ -61,11 +54,8 @@ def sparse_decode(
     if selection is not None:
         check_selection(selection, q, kv_heads)
     if heads is not None:
-        kinds = heads.kinds
-        check_dtype("kinds", kinds, (torch.int32,))
-        check_shape("kinds", kinds, (kv_heads,) if kinds.dim() == 1 else (batch.size, kv_heads))
-        check_last_contiguous("kinds", kinds)
-        check_same_device(q, kinds=kinds)
+        shape = (kv_heads,) if heads.kinds.dim() == 1 else (batch.size, kv_heads)
+        check("kinds", heads.kinds, torch.int32, shape, like=q)
         if heads.sink_tokens < 0 or heads.local_tokens < 0:
             raise ValueError(
                 f"sink_tokens and local_tokens are {heads.sink_tokens} and {heads.local_tokens}; "
@@ -75,13 +65,9 @@ def sparse_decode(
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    check_dtype("out", out, (q.dtype,))
-    check_shape("out", out, q.shape)
-    check_contiguous("out", out)
+    check("out", out, q.dtype, q.shape, like=q, dense=True)
     if lse is not None:
-        check_dtype("lse", lse, (torch.float32,))
-        check_shape("lse", lse, q.shape[:2])
-        check_contiguous("lse", lse)
+        check("lse", lse, torch.float32, q.shape[:2], like=q, dense=True)
     if not batch.size:
         return out
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale

@@ -11,19 +11,31 @@ segments."""
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.decode_tiles import FULL, SELECTED, STREAMING, attend_tile, load_query, tile_slots
+from ragserve_kernels.decode_tiles import (
+    FULL,
+    SELECTED,
+    STREAMING,
+    Walk,
+    attend_tile,
+    empty_softmax,
+    kv_at_head,
+    load_query,
+    tile_slots,
+)
 from ragserve_kernels.dispatch import next_power_of_2
+from ragserve_kernels.kv import rows_of
 from ragserve_kernels.paged import (
     KVPair,
     PagedBatch,
     PageSelection,
     code_precision,
-    kv_arguments,
+    kv_rows,
     resident_programs,
     tile_rows,
     tile_tokens,
@@ -35,87 +47,72 @@ FEW_TOKENS = 2 * 132 * 128
 """Tokens times KV heads up to which a launch is too small to fill the chip twice over."""
 
 
+class _Items(NamedTuple):
+    """What decides the walks of all items."""
+
+    p_lens: Any  # int32 [batch]
+    p_counts: Any  # int32 [batch, kv_heads]
+    p_kinds: Any  # int32 [kv_heads] or [batch, kv_heads]
+    stride_kinds: Any
+    kv_heads: Any
+    capacity: Any
+    sink: Any
+    local: Any
+
+
 @triton.jit
 def _walk(
-    i_b,
-    i_h,
+    items,
+    i_item,
     m_item,
-    p_lens,
-    p_counts,
-    p_kinds,
-    stride_kinds,
-    kv_heads,
-    capacity,
-    sink,
-    local,
     BLOCK: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     HAS_KINDS: tl.constexpr,
 ):
-    """Return ``(blocks, first skipped step, skipped blocks, indexed, seq_len)`` of items: see ``tile_slots``.
-
-    ``(i_b, i_h)`` and the results are scalars or vectors [I]."""
+    """Return the walks of items; ``i_item`` and the results are scalars or vectors [I]."""
+    i_b = i_item // items.kv_heads
+    i_h = i_item % items.kv_heads
     # [I]
-    n_len = tl.load(p_lens + i_b, mask=m_item, other=0)
+    n_len = tl.load(items.p_lens + i_b, mask=m_item, other=0)
     n_total = (n_len + BLOCK - 1) // BLOCK
     zero = n_total * 0
     if HAS_KINDS:
         # [I]
-        b_kind = tl.load(p_kinds + i_b * stride_kinds + i_h, mask=m_item, other=0)
+        b_kind = tl.load(items.p_kinds + i_b * items.stride_kinds + i_h, mask=m_item, other=0)
     elif HAS_INDEX:
         b_kind = zero + SELECTED
     else:
         b_kind = zero + FULL
-    n_sink = tl.minimum(zero + (sink + BLOCK - 1) // BLOCK, n_total)
-    i_local = tl.maximum(tl.maximum(n_len - local, 0) // BLOCK, n_sink)
+    n_sink = tl.minimum(zero + (items.sink + BLOCK - 1) // BLOCK, n_total)
+    i_local = tl.maximum(tl.maximum(n_len - items.local, 0) // BLOCK, n_sink)
     m_streaming = b_kind == STREAMING
     n_blocks = tl.where(m_streaming, n_sink + n_total - i_local, n_total)
     n_gap = tl.where(m_streaming, i_local - n_sink, 0)
     m_indexed = (b_kind == SELECTED) & (n_len > 0)
     if HAS_INDEX:
         # [I]
-        n_count = tl.load(p_counts + i_b * kv_heads + i_h, mask=m_item, other=0)
-        n_blocks = tl.where(m_indexed, tl.minimum(tl.maximum(n_count, 0), capacity), n_blocks)
+        n_count = tl.load(items.p_counts + i_item, mask=m_item, other=0)
+        n_blocks = tl.where(m_indexed, tl.minimum(tl.maximum(n_count, 0), items.capacity), n_blocks)
     else:
         m_indexed = m_indexed & False
-    return n_blocks, n_sink, n_gap, m_indexed, n_len
+    return Walk(n_blocks, n_sink, n_gap, m_indexed, n_len)
 
 
 @triton.jit
 def _attend(
-    p_q,  # [batch, heads, D]
-    p_k,  # [slots, kv_heads, D], or codes
-    p_v,
-    p_k_params,  # int32 [slots, kv_heads]: scale and zero point
-    p_v_params,
+    q,  # HeadRows of [batch, heads, D]
+    kv,  # KVRows of [slots, kv_heads, D], or codes
+    items,  # _Items
     p_table,  # int32 [batch, max_pages]
-    p_lens,  # int32 [batch]
     p_index,  # int32 [batch, kv_heads, capacity]
-    p_counts,  # int32 [batch, kv_heads]
-    p_kinds,  # int32 [kv_heads] or [batch, kv_heads]
     p_out,  # [batch, heads, D]
     p_lse,  # float32 [batch, heads]
     p_part,  # float32 [segments, GROUP, D]
     p_part_lse,  # float32 [segments, GROUP], base 2
     p_spans,  # int32 [items, 2]: first and last (exclusive) program of an item
     n_items,
-    stride_kinds,
-    kv_heads,
-    capacity,
-    sink,
-    local,
     scale_2,
-    stride_qb,
-    stride_qh,
     stride_table,
-    stride_k,
-    stride_kh,
-    stride_v,
-    stride_vh,
-    stride_kp,
-    stride_kph,
-    stride_vp,
-    stride_vph,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -134,34 +131,17 @@ def _attend(
     n_programs = tl.num_programs(0)
     o_item = tl.arange(0, ITEMS)
     m_item = o_item < n_items
-    b_blocks, _i_gap, _n_gap, _m_indexed, _n_len = _walk(
-        o_item // kv_heads,
-        o_item % kv_heads,
-        m_item,
-        p_lens,
-        p_counts,
-        p_kinds,
-        stride_kinds,
-        kv_heads,
-        capacity,
-        sink,
-        local,
-        BLOCK,
-        HAS_INDEX,
-        HAS_KINDS,
-    )
+    b_blocks = _walk(items, o_item, m_item, BLOCK, HAS_INDEX, HAS_KINDS).n_blocks
     # [I]: tiles of each item, and where they end in the list
     b_tiles = tl.where(m_item, (b_blocks * BLOCK + BLOCK_N - 1) // BLOCK_N, 0)
     b_ends = tl.cumsum(b_tiles, 0)
     n_total = tl.sum(b_tiles, 0).to(tl.int64)
-    n_workers = tl.minimum(
-        n_programs, tl.maximum(n_total, 1)
-    )  # every worker has a tile; the other programs have none
+    # every worker has a tile; the other programs have none
+    n_workers = tl.minimum(n_programs, tl.maximum(n_total, 1))
     i_at = tl.minimum(n_total * i_program // n_workers, n_total).to(tl.int32)
     i_stop = tl.minimum(n_total * (i_program + 1) // n_workers, n_total).to(tl.int32)
-    if (
-        i_program == n_programs - 1
-    ):  # for the merge: the workers [from, to) that hold an item's tiles [ends - tiles, ends)
+    # for the merge: the workers [from, to) that hold an item's tiles [ends - tiles, ends)
+    if i_program == n_programs - 1:
         n_some = tl.maximum(n_total, 1)
         b_from = ((b_ends - b_tiles + 1).to(tl.int64) * n_workers - 1) // n_some
         b_to = (b_ends.to(tl.int64) * n_workers - 1) // n_some + 1
@@ -172,81 +152,29 @@ def _attend(
     o_dim = tl.arange(0, HALF)
     while i_at < i_stop:
         i_item = tl.sum((b_ends <= i_at).to(tl.int32), 0)
-        i_b = i_item // kv_heads
-        i_h = i_item % kv_heads
+        i_b = i_item // items.kv_heads
+        i_h = i_item % items.kv_heads
         n_tiles = tl.sum(tl.where(o_item == i_item, b_tiles, 0), 0)
         i_first = tl.sum(tl.where(o_item == i_item, b_ends, 0), 0) - n_tiles
-        n_blocks, i_gap, n_gap, m_indexed, n_len = _walk(
-            i_b,
-            i_h,
-            True,
-            p_lens,
-            p_counts,
-            p_kinds,
-            stride_kinds,
-            kv_heads,
-            capacity,
-            sink,
-            local,
-            BLOCK,
-            HAS_INDEX,
-            HAS_KINDS,
-        )
-        o_query = i_b.to(tl.int64) * stride_qb + i_h * GROUP * stride_qh
-        b_q_low, b_q_high, b_q_sum = load_query(p_q, o_query, stride_qh, GROUP, BLOCK_M, HALF)
-        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
-        b_acc_zero = tl.zeros([BLOCK_M], tl.float32)
-        b_acc_low = tl.zeros([BLOCK_M, HALF], tl.float32)
-        b_acc_high = tl.zeros([BLOCK_M, HALF], tl.float32)
-        p_index_row = p_index + i_item.to(tl.int64) * capacity
+        walk = _walk(items, i_item, True, BLOCK, HAS_INDEX, HAS_KINDS)
+        query = load_query(q, i_b.to(tl.int64), i_h, GROUP, BLOCK_M, HALF)
+        softmax = empty_softmax(BLOCK_M, HALF)
+        p_index_row = p_index + i_item.to(tl.int64) * items.capacity
         p_table_row = p_table + i_b.to(tl.int64) * stride_table
-        i_head = i_h.to(tl.int64)
+        head_kv = kv_at_head(kv, i_h.to(tl.int64))
         i_until = tl.minimum(i_stop - i_first, n_tiles)
         for i_tile in tl.range(i_at - i_first, i_until, num_stages=STAGES):
-            i_slot, m_slot = tile_slots(
-                i_tile,
-                n_blocks,
-                i_gap,
-                n_gap,
-                m_indexed,
-                n_len,
-                p_index_row,
-                p_table_row,
-                PAGE,
-                BLOCK,
-                BLOCK_N,
-            )
-            _b_s, b_acc_low, b_acc_high, b_acc_zero, b_max, b_sum = attend_tile(
-                b_q_low,
-                b_q_high,
-                b_q_sum,
-                b_acc_low,
-                b_acc_high,
-                b_acc_zero,
-                b_max,
-                b_sum,
-                i_slot,
-                m_slot,
-                p_k + i_head * stride_kh,
-                p_v + i_head * stride_vh,
-                p_k_params + i_head * stride_kph,
-                p_v_params + i_head * stride_vph,
-                stride_k,
-                stride_v,
-                stride_kp,
-                stride_vp,
-                scale_2,
-                HALF,
-                BITS,
-                PRECISION,
+            i_slot, m_slot = tile_slots(i_tile, walk, p_index_row, p_table_row, PAGE, BLOCK, BLOCK_N)
+            _b_s, softmax = attend_tile(
+                query, softmax, head_kv, i_slot, m_slot, scale_2, HALF, BITS, PRECISION
             )
         # an item whose blocks hold no token (all skipped) has sum 0 and gives zero
-        m_some = b_sum > 0.0
-        b_share = tl.where(m_some, 1.0 / tl.where(m_some, b_sum, 1.0), 0.0)
-        b_lse = tl.where(m_some, b_max + tl.math.log2(tl.where(m_some, b_sum, 1.0)), float("-inf"))
-        b_low = (b_acc_low + b_acc_zero[:, None]) * b_share[:, None]
-        b_high = (b_acc_high + b_acc_zero[:, None]) * b_share[:, None]
+        m_some = softmax.b_sum > 0.0
+        b_sum = tl.where(m_some, softmax.b_sum, 1.0)
+        b_share = tl.where(m_some, 1.0 / b_sum, 0.0)
+        b_lse = tl.where(m_some, softmax.b_max + tl.math.log2(b_sum), float("-inf"))
+        b_low = (softmax.b_low + softmax.b_zero[:, None]) * b_share[:, None]
+        b_high = (softmax.b_high + softmax.b_zero[:, None]) * b_share[:, None]
         m_head = (o_head < GROUP)[:, None]
         if (i_at == i_first) & (i_until == n_tiles):  # the whole item: no merge
             o_row = i_item.to(tl.int64) * GROUP + o_head
@@ -357,31 +285,22 @@ def sparse_decode(
     part = torch.empty(programs + n_items, group, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(programs + n_items, group, dtype=torch.float32, device=q.device)
     spans = torch.empty(n_items, 2, dtype=torch.int32, device=q.device)
-    tensors, strides = kv_arguments(kv)
+    stride_kinds = kinds.stride(0) if kinds.dim() == 2 else 0
+    items = _Items(batch.seq_lens, counts, kinds, stride_kinds, kv_heads, capacity, sink, local)
     _attend[(programs,)](
-        q,
-        *tensors,
+        rows_of(q),
+        kv_rows(kv),
+        items,
         batch.page_table,
-        batch.seq_lens,
         index,
-        counts,
-        kinds,
         out,
         part_lse if lse is None else lse,
         part,
         part_lse,
         spans,
         n_items,
-        kinds.stride(0) if kinds.dim() == 2 else 0,
-        kv_heads,
-        capacity,
-        sink,
-        local,
         scale / LN2,
-        q.stride(0),
-        q.stride(1),
         batch.page_table.stride(0),
-        *strides,
         GROUP=group,
         BLOCK_M=tile_rows(group),
         D=head_dim,
