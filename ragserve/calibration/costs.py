@@ -89,7 +89,9 @@ class _Probe:
         """Measure a prompt of which nothing is cached, then one whose first half is."""
         yield CostSample(length, await self._median("full", [], length))
         half = self._tokens(length // 2)
-        await first_token(self._engine, _request("prefix", half + self._tokens(QUESTION_TOKENS)))
+        await first_token(
+            self._engine, _request(StrategySpec("prefix"), half + self._tokens(QUESTION_TOKENS))
+        )
         yield CostSample(length, await self._median("prefix", half, length), cached=len(half))
 
     async def composed(self, spec: StrategySpec, tier: str, length: int) -> CostSample | None:
@@ -100,14 +102,14 @@ class _Probe:
             Span(0, SYSTEM_TOKENS),
             *(Span(a, min(a + size, length)) for a in range(SYSTEM_TOKENS, length, size)),
         )
-        await self._engine.warm(_request(spec.name, documents, spans, spec))
+        await self._engine.warm(_request(spec, documents, spans))
         taken = []
         for _ in range(self._schedule.repeats + 1):
             if tier != "device":
                 await self._engine.control("flush")
             await in_tier(self._engine, tier)
             question = documents + self._tokens(QUESTION_TOKENS)
-            answer = await first_token(self._engine, _request(spec.name, question, spans, spec))
+            answer = await first_token(self._engine, _request(spec, question, spans))
             if answer.tiers != {tier}:
                 return None
             taken.append(answer.ttft_ms)
@@ -118,15 +120,13 @@ class _Probe:
         taken = []
         for _ in range(self._schedule.repeats + 1):
             ids = cached + self._tokens(length - len(cached))
-            taken.append((await first_token(self._engine, _request(strategy, ids))).ttft_ms)
+            taken.append((await first_token(self._engine, _request(StrategySpec(strategy), ids))).ttft_ms)
         return statistics.median(taken[1:])
 
     def _tokens(self, count: int) -> list[int]:
         return random_tokens(self._draw, count)
 
 
-def _request(
-    strategy: str, ids: list[int], spans: tuple[Span, ...] = (), spec: StrategySpec | None = None
-) -> GenerateRequest:
-    options = spec.options if spec else {}
-    return GenerateRequest("calibrate", ids, NAMESPACE, strategy, Sampling(max_new_tokens=1), spans, options)
+def _request(spec: StrategySpec, ids: list[int], spans: tuple[Span, ...] = ()) -> GenerateRequest:
+    sampling = Sampling(max_new_tokens=1)
+    return GenerateRequest("calibrate", ids, NAMESPACE, spec.name, sampling, spans, spec.options)

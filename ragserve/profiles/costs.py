@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
@@ -120,16 +119,4 @@ def _dot(coefficients: Coefficients, terms: Coefficients) -> float:
     return sum(a * b for a, b in zip(coefficients, terms, strict=True))
 
 
-def _three(values: Sequence[float]) -> Coefficients:
-    a, b, c = values
-    return (float(a), float(b), float(c))
-
-
-def _read(fields: dict[str, Any]) -> Costs:
-    composed = {
-        name: {tier: _three(c) for tier, c in tiers.items()} for name, tiers in fields.pop("composed").items()
-    }
-    return Costs(exact=_three(fields.pop("exact")), composed=composed, **fields)
-
-
-COSTS = ProfileFile(VERSION, "cost profile", "ragserve calibrate", _read)
+COSTS: ProfileFile[Costs] = ProfileFile(VERSION, "cost profile", "ragserve calibrate", Costs)

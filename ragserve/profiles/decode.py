@@ -72,9 +72,6 @@ def crossover(points: Sequence[Point]) -> int:
     )
 
 
-def _read(fields: dict[str, Any]) -> DecodeProfile:
-    points = tuple(Point(**point) for point in fields.pop("points"))
-    return DecodeProfile(int(fields.pop("dense_below")), dict(fields.pop("options")), points=points, **fields)
-
-
-DECODE = ProfileFile(VERSION, "decode profile", "ragserve calibrate-decode", _read)
+DECODE: ProfileFile[DecodeProfile] = ProfileFile(
+    VERSION, "decode profile", "ragserve calibrate-decode", DecodeProfile
+)

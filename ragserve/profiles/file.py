@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter
 
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.files import locked, write_json
@@ -16,31 +17,28 @@ _LOCK_WAIT_S = 10.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class ProfileFile(Generic[T]):
-    """A kind of profile file. ``what`` it is and the ``command`` that writes it appear in error messages.
-    ``read`` makes a profile from an entry's fields; it may raise KeyError, TypeError, ValueError or
-    AttributeError."""
+    """A kind of profile file, whose entries are profiles of type ``kind``, checked by pydantic."""
 
-    version: int
-    what: str
-    command: str
-    read: Callable[[dict[str, Any]], T]
+    def __init__(self, version: int, what: str, command: str, kind: Any) -> None:
+        """``what`` it is and the ``command`` that writes it appear in error messages."""
+        self.version, self.what, self.command = version, what, command
+        self._entry: TypeAdapter[T] = TypeAdapter(kind)
 
     def load(self, place: Path, fingerprint: str) -> T | None:
         """Load a model's profile, None if there is none. Raises InvalidRequest for a file that is no such
         profile file."""
         entry = self.models(place).get(fingerprint)
         with self._checked(place):
-            return None if entry is None else self.read(dict(entry))
+            return None if entry is None else self._entry.validate_python(entry)
 
     def save(self, place: Path, fingerprint: str, profile: T) -> None:
-        """Write a model's profile, a dataclass; see :meth:`write`."""
-        self.write(place, fingerprint, asdict(profile))  # type: ignore[call-overload]
+        """Write a model's profile; see :meth:`update`."""
+        self.update(place, fingerprint, lambda _: self.dump(profile))
 
-    def write(self, place: Path, fingerprint: str, entry: Mapping[str, Any]) -> None:
-        """Write a model's entry; see :meth:`update`."""
-        self.update(place, fingerprint, lambda _: dict(entry))
+    def dump(self, profile: T) -> Any:
+        """Return a profile as JSON."""
+        return self._entry.dump_python(profile, mode="json")
 
     def update(
         self, place: Path, fingerprint: str, change: Callable[[dict[str, Any]], dict[str, Any]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -209,18 +209,12 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
     """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises
     InvalidRequest for a foreign file."""
-    measured_now = {label: asdict(entry) for label, entry in entries.items()}
-    _FILE.update(place, fingerprint, lambda known: known | measured_now)
+    _FILE.update(place, fingerprint, lambda known: known | _FILE.dump(dict(entries)))
 
 
-def _parsed(raw: dict[str, Any]) -> dict[str, Entry]:
-    return {
-        label: Entry(**fields | {"sets": {name: Figures(**each) for name, each in fields["sets"].items()}})
-        for label, fields in raw.items()
-    }
-
-
-_FILE = ProfileFile(VERSION, "gate's file", "ragserve eval --write-gate", _parsed)
+_FILE: ProfileFile[dict[str, Entry]] = ProfileFile(
+    VERSION, "gate's file", "ragserve eval --write-gate", dict[str, Entry]
+)
 
 
 def _stamp(place: Path) -> int:

@@ -41,23 +41,19 @@ class SamkvProfile:
     probes: dict[str, Any]
     figures: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        for selection, options in self.options.items():
+            strategy_options("samkv", {"selection": selection, **options})
+
     @property
     def engine(self) -> dict[str, Any]:
         """The part that the engine reads."""
         return {name: getattr(self, name) for name in ("stable", "heads", "selection", "options")}
 
 
-def _read(fields: dict[str, Any]) -> SamkvProfile:
-    profile = SamkvProfile(**fields)
-    for name, kind in (("stable", list), ("heads", list), ("selection", str), ("options", dict)):
-        if not isinstance(getattr(profile, name), kind):
-            raise TypeError(f"{name} is not a {kind.__name__}")
-    for selection, options in profile.options.items():
-        strategy_options("samkv", {"selection": selection, **options})
-    return profile
-
-
-SAMKV = ProfileFile(VERSION, "samkv profile", "ragserve calibrate --part samkv", _read)
+SAMKV: ProfileFile[SamkvProfile] = ProfileFile(
+    VERSION, "samkv profile", "ragserve calibrate --part samkv", SamkvProfile
+)
 
 
 def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
