@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve.answering.accounting import Clock, context_use, observe
@@ -24,13 +24,13 @@ from ragserve.answering.results import (
     SearchResults,
     Usage,
 )
-from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
 from ragserve_index.types import Hit
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,21 +46,18 @@ _SHORT_FOLLOW_UP_WORDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question. With ``documents``, nothing is retrieved: they are the context, in their order."""
+    """A question, and its ``request`` to the engine, still without a prompt.
+
+    With ``documents``, nothing is retrieved: they are the context, in their order."""
 
     question: str
-    namespace: str
     k: int
-    strategy: str
-    sampling: Sampling
-    request_id: str
+    request: GenerateRequest
     filter: Filter | None = None
     system: str | None = None
     history: tuple[Message, ...] = ()
     documents: list[RetrievedPassage] | None = None
     overflow: Overflow = "refuse"
-    strategy_options: Mapping[str, Any] = field(default_factory=dict)
-    decode: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,8 @@ class Answerer:
 
     async def _events(self, query: Query) -> AsyncGenerator[Event, None]:
         clock = Clock()
-        self._check(query)
+        request = query.request
+        self._check(request)
         found, version, retrieval = await self._retrieved(query)
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
@@ -160,24 +158,24 @@ class Answerer:
             beginning = {"text": whole.text[: prompt.cut_to], "end": whole.start + prompt.cut_to}
             found[prompt.documents_kept - 1] = whole.model_copy(update=beginning)
         choice = None
-        if query.strategy == AUTO:
-            choice = await self._chooser.choose(prompt, query.namespace)
-            query = replace(query, strategy=choice.spec.name, strategy_options=choice.spec.options)
+        if request.strategy == AUTO:
+            choice = await self._chooser.choose(prompt, request.namespace)
+            request = replace(request, strategy=choice.spec.name, options=choice.spec.options)
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
-            namespace=query.namespace,
+            namespace=request.namespace,
             index_version=version,
             results=found,
             documents_kept=prompt.documents_kept,
             timings=retrieval,
-            request_id=query.request_id,
+            request_id=request.rid,
         )
         kept = found[: prompt.documents_kept]
         markers = MarkerFilter(len(kept))
         pieces: list[str] = []
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
-        async with aclosing(self._generate(query, prompt)) as chunks:
+        async with aclosing(self._generate(query, request, prompt)) as chunks:
             async for chunk in chunks:
                 last = chunk
                 if chunk.text:
@@ -205,60 +203,60 @@ class Answerer:
             answer=answer,
             citations=citations,
             usage=Usage.model_validate(last.usage, from_attributes=True),
-            context=context_use(query.strategy, prompt, last, len(found), choice),
+            context=context_use(request.strategy, prompt, last, len(found), choice),
             timings=timings,
             decode=None
             if last.decode is None
             else DecodeUse.model_validate(last.decode, from_attributes=True),
             index_version=version,
-            namespace=query.namespace,
+            namespace=request.namespace,
             finish_reason=last.finish_reason,
-            request_id=query.request_id,
+            request_id=request.rid,
         )
         observe(result)
         yield FinalAnswer(result, tuple(markers.markers))
 
-    def _check(self, query: Query) -> None:
+    def _check(self, request: GenerateRequest) -> None:
         info = self._engine.info
-        if query.decode and not info.sparse_decode:
+        if request.decode and not info.sparse_decode:
             raise InvalidRequest(
                 "This engine has no sparse decoding.",
                 hint="Start the server with --sparse-attention on, or leave decode out.",
                 param="decode",
             )
-        if query.strategy == AUTO:
-            if _own_options(query):
+        if request.strategy == AUTO:
+            if _own_options(request):
                 raise InvalidRequest(
                     "Strategy auto takes no options: it chooses them.", param="strategy_options"
                 )
             return
-        if query.strategy not in info.strategies:
+        if request.strategy not in info.strategies:
             why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
             raise InvalidRequest(
-                f"This engine has no strategy {query.strategy!r}.{why}",
+                f"This engine has no strategy {request.strategy!r}.{why}",
                 hint=f"One of: {', '.join(info.strategies)}.",
                 param="strategy",
             )
-        if query.strategy in EXACT_STRATEGIES or self._gate is None:
+        if request.strategy in EXACT_STRATEGIES or self._gate is None:
             return
-        force = query.strategy_options.get(FORCE, False)
+        force = request.options.get(FORCE, False)
         if not isinstance(force, bool):
             raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
         if not force:
-            self._gate.check(StrategySpec(query.strategy, _own_options(query)).label)
+            self._gate.check(StrategySpec(request.strategy, _own_options(request)).label)
 
     async def _retrieved(self, query: Query) -> tuple[list[RetrievedPassage], int | None, RetrievalTimings]:
         """Return the passages for the prompt, the version of the searched namespace, and times."""
         if query.documents is not None:
             return query.documents, None, RetrievalTimings()
         found = await self._retriever.retrieve(
-            query.namespace, retrieval_text(query), query.k, filter=query.filter
+            query.request.namespace, retrieval_text(query), query.k, filter=query.filter
         )
         timings = RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms)
         return passages(found.hits), found.version, timings
 
     async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
-        limit, new_tokens = self._engine.info.max_prompt_tokens, query.sampling.max_new_tokens
+        limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens
         if new_tokens >= limit:
             raise InvalidRequest(
                 f"max_new_tokens {new_tokens} leaves no room for a prompt: the engine takes {limit} tokens "
@@ -284,21 +282,16 @@ class Answerer:
         )
         return build() if size < _INLINE_PROMPT_CHARS else await asyncio.to_thread(build)
 
-    def _generate(self, query: Query, prompt: Prompt) -> AsyncGenerator[GenerateChunk, None]:
-        sampling = query.sampling
-        if prompt.stop:
-            sampling = replace(sampling, stop=(*sampling.stop, *prompt.stop))
-        spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
-        request = GenerateRequest(
-            query.request_id,
-            prompt.input_ids,
-            query.namespace,
-            query.strategy,
-            sampling,
-            spans,
-            _own_options(query),
-            decode=query.decode,
-            unregistered=_unregistered(query, len(spans)),
+    def _generate(
+        self, query: Query, request: GenerateRequest, prompt: Prompt
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        request = replace(
+            request,
+            input_ids=prompt.input_ids,
+            sampling=replace(request.sampling, stop=(*request.sampling.stop, *prompt.stop)),
+            spans=prompt.spans,
+            options=_own_options(request),
+            unregistered=_unregistered(query, len(prompt.spans)),
         )
         # The protocol's iterators are generators: closing them aborts the request.
         return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
@@ -335,9 +328,9 @@ def _check_room(query: Query, prompt: Prompt, found: int) -> None:
     )
 
 
-def _own_options(query: Query) -> dict[str, Any]:
+def _own_options(request: GenerateRequest) -> dict[str, Any]:
     """The strategy's options, without the gate's `force`."""
-    return {name: value for name, value in query.strategy_options.items() if name != FORCE}
+    return {name: value for name, value in request.options.items() if name != FORCE}
 
 
 def retrieval_text(query: Query) -> str:
@@ -352,18 +345,6 @@ def retrieval_text(query: Query) -> str:
 def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
     """Convert hits to passages, numbered from 1."""
     return [
-        RetrievedPassage(
-            index=index,
-            doc_id=hit.chunk.doc_id,
-            chunk_id=hit.chunk.chunk_id,
-            source=hit.chunk.source,
-            title=hit.chunk.title,
-            page=hit.chunk.page,
-            start=hit.chunk.start,
-            end=hit.chunk.end,
-            score=hit.score,
-            text=hit.chunk.text,
-            metadata=dict(hit.chunk.metadata),
-        )
+        RetrievedPassage(index=index, score=hit.score, **asdict(hit.chunk))
         for index, hit in enumerate(hits, 1)
     ]

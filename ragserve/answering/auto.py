@@ -59,7 +59,7 @@ class Chooser:
             )
         if not isinstance(self._engine, CachingEngine):
             return StrategyChoice(_EXACT, "the engine does not report its cache")
-        pieces = [prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind != "question"]
+        pieces = [prompt.input_ids[span.start : span.end] for span in prompt.spans]
         tiers = (await self._engine.where(namespace, pieces)).fastest()
         cached = await self._engine.prefix(namespace, prompt.input_ids)
         exact = costs.exact_ms(len(prompt.input_ids), cached)

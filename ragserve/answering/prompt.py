@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ragserve.answering.chat_template import ChatLayout, Message
 from ragserve.errors import PromptTooLong, Unavailable
+from sglang_ext.protocol import Span
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
 
@@ -54,6 +55,11 @@ class Prompt:
     stop: tuple[str, ...] = ()
     room: int = 0  # tokens that documents could have had
     cut_to: int | None = None  # characters left of the last kept document's text; None: all of them
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The system text and each document, as a `GenerateRequest` wants them."""
+        return tuple(Span(each.start, each.end) for each in self.segments if each.kind != "question")
 
 
 class PromptBuilder:

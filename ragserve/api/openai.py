@@ -178,23 +178,25 @@ def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
     except ValidationError:
         raise _no_model(body.model) from None
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    sampling = Sampling(
+        max_new_tokens=body.max_completion_tokens or body.max_tokens or svc.settings.max_new_tokens,
+        temperature=body.temperature or 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        stop=tuple(stop),
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+    )
     return to_query(
         body,
         svc.settings,
-        request_id=request_id,
+        request_id,
+        namespace,
+        sampling,
+        {},
         question=last.text,
-        namespace=namespace,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
         system=system or None,
-        sampling=Sampling(
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or svc.settings.max_new_tokens,
-            temperature=body.temperature or 0.0,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            stop=tuple(stop),
-            seed=body.seed,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
-        ),
     )
 
 

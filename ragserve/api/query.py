@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -21,7 +21,7 @@ from ragserve.api.schemas import DoneEvent, ErrorBody, MessageEvent, QueryReques
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.config import Settings
-from ragserve.engine.base import Sampling
+from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
 
 EVENTS: dict[str, type[BaseModel]] = {
@@ -71,13 +71,13 @@ async def query(
     asked = to_query(
         body,
         svc.settings,
-        request_id=request_id,
+        request_id,
+        body.namespace,
+        sampling,
+        body.decode.model_dump(exclude_unset=True),
         question=body.query,
-        namespace=body.namespace,
         history=tuple(Message(message.role, message.content) for message in body.history),
         system=body.system,
-        sampling=sampling,
-        decode=body.decode.model_dump(exclude_unset=True),
     )
     events = svc.answerer.events(asked)
     if body.stream:
@@ -86,13 +86,22 @@ async def query(
     return Response(final.answer.model_dump_json(), media_type="application/json")
 
 
-def to_query(body: QueryRequest | ChatRequest, settings: Settings, **fields: Any) -> Query:
+def to_query(
+    body: QueryRequest | ChatRequest,
+    settings: Settings,
+    request_id: str,
+    namespace: str,
+    sampling: Sampling,
+    decode: Mapping[str, Any],
+    **fields: Any,
+) -> Query:
     """Build a query from ``fields`` and the fields that both APIs share, with the server's defaults."""
     strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
     return Query(
         k=body.k or settings.top_k,
-        strategy=strategy.name,
-        strategy_options=strategy.options,
+        request=GenerateRequest(
+            request_id, [], namespace, strategy.name, sampling, options=strategy.options, decode=decode
+        ),
         filter=body.filter,
         overflow=body.documents_overflow,
         documents=None
