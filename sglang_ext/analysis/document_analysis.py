@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 VERSION = 1  # of what the stored values mean, beside their names and shapes; raise it when that changes
@@ -14,7 +14,7 @@ _SIGMAS = 3.0  # PauTa criterion
 _BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
 _CODES = {torch.int8: "i1", torch.uint8: "u1", torch.float16: "f2", torch.float32: "f4"}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPES = {code: np.dtype(code) for code in _CODES.values()}  # numpy's names
 
 
 class SummaryError(ValueError):
@@ -147,16 +147,9 @@ class Analysis:
                 raise SummaryError(f"an analysis of version {head['version']}, not {VERSION}")
             tensors: dict[str, torch.Tensor] = {}
             for name, (code, *shape) in head["tensors"].items():
-                dtype, count = _DTYPES[code], math.prod(shape)
-                values = (
-                    torch.frombuffer(
-                        bytearray(data[at : at + count * dtype.itemsize]), dtype=dtype, count=count
-                    )
-                    if count
-                    else None
-                )
-                tensors[name] = torch.empty(shape, dtype=dtype) if values is None else values.reshape(shape)
-                at += count * dtype.itemsize
+                values = np.ndarray(shape, _DTYPES[code], data, at).copy()
+                tensors[name] = torch.from_numpy(values)
+                at += values.nbytes
             found = cls(head["tokens"], head["block"], head["local_blocks"], **tensors, basis=head["basis"])
         except SummaryError:
             raise

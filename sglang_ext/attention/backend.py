@@ -22,6 +22,7 @@ from sglang_ext.attention.quantized_pool import QuantizedKVPool
 from sglang_ext.attention.step_planner import FORCED_PAGES, IDLE, Step, Variant
 from sglang_ext.attention.streaming_heads import load_pattern
 from sglang_ext.attention.tables import StepTables, TableRows, TableShape
+from sglang_ext.ranks import Ranks
 
 _SCORE_BYTES = 2**25  # of the page scores: a launch chooses for as many layers as fit
 
@@ -38,6 +39,16 @@ class SparseDecodeBackend(AttentionBackend):
             "needs_cpu_seq_lens",
             "supports_ragged_verify_graph",
             "use_captured_forward_metadata_for_breakable_cuda_graph",
+            # methods that the base class has, so that __getattr__ never sees them
+            "draft_extend_metadata_captured_in_graph",
+            "forward_decode",
+            "forward_extend",
+            "get_cuda_graph_seq_len_fill_value",
+            "get_indexer_metadata",
+            "init_forward_metadata_for_breakable_cuda_graph_capture",
+            "on_after_cuda_graph_warmup",
+            "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+            "support_triton",
         ):
             setattr(self, name, getattr(wrapped, name))
         self._config = config
@@ -46,19 +57,20 @@ class SparseDecodeBackend(AttentionBackend):
         self._quantized = isinstance(pool, QuantizedKVPool)
         self._table = runner.req_to_token_pool.req_to_token
         self._device = torch.device(runner.device)
-        group, page = runner.tp_group, runner.page_size
-        self.rank = int(group.rank_in_group)
+        ranks, page = Ranks(runner.tp_group), runner.page_size
+        self.rank = ranks.rank
         self._pattern: torch.Tensor | None = None
         if config.heads is not None:
-            self._pattern = load_pattern(
-                config.heads, pool.layer_num, pool.head_num, rank=self.rank, world=group.world_size
-            ).to(self._device)
+            pattern = load_pattern(
+                config.heads, pool.layer_num, pool.head_num, rank=ranks.rank, world=ranks.world
+            )
+            self._pattern = pattern.to(self._device)
         # of this rank's heads
         self.streaming_share = 0.0 if self._pattern is None else float(self._pattern.float().mean())
         pages = -(-self._table.shape[1] // page)
         self._shape = TableShape(
             layers=pool.layer_num,
-            heads=runner.model_config.num_attention_heads // group.world_size,
+            heads=runner.model_config.num_attention_heads // ranks.world,
             kv_heads=pool.head_num,
             pages=pages,
             capacity=min(max(FORCED_PAGES, config.max_budget // page) + 1, pages),
@@ -144,27 +156,6 @@ class SparseDecodeBackend(AttentionBackend):
         self.wrapped.init_cuda_graph_state(max_bs, max_num_tokens)
         self._captured = StepTables(max_bs, self._shape, self._device, self._pattern)
 
-    def get_cuda_graph_seq_len_fill_value(self) -> Any:
-        return self.wrapped.get_cuda_graph_seq_len_fill_value()
-
-    def on_after_cuda_graph_warmup(self) -> None:
-        self.wrapped.on_after_cuda_graph_warmup()
-
-    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
-        return self.wrapped.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
-
-    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
-        self.wrapped.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
-
-    def draft_extend_metadata_captured_in_graph(self) -> bool:
-        return bool(self.wrapped.draft_extend_metadata_captured_in_graph())
-
-    def support_triton(self) -> bool:
-        return bool(self.wrapped.support_triton())
-
-    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
-        return self.wrapped.get_indexer_metadata(layer_id, forward_batch)
-
     def forward(
         self,
         q: torch.Tensor,
@@ -179,9 +170,8 @@ class SparseDecodeBackend(AttentionBackend):
         # a model with a fused KV write; it shows at its first step, the engine's own warm-up
         if self._quantized and not save_kv_cache:
             raise NotImplementedError(
-                f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this "
-                "model with "
-                "kv_bits=16"
+                f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model "
+                "with kv_bits=16"
             )
         if self._is_wrapped(decode):
             if self._prefixes is not None and not decode:
@@ -189,14 +179,6 @@ class SparseDecodeBackend(AttentionBackend):
             out: torch.Tensor = self.wrapped.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             return out
         return self._sparse(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out: torch.Tensor = self.wrapped.forward_extend(*args, **kwargs)
-        return out
-
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out: torch.Tensor = self.wrapped.forward_decode(*args, **kwargs)
-        return out
 
     # the step itself
 

@@ -7,7 +7,6 @@ not carry passkeys over the distance end near 0 and may stream."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -227,14 +226,13 @@ def calibrate(
                 quality = evaluate(gated, streaming_heads(scores, part), texts)
                 figures = {key: round(value, 4) for key, value in vars(quality).items() if key != "share"}
                 found.append({"chosen by": name, "share": part, **figures})
-    save_pattern(out, gates, share=share, model=Path(model).name if Path(model).is_dir() else model)
     details = {
-        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} --tokens "
-        "{tokens} --penalty {penalty} "
-        f"--held-out {held_out} --device {where}",
+        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} "
+        f"--tokens {tokens} --penalty {penalty} --held-out {held_out} --device {where}",
         "passkeys dense": next(row["passkeys"] for row in found if row["share"] == 0),
         "mean gate": round(float(gates.mean()), 4),
         "quality": found,
     }
-    out.write_text(json.dumps(json.loads(out.read_text(encoding="utf-8")) | details) + "\n", encoding="utf-8")
+    name = Path(model).name if Path(model).is_dir() else model
+    save_pattern(out, gates, share=share, model=name, **details)
     return found

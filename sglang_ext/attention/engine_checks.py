@@ -21,10 +21,8 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
     problems = []
     if runner.page_size not in _PAGE_SIZES:
         problems.append(f"page_size is {runner.page_size}: use one of {', '.join(map(str, _PAGE_SIZES))}")
-    wanted_pool = MHATokenToKVPool if config.kv_bits == 16 else QuantizedKVPool
-    if type(pool) is not wanted_pool and not (
-        wanted_pool is QuantizedKVPool and isinstance(pool, wanted_pool)
-    ):
+    plain = type(pool) is MHATokenToKVPool
+    if not (plain if config.kv_bits == 16 else isinstance(pool, QuantizedKVPool)):
         problems.append(
             f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is "
             "supported"

@@ -39,9 +39,8 @@ class PageStatistics:
         except torch.OutOfMemoryError as error:
             share = 1 / logical_page + 1 / (2 * page_size)
             raise RuntimeError(
-                f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool beside "
-                "it: lower "
-                f"mem_fraction_static or max_total_tokens ({error})"
+                f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool beside it: "
+                f"lower mem_fraction_static or max_total_tokens ({error})"
             ) from error
 
     @property
@@ -126,8 +125,7 @@ class PageStatistics:
     def _differing(self, pages: torch.Tensor) -> list[int]:
         if not len(pages):
             return []
-        per = self.tables.per_page
-        rows = (pages.long()[:, None] * per + torch.arange(per, device=pages.device)).flatten()
+        rows = self.tables.rows(pages)
         places = {"k_min": rows, "k_max": rows, "k_center": pages.long()}
         kept = {name: getattr(self.tables, name)[:, place].clone() for name, place in places.items()}
         with forced_naive():

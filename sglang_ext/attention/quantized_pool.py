@@ -131,23 +131,11 @@ class QuantizedKVPool(MHATokenToKVPool):
         A negative number stands for page 0, which no request owns."""
         for some in pages.clamp_min(0).long().split(_PAGES_AT_ONCE):
             slots = some[:, None] * self.page_size + torch.arange(self.page_size, device=pages.device)
-            codes, params = (
-                self._key_codes[:, slots],
-                self._key_params[:, slots],
-            )  # [layers, pages, page_size, kv_heads, ...]
+            # [layers, pages, page_size, kv_heads, ...]
+            codes, params = self._key_codes[:, slots], self._key_params[:, slots]
             flat = QuantizedKV(codes.flatten(0, 2), params.flatten(0, 2), self.bits)
-            keys = (
-                dequantize_kv(flat)
-                .to(self.dtype)
-                .view(self.layer_num, len(some), into.per_page, -1, self.head_num, self.head_dim)
-            )
-            low, high = keys.amin(3), keys.amax(3)  # [layers, pages, per_page, kv_heads, head_dim]
-            rows = (
-                some[:, None] * into.per_page + torch.arange(into.per_page, device=pages.device)
-            ).flatten()
-            into.k_min[:, rows] = low.flatten(1, 2)
-            into.k_max[:, rows] = high.flatten(1, 2)
-            into.k_center[:, some] = ((low.amin(2).float() + high.amax(2).float()) / 2).to(self.dtype)
+            keys = dequantize_kv(flat).to(self.dtype)
+            into.store(slice(None), some, keys.unflatten(0, codes.shape[:3]))
 
 
 def quantized_pool(bits: int) -> type[QuantizedKVPool]:

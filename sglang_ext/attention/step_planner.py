@@ -154,8 +154,7 @@ class StepPlanner:
             if options.budget < smallest:
                 raise PlanError(
                     f"a budget of {options.budget} tokens: the first and the newest page alone take "
-                    f"{smallest}, "
-                    f"of {self._page} tokens each"
+                    f"{smallest}, of {self._page} tokens each"
                 )
             if self._config.max_budget < options.budget < self._context_length:
                 raise PlanError(

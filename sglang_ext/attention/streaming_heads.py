@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 PATTERN_VERSION = 1
 
 
-def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str) -> None:
-    """Write the gates and the pattern in which ``share`` of the heads stream.
+def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str, **details: Any) -> None:
+    """Write the gates and the pattern in which ``share`` of the heads stream, atomically.
 
-    ``gates``: float [layers, kv_heads]; 1: the head needs all of the context."""
-    pattern = streaming_heads(gates, share)
-    text = json.dumps(
-        {
-            "v": PATTERN_VERSION,
-            "model": model,
-            "share": share,
-            "gates": [[round(float(g), 4) for g in row] for row in gates],
-            "streaming": pattern.int().tolist(),
-        }
-    )
-    path.write_text(text + "\n", encoding="utf-8")
+    ``gates``: float [layers, kv_heads]; 1: the head needs all of the context. ``details``: further fields."""
+    pattern = {
+        "v": PATTERN_VERSION,
+        "model": model,
+        "share": share,
+        "gates": [[round(float(g), 4) for g in row] for row in gates],
+        "streaming": streaming_heads(gates, share).int().tolist(),
+    }
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(pattern | details) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def streaming_heads(gates: torch.Tensor, share: float) -> torch.Tensor:

@@ -89,20 +89,12 @@ class StepTables:
     def rows(self, n: int) -> TableRows:
         """Return the first ``n`` rows. They are checked when first asked for, not in every layer."""
         if n not in self._views:
-            page = self._shape.page_size
+            by_layer = ("index", "counts", "kinds", "by_rank", "queries", "used", "weight")
             self._views[n] = TableRows(
-                batch=PagedBatch(self.pages[:n], self.lens[:n], page),
-                ranked=PagedBatch(self.pages[:n], self.ranked_lens[:n], page),
-                index=self.index[:, :n],
-                counts=self.counts[:, :n],
-                kinds=self.kinds[:, :n],
-                by_rank=self.by_rank[:, :n],
-                queries=self.queries[:, :n],
-                used=self.used[:, :n],
-                weight=self.weight[:, :n],
-                budgets=self.budgets[:n],
-                active=self.active[:n],
-                thresholds=self.thresholds[:n],
+                PagedBatch(self.pages[:n], self.lens[:n], self._shape.page_size),
+                PagedBatch(self.pages[:n], self.ranked_lens[:n], self._shape.page_size),
+                **{name: getattr(self, name)[:, :n] for name in by_layer},
+                **{name: getattr(self, name)[:n] for name in ("budgets", "active", "thresholds")},
             )
         return self._views[n]
 

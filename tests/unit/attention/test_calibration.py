@@ -97,7 +97,9 @@ def test_the_command_writes_a_pattern_with_its_quality(model_folder: Path, tmp_p
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert load_pattern(out, 2, 2).sum() == 2
-    quality = json.loads(out.read_text())["quality"]
+    written = json.loads(out.read_text())
+    assert "--steps 2 --tokens 768 --penalty 0.05 --held-out 1" in written["made by"]
+    quality = written["quality"]
     assert [row["share"] for row in quality if row["chosen by"] == "gates"] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [row["share"] for row in quality if row["chosen by"] == "chance"] == [0.25, 0.5, 0.75]
     assert "50%" in done.output
