@@ -27,6 +27,8 @@ from typing import Any
 
 from fan_out import engine_args
 
+from ragserve.files import write_json
+
 REPOSITORY = Path(__file__).parents[1]
 SEEN_BY_GPU = (
     "tests/kernels/test_composition.py",
@@ -59,7 +61,7 @@ def kernels(options: argparse.Namespace) -> bool:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     print(done.stdout[-1500:], done.stderr[-500:], flush=True)
     result = {"exit": done.returncode, "end": done.stdout[-3000:]}
-    (options.out / "context-kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out / "context-kernels.json", result)
     return done.returncode == 0
 
 
@@ -75,11 +77,10 @@ class Answers:
     def request(self, row: dict[str, Any], strategy: str, options: dict[str, Any]) -> Any:
         from ragserve.answering.prompt import PromptDocument
         from ragserve.engine.base import GenerateRequest, Sampling
-        from sglang_ext.protocol import Span
 
         documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
         prompt = self._builder.build(row["question"], documents, max_prompt_tokens=8000)
-        spans = tuple(Span(s.start, s.end) for s in prompt.segments if s.kind != "question")
+        spans = prompt.spans
         return GenerateRequest("q", prompt.input_ids, "answers", strategy, Sampling(NEW), spans, options)
 
     async def warm(self, rows: list[dict[str, Any]]) -> None:
@@ -223,7 +224,7 @@ def answers(options: argparse.Namespace) -> bool:
         try:
             await check_answers(engine, found, options.questions)
         finally:
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(path, found)
 
     with tempfile.TemporaryDirectory(prefix="ragserve-answers-") as folder:
         args = engine_args(options.answers_attention)

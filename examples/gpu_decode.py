@@ -24,7 +24,7 @@ from pathlib import Path
 from fan_out import fan_out
 
 from ragserve.bench.decode import BACKENDS, run
-from ragserve.measuring.report import save
+from ragserve.files import write_json
 
 # 16 x 100,000 tokens would be 210 GB of KV.
 POINTS = (
@@ -46,7 +46,7 @@ def child(backend: str, out: Path, given: argparse.Namespace) -> None:
     points = SMALL if given.embedded else SHORT if given.short else POINTS
     shape = "embedded" if given.embedded else "llama-3.1-8b"
     limits = {"threshold": given.threshold, "until": given.until}
-    run(backend, points, write=lambda report: save(report, path), shape=shape, **limits)
+    run(backend, points, write=lambda report: write_json(path, report), shape=shape, **limits)
 
 
 def parent(out: Path, given: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def merge(out: Path) -> None:
         report["backend"]: {key: value for key, value in report.items() if key not in ("backend", "rows")}
         for report in reports
     }
-    save({"engines": engines, "rows": rows}, out / "decode.json")
+    write_json(out / "decode.json", {"engines": engines, "rows": rows})
     for row in sorted(rows, key=lambda r: (r["context"], r["batch"], r["backend"], r["mode"])):
         print(row)
 

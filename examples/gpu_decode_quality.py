@@ -27,9 +27,9 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
 from ragserve.eval.metrics import contains_answer, exact_match
+from ragserve.files import write_json
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.json_lines import json_lines
-from ragserve.measuring.report import save
 from sglang_ext.attention.streaming_heads import save_pattern
 
 LONGEST = 8000
@@ -135,7 +135,7 @@ async def measure(
                 row["weight"] = round(sum(weights) / len(weights), 4) if weights else None
             report["rows"].append(row)
             print(json.dumps(row), flush=True)
-            save(report, out)
+            write_json(out, report)
 
 
 def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> None:
@@ -169,7 +169,7 @@ def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> Non
         load(model=DEFAULT_MODEL, data_dir=folder, kv_disk_bytes=0, port=32_000 + 200 * number, **options),
         work,
     )
-    save(report, path)
+    write_json(path, report)
 
 
 def main() -> int:
@@ -192,7 +192,7 @@ def main() -> int:
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
     paths = sorted(given.out.glob("quality-*.json"))
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    save(reports, given.out / "quality.json")
+    write_json(given.out / "quality.json", reports)
     return len(failed)
 
 

@@ -7,10 +7,8 @@ always first. With random weights the answers mean nothing: `ragserve eval` meas
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench import auto, model_shapes
-from ragserve.config import load
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.engine.offline import run_once
 from ragserve.errors import EngineError, RagserveError
 from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
-from ragserve.measuring.report import GrowingReport
+from ragserve.measuring.report import GrowingReport, read_report
 from ragserve.profiles.costs import CostSample
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
@@ -108,46 +104,42 @@ def run(
         EngineError: A case failed; raised after the last case. A failed case is a row with its error.
     """
     lengths = lengths[:1] if quick else lengths
-    with tempfile.TemporaryDirectory(prefix="ragserve-context-") as folder:
-        flags: dict[str, Any] = {"data_dir": Path(folder) / "data", "port": 30999, **settings}
-        flags |= model_shapes.flags(shape, Path(folder), settings.get("engine_args", {}))
-        if shape != "embedded":
-            needed = (sum(lengths) + len(lengths) * 1024 + 4096) * model_shapes.kv_bytes_per_token(shape)
-            flags = {"kv_host_bytes": needed, "kv_disk_bytes": 2 * needed, **flags}
-        earlier = json.loads(merge.read_text(encoding="utf-8"))["rows"] if merge and merge.exists() else []
-        report = GrowingReport(
-            "context",
-            out_dir / f"context-{shape}.json" if out_dir else None,
-            note=NOTE,
-            key=_KEY,
-            earlier=earlier,
-            order=lambda row: (row["document tokens"], row["context tokens"]),
-        )
-        report.workload = {
-            "model": shape,
-            "system tokens": SYSTEM_TOKENS,
-            "question tokens": QUESTION_TOKENS,
-            f"repeats after {WARM_UPS} warm-ups": repeats,
-        }
-        full_ms: dict[int, float] = {}  # TTFT of strategy `full` by context length
-        run_at = time.strftime("%Y-%m-%d %H:%M")
+    if shape != "embedded":
+        needed = (sum(lengths) + len(lengths) * 1024 + 4096) * model_shapes.kv_bytes_per_token(shape)
+        settings = {"kv_host_bytes": needed, "kv_disk_bytes": 2 * needed, **settings}
+    report = GrowingReport(
+        "context",
+        out_dir / f"context-{shape}.json" if out_dir else None,
+        note=NOTE,
+        key=_KEY,
+        earlier=read_report(merge)[1],
+        order=lambda row: (row["document tokens"], row["context tokens"]),
+    )
+    report.workload = {
+        "model": shape,
+        "system tokens": SYSTEM_TOKENS,
+        "question tokens": QUESTION_TOKENS,
+        f"repeats after {WARM_UPS} warm-ups": repeats,
+    }
+    full_ms: dict[int, float] = {}  # TTFT of strategy `full` by context length
+    run_at = time.strftime("%Y-%m-%d %H:%M")
 
-        async def work(engine: Any) -> None:
-            report.workload |= {"device": engine.info.device, "attention": engine.info.attention_backend}
-            for size in document_tokens:
-                wanted = [case for case in cases if case.every_size or size == document_tokens[0]]
-                for length in lengths:
-                    async for row in _rows(engine, length, size, wanted, full_ms, repeats):
+    async def work(engine: Any) -> None:
+        report.workload |= {"device": engine.info.device, "attention": engine.info.attention_backend}
+        for size in document_tokens:
+            wanted = [case for case in cases if case.every_size or size == document_tokens[0]]
+            for length in lengths:
+                async for row in _rows(engine, length, size, wanted, full_ms, repeats):
+                    report.add(row, run=run_at)
+            if size == document_tokens[0] and len(lengths) > 1:
+                samples = cost_samples(report.rows, wanted)
+                for length in (each for each in lengths if each <= SHORT):
+                    async for row in _auto_rows(engine, length, size, samples, repeats):
                         report.add(row, run=run_at)
-                if size == document_tokens[0] and len(lengths) > 1:
-                    samples = cost_samples(report.rows, wanted)
-                    for length in (each for each in lengths if each <= SHORT):
-                        async for row in _auto_rows(engine, length, size, samples, repeats):
-                            report.add(row, run=run_at)
-                await engine.control("check")
-                await engine.control("clear")
+            await engine.control("check")
+            await engine.control("clear")
 
-        run_once(load(**flags), work)
+    model_shapes.run_engine(shape, work, **settings)
     result = report.show()
     if failed := [row["error"] for row in report.rows if "error" in row]:
         raise EngineError(f"{len(failed)} cases failed, the first one with: {failed[0]}")
@@ -195,12 +187,7 @@ async def _rows(
             await _cache(engine, request, draw)
         found = await _in_turn(engine, request, group, draw, repeats)
         for (tier, case), (runs, error) in zip(group, found, strict=True):
-            row: dict[str, Any] = {
-                "context tokens": length,
-                "document tokens": size,
-                "strategy": case.name,
-                "tier": tier or None,
-            }
+            row: dict[str, Any] = dict(zip(_KEY, (length, size, case.name, tier or None), strict=True))
             if error:
                 yield row | {"error": error}
                 continue
@@ -275,13 +262,8 @@ async def _auto_rows(
         own_case = ("" if exact else tier, ContextCase("auto", name, options))
         group = [("", ContextCase("full", "full")), own_case]
         (full, lost), (own, failed) = await _in_turn(engine, request, group, draw, repeats)
-        row: dict[str, Any] = {
-            "context tokens": length,
-            "document tokens": size,
-            "strategy": "auto",
-            "tier": tier,
-            "chosen": chosen.reason,
-        }
+        row: dict[str, Any] = dict(zip(_KEY, (length, size, "auto", tier), strict=True))
+        row["chosen"] = chosen.reason
         if lost or failed:
             yield row | {"error": lost or failed}
             continue

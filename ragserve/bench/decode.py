@@ -7,17 +7,13 @@ afterwards, so only decoding is timed. The weights are random too: this measures
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ragserve.bench import model_shapes
-from ragserve.config import load
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.engine.offline import run_once
 from ragserve.errors import EngineError
 from ragserve.measuring.engine_run import DECODE_TOKENS, decode_step, first_token, prefill, random_tokens
 
@@ -100,46 +96,40 @@ def run(
     batches = sorted({batch for _, batch in points})
     largest = max(length * batch for length, batch in points)
     report: dict[str, Any] = {"backend": backend, "shape": shape, "rows": []}
-    with tempfile.TemporaryDirectory(prefix="ragserve-decode-") as folder:
-        flags: dict[str, Any] = {
-            "data_dir": Path(folder) / "data",
-            "kv_disk_bytes": 0,
-            "kv_host_bytes": 2**28,
-            "port": 31_000 + 200 * list(BACKENDS).index(backend),
+    flags: dict[str, Any] = {"kv_disk_bytes": 0, "kv_host_bytes": 2**28}
+    flags["engine_args"] = {"sampling_backend": "pytorch", "max_running_requests": max(batches)}
+    if chosen.sparse:
+        flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_logical_page": _LOGICAL}
+        flags |= {"decode_page_size": chosen.page, "kv_bits": chosen.bits}
+    flags["max_total_tokens"] = largest + (4096 if shape == "embedded" else 16_384)
+    if shape != "embedded":
+        flags["engine_args"] |= {
+            "attention_backend": chosen.attention,
+            "mem_fraction_static": 0.85,
+            "disable_prefill_cuda_graph": True,
+            "cuda_graph_bs_decode": batches,
         }
-        flags["engine_args"] = {"sampling_backend": "pytorch", "max_running_requests": max(batches)}
+    flags["engine_args"] |= engine_args or {}
+    started = time.perf_counter()
+
+    async def work(engine: Any) -> None:
+        info = engine.info
+        report["start s"] = round(time.perf_counter() - started, 1)
+        report["engine"] = {
+            "device": info.device,
+            "attention": info.attention_backend,
+            "version": info.version,
+        }
+        print(f"{backend}: engine up after {report['start s']} s", flush=True)
+        for length in lengths:
+            sizes = [batch for n, batch in points if n == length]
+            await _measure(engine, length, sizes, modes, report, write, until)
         if chosen.sparse:
-            flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_logical_page": _LOGICAL}
-            flags |= {"decode_page_size": chosen.page, "kv_bits": chosen.bits}
-        flags["max_total_tokens"] = largest + (4096 if shape == "embedded" else 16_384)
-        if shape != "embedded":
-            flags["engine_args"] |= {
-                "attention_backend": chosen.attention,
-                "mem_fraction_static": 0.85,
-                "disable_prefill_cuda_graph": True,
-                "cuda_graph_bs_decode": batches,
-            }
-        flags |= model_shapes.flags(shape, Path(folder), flags["engine_args"] | (engine_args or {}))
-        started = time.perf_counter()
+            await engine.control("check")
+            report["statistics checked"] = True
+        write(report)
 
-        async def work(engine: Any) -> None:
-            info = engine.info
-            report["start s"] = round(time.perf_counter() - started, 1)
-            report["engine"] = {
-                "device": info.device,
-                "attention": info.attention_backend,
-                "version": info.version,
-            }
-            print(f"{backend}: engine up after {report['start s']} s", flush=True)
-            for length in lengths:
-                sizes = [batch for n, batch in points if n == length]
-                await _measure(engine, length, sizes, modes, report, write, until)
-            if chosen.sparse:
-                await engine.control("check")
-                report["statistics checked"] = True
-            write(report)
-
-        run_once(load(**flags), work)
+    model_shapes.run_engine(shape, work, **flags)
     return report
 
 

@@ -13,7 +13,6 @@ import asyncio
 import math
 import random
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,8 @@ from typing import Any
 from ragserve.bench import model_shapes
 from ragserve.bench.open_loop import SEED, LoadOutcome, capacity, offer
 from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace, require
-from ragserve.config import DEFAULT_MODEL, load
+from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
-from ragserve.engine.offline import run_once
 from ragserve.errors import RagserveError
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.report import GrowingReport, percentile
@@ -83,31 +81,26 @@ def run(
         for path in traces
         for n in passages
     ]
-    with tempfile.TemporaryDirectory(prefix="ragserve-load-") as folder:
-        flags: dict[str, Any] = {
-            "data_dir": Path(folder) / "data",
-            "port": 30998,
-            "kv_disk_bytes": 0,
-            "kv_analysis_bytes": 4 * 2**30,
-            "kv_host_bytes": _host_bytes(parts, shape),
-            **settings,
+    tiers = {
+        "kv_disk_bytes": 0,
+        "kv_analysis_bytes": 4 * 2**30,
+        "kv_host_bytes": _host_bytes(parts, shape),
+    }
+    report = _report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
+
+    async def work(engine: Any) -> None:
+        info = engine.info
+        report.workload |= {
+            "device": info.device,
+            "attention": info.attention_backend,
+            "KV slots": info.max_total_tokens,
         }
-        flags |= model_shapes.flags(shape, Path(folder), settings.get("engine_args", {}))
-        report = _report(out_dir / f"load-{shape}.json" if out_dir else None, shape, effort)
+        deadline = asyncio.get_running_loop().time() + effort.seconds
+        for trace in parts:
+            await _Load(engine, trace, effort, deadline, report).run(specs)
+        await engine.control("check")
 
-        async def work(engine: Any) -> None:
-            info = engine.info
-            report.workload |= {
-                "device": info.device,
-                "attention": info.attention_backend,
-                "KV slots": info.max_total_tokens,
-            }
-            deadline = asyncio.get_running_loop().time() + effort.seconds
-            for trace in parts:
-                await _Load(engine, trace, effort, deadline, report).run(specs)
-            await engine.control("check")
-
-        run_once(load(**flags), work)
+    model_shapes.run_engine(shape, work, **tiers | settings)
     return report.show(_SHOWN)
 
 
@@ -172,7 +165,7 @@ class _Load:
     async def run(self, specs: Sequence[StrategySpec]) -> None:
         """Cache the trace's documents and add a row for each strategy."""
         trace = self._trace
-        tokens = [query.spans[-1][1] - query.spans[0][1] for query in trace.queries]
+        tokens = [query.spans[-1].end - query.spans[0].end for query in trace.queries]
         self._report.workload[f"{trace.name}, {len(trace.queries[0].documents)} passages"] = (
             f"{len(trace.queries)} queries, {len(trace.unique)} documents, "
             f"{min(tokens):,} to {max(tokens):,} tokens of context"

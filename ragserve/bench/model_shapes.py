@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ragserve.config import DEFAULT_MODEL
+from ragserve.config import DEFAULT_MODEL, load
+from ragserve.engine.local import LocalEngine
+from ragserve.engine.offline import run_once
+from ragserve.files import write_json
 
+T = TypeVar("T")
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,20 +59,22 @@ def kv_bytes_per_token(shape: str) -> int:
     return int(values * (2 if own else 4))
 
 
-def flags(shape: str, folder: Path, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine settings for one of SHAPES, whose model is made in ``folder``, or for `embedded`."""
-    if shape == "embedded":
-        return {"engine_args": dict(engine_args)}
-    model = dummy_model(shape, folder)
-    return {"model": model, "dtype": "bfloat16", "engine_args": {"load_format": "dummy", **engine_args}}
+def run_engine(shape: str, work: Callable[[LocalEngine], Awaitable[T]], **settings: Any) -> T:
+    """Run ``work`` with an engine of one of SHAPES, or of `embedded`, on a data folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
+        settings = {"data_dir": Path(folder) / "data", **settings}
+        if shape != "embedded":
+            settings |= {"model": _dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
+            settings["engine_args"] = {"load_format": "dummy", **settings.get("engine_args", {})}
+        return run_once(load(**settings), work)
 
 
-def dummy_model(shape: str, folder: Path) -> str:
+def _dummy_model(shape: str, folder: Path) -> str:
     """Make a model folder with the shape's configuration and the small model's tokenizer, for SGLang's
     ``load_format=dummy``, which makes up the weights."""
     model = folder / shape
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(SHAPES[shape]))
+    write_json(model / "config.json", SHAPES[shape])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEFAULT_MODEL) / name, model)
     return str(model)

@@ -17,6 +17,7 @@ from typing import Any
 from ragserve.bench import curves
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
+from ragserve.files import write_text
 
 _SECTION = re.compile(
     r"(<!-- table: (?P<name>[\w-]+)(?: (?P<columns>[^>]*?))? -->\n).*?(<!-- /table -->)", re.DOTALL
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{', '.join(map(str, stale))} out of date: run scripts/readme-tables", file=sys.stderr)
         return 1
     for place in stale:
-        place.write_text(wanted[place], encoding="utf-8")
+        write_text(place, wanted[place])
     return 0
 
 

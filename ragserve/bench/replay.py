@@ -9,15 +9,15 @@ cache. After every query each tier must be within its budget."""
 from __future__ import annotations
 
 import asyncio
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.errors import RagserveError
 from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token
-from ragserve.measuring.report import GrowingReport, percentile, reading
+from ragserve.measuring.report import GrowingReport, percentile, read_report
 
 SHARES = (0.05, 0.2, 1.0)
 HOST_SHARE, DISK_SHARE = 0.3, 1.2  # budgets, as shares of the documents' KV
@@ -88,12 +88,13 @@ def run(
             "disk": f"{DISK_SHARE:.0%}",
         }
     out = out_dir / "replay.json" if out_dir else None
+    before, earlier = read_report(out)
     report = GrowingReport(
         "replay",
         out,
         note=_NOTE,
         key=("trace", "KV slots", "strategy"),
-        earlier=_earlier(out, workload),
+        earlier=earlier if before == workload else (),
         order=lambda row: (row["trace"], float(row["KV slots"].rstrip("%"))),
     )
     report.workload = workload
@@ -114,56 +115,28 @@ _NOTE = (
 )
 
 
-def _earlier(out: Path | None, workload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that the file has of the same workload."""
-    if out is None or not out.exists():
-        return []
-    with reading(out):
-        before = json.loads(out.read_text(encoding="utf-8"))
-        return list(before["rows"]) if before["workload"] == workload else []
-
-
 def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     """Run all cases on one engine, in a process of its own because SGLang starts only once in a process."""
-    job, result = folder / "job.json", folder / "result.json"
-    queries = [[query.ids, query.spans, query.documents] for query in trace.queries]
-    figures = {"name": trace.name, "share": share, "folder": str(folder)}
-    job.write_text(json.dumps(figures | {"queries": queries, "unique": trace.unique}))
-    result.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "ragserve.bench.replay", str(job), str(result)],
-        stderr=subprocess.PIPE,
-        check=False,
-    )
-    if done.returncode or not result.exists():
-        raise RagserveError(
-            f"The engine for {share:.0%} ended with "
-            f"{done.returncode}:\n{done.stderr[-3000:].decode(errors='replace')}"
-        )
-    return list(json.loads(result.read_text()))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(_measured, trace, share, folder).result()
+        except BrokenProcessPool:
+            raise RagserveError(f"The engine for {share:.0%} ended early: see its output above.") from None
 
 
-def main(job_path: str, result_path: str) -> None:
-    """Run all cases of a job file on one engine and write the rows to a result file."""
+def _measured(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    job = json.loads(Path(job_path).read_text())
-    queries = [
-        TraceQuery(ids, [(a, b) for a, b in spans], documents) for ids, spans, documents in job["queries"]
-    ]
-    trace = Trace(job["name"], queries, job["unique"])
     kv_bytes = trace.tokens * model_shapes.kv_bytes_per_token("embedded")
-    longest = max(len(query.ids) for query in queries)
+    longest = max(len(query.ids) for query in trace.queries)
     settings = load(
-        data_dir=Path(job["folder"]) / "data",
+        data_dir=folder / "data",
         log_level="warning",
-        max_total_tokens=max(int(trace.tokens * job["share"]), 2 * longest + NEW_TOKENS),
+        max_total_tokens=max(int(trace.tokens * share), 2 * longest + NEW_TOKENS),
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
     )
-
-    rows = run_once(settings, lambda engine: _Replay(engine, trace, job["share"]).run())
-    Path(result_path).write_text(json.dumps(rows))
+    return run_once(settings, lambda engine: _Replay(engine, trace, share).run())
 
 
 class _Replay:
@@ -247,7 +220,3 @@ class _Replay:
             if used > budget:
                 raise RagserveError(f"the {tier} tier holds {used:,} bytes, {budget:,} allowed")
         return stat
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

@@ -32,14 +32,13 @@ class TraceQuery:
     """A prompt's token ids, the spans of its system text and documents, and the documents' names."""
 
     ids: list[int]
-    spans: list[tuple[int, int]]
+    spans: tuple[Span, ...]
     documents: list[str]
 
     def request(
         self, rid: str, namespace: str, strategy: str, options: Mapping[str, Any], sampling: Sampling
     ) -> GenerateRequest:
-        spans = tuple(Span(a, b) for a, b in self.spans)
-        return GenerateRequest(rid, self.ids, namespace, strategy, sampling, spans, options)
+        return GenerateRequest(rid, self.ids, namespace, strategy, sampling, self.spans, options)
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ def read_trace(path: Path, n_queries: int, model: str, *, passages: int = 0) -> 
         documents = [PromptDocument(i, *texts[i]) for i in wanted]
         question = str(row.get("question") or f"What is said about {texts[names[0]][1][:40]}?")
         prompt = builder.build(question, documents, max_prompt_tokens=2**20)
-        spans = [(s.start, s.end) for s in prompt.segments if s.kind != "question"]
-        queries.append(TraceQuery(prompt.input_ids, spans, [document.key for document in documents]))
+        queries.append(TraceQuery(prompt.input_ids, prompt.spans, [document.key for document in documents]))
         unique.update(
             {s.key: prompt.input_ids[s.start : s.end] for s in prompt.segments if s.kind == "document"}
         )
@@ -125,7 +123,7 @@ async def cache_in(engine: LocalEngine, namespace: str, trace: Trace, tier: str)
 
     Raises RagserveError if some are not in ``tier`` afterwards."""
     first = trace.queries[0]
-    needed = [first.ids[slice(*first.spans[0])], *trace.unique.values()]
+    needed = [first.ids[: first.spans[0].end], *trace.unique.values()]
     for at in range(0, len(needed), _GROUP):
         group = needed[at : at + _GROUP]
         found = await engine.where(namespace, group)

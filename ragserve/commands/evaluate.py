@@ -14,6 +14,7 @@ import typer
 from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
+from ragserve.files import write_text
 
 if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
@@ -138,10 +139,7 @@ def evaluate(
                 retrieved = mode is EvalMode.retrieved
                 lines += evaluate_set(client, path, runs, retrieved=retrieved, limit=limit, out=report)
     if records is not None:
-        records.parent.mkdir(parents=True, exist_ok=True)
-        records.write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
-        )
+        write_text(records, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     if failed := [line["error"] for line in lines if line["error"]]:
         typer.secho(
             f"Some requests failed and count as wrong ({len(failed)}); the first: {failed[0]}",

@@ -22,7 +22,7 @@ from ragserve.eval.metrics import exact_match, token_f1
 from ragserve.eval.rows import Key, Row
 from ragserve.measuring.engine_run import TimedAnswer, first_token
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,9 +103,7 @@ class _Asking:
 
     def _request(self, spec: StrategySpec) -> GenerateRequest:
         sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
-        spans = tuple(Span(s.start, s.end) for s in self._prompt.segments if s.kind != "question")
-        rid = f"{self._name}-{self._question.id}"
-        ids = self._prompt.input_ids
+        rid, ids, spans = f"{self._name}-{self._question.id}", self._prompt.input_ids, self._prompt.spans
         return GenerateRequest(
             rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=True
         )

@@ -25,6 +25,7 @@ def run(job: dict[str, Any]) -> None:
     from ragserve.eval.data import interleaved, load, set_name
     from ragserve.eval.engine import Ask, evaluate
     from ragserve.eval.rows import appending, read
+    from ragserve.files import write_json
     from ragserve.measuring.report import environment
     from ragserve.strategy_spec import parse
 
@@ -35,7 +36,7 @@ def run(job: dict[str, Any]) -> None:
 
     async def work(engine: LocalEngine) -> None:
         served = {"engine": asdict(engine.info), "environment": environment()}
-        (folder / f"engine-{index}.json").write_text(json.dumps(served) + "\n", encoding="utf-8")
+        write_json(folder / f"engine-{index}.json", served)
         builder = PromptBuilder.load(engine.info.tokenizer)
         with appending(folder / f"rows-{index}.jsonl") as write:
             ask = Ask(job["max_new_tokens"], job["in_flight"])

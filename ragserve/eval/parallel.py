@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +19,7 @@ from ragserve.errors import EngineError
 from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
 from ragserve.files import write_json
-from ragserve.measuring.server import stop_with_parent
+from ragserve.measuring.server import kill_session, spawn
 from ragserve.strategy_spec import StrategySpec
 
 _POLL_S = 0.2
@@ -143,19 +141,9 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
     write_json(place, job)
     log = folder / f"worker-{index}.log"
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ragserve.eval.engine_worker", str(place)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-            preexec_fn=stop_with_parent,
-        )
+        command = [sys.executable, "-m", "ragserve.eval.engine_worker", str(place)]
+        process = spawn(command, output, {"PYTHONUNBUFFERED": "1"})
     try:
         yield process, log
     finally:
-        # the engine's processes belong to its session, and its rows are on disk
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_session(process)  # its rows are on disk

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
+from ragserve.files import write_json
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # set, question, strategy
@@ -69,4 +70,4 @@ def claim(folder: Path, what: Mapping[str, Any]) -> None:
                 hint="Give another folder, or remove it.",
             )
         wanted["sets"] = sets
-    path.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+    write_json(path, wanted)

@@ -59,14 +59,14 @@ class AnswerOutcome:
 
     question: Question
     answer: str
-    em: float
-    f1: float
-    ttft_ms: float | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    documents_kept: int
-    documents: int
+    em: float = 0.0
+    f1: float = 0.0
+    ttft_ms: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    documents_kept: int = 0
+    documents: int = 0
     error: str = ""
     found: bool | None = None
     gold_recall: float | None = None
@@ -239,7 +239,7 @@ def _ask(
 
 
 def _failed(question: Question, error: RagserveError) -> AnswerOutcome:
-    return AnswerOutcome(question, "", 0.0, 0.0, None, 0, 0, 0, 0, 0, error=f"{error.code}: {error.message}")
+    return AnswerOutcome(question, "", error=f"{error.code}: {error.message}")
 
 
 def _each(

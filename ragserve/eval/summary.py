@@ -21,13 +21,8 @@ NOTE = (
     "document tokens. ttft: milliseconds, documents on the device."
 )
 
-UNPRINTED = (
-    "kl_p50",
-    "agrees",
-    "prompt_tokens",
-    "documents_dropped",
-    "fallbacks",
-)  # columns of the file only
+# columns of the file only
+UNPRINTED = ("kl_p50", "agrees", "prompt_tokens", "documents_dropped", "fallbacks")
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -136,9 +136,8 @@ async def decode_step(
             hint="Raise max_total_tokens, or lower the batch.",
         )
     reports = [(at, chunk.decode) for answer in answers for at, chunk in answer.chunks if chunk.decode]
-    return (end - begin) / (sum(steps) / len(steps)), max(reports, key=lambda each: each[0])[
-        1
-    ] if reports else None
+    _, last = max(reports, key=lambda each: each[0], default=(0.0, None))
+    return (end - begin) / (sum(steps) / len(steps)), last
 
 
 def doubling(first: int, longest: int) -> list[int]:

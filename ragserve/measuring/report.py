@@ -3,12 +3,12 @@ rival."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def write(
     if note:
         console.print(note)
     if out is not None:
-        save(report, out)
+        write_json(out, report)
         console.print(f"written: {out}")
     return report
 
@@ -126,7 +126,7 @@ class GrowingReport:
         figures = "  ".join(f"{name}: {value}" for name, value in row.items())
         print(f"{time.monotonic() - self._started:.0f} s  {figures}", flush=True)
         if self._out is not None:
-            save(assemble(self._name, self.workload, self._all(), self._note), self._out)
+            write_json(self._out, assemble(self._name, self.workload, self._all(), self._note))
 
     def show(self, shown: Sequence[str] = ()) -> dict[str, Any]:
         """Print the whole table and return the report; see :func:`write`."""
@@ -158,12 +158,15 @@ def assemble(
     }
 
 
-@contextmanager
-def reading(out: Path) -> Iterator[None]:
-    """Raise InvalidRequest if the block finds that the file ``out`` is not a report of its benchmark."""
+def read_report(out: Path | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the workload and rows of an earlier report, empty without a file. Raises InvalidRequest for a
+    file that is no report."""
+    if out is None or not out.exists():
+        return {}, []
     try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        before = json.loads(out.read_text(encoding="utf-8"))
+        return dict(before["workload"]), list(before["rows"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(
             f"{out} is not a report of this benchmark: {error!r}.",
             hint="Move it away, or give another folder with --out.",
@@ -174,11 +177,6 @@ def measured_on(model: str) -> dict[str, str]:
     """The fields of a profile that say what was measured, where and when."""
     ran = environment()
     return {"model": Path(model).name, "hardware": ran["gpu"] or ran["cpu"], "date": ran["date"]}
-
-
-def save(report: Any, out: Path) -> None:
-    """Write a report as JSON, atomically; creates the folder."""
-    write_json(out, report)
 
 
 def _cell(value: Any) -> str:

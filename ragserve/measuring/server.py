@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -71,21 +71,36 @@ def running_server(
             command += ["--" + name.replace("_", "-"), str(value)]
         started = time.monotonic()
         output = stack.enter_context(log.open("wb"))
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-            preexec_fn=None if outlive else stop_with_parent,
-        )
+        process = spawn(command, output, env or {}, outlive=outlive)
         api_key = str(flags["api_key"]) if "api_key" in flags else None
         server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
         stack.callback(_stop, server)
         _wait_ready(server)
         server.start_s = time.monotonic() - started
         yield server
+
+
+def spawn(
+    command: Sequence[str], output: BinaryIO, env: Mapping[str, str], *, outlive: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; it stops with the thread that started it, unless
+    ``outlive``."""
+    return subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **env},
+        start_new_session=True,
+        preexec_fn=None if outlive else stop_with_parent,
+    )
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command of :func:`spawn` with all processes that it started, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def stop_with_parent() -> None:
@@ -122,7 +137,5 @@ def _stop(server: RunningServer) -> None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_session(process)
     server.log.unlink(missing_ok=True)

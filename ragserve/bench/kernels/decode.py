@@ -34,6 +34,7 @@ from ragserve.bench.kernels.timing import (
     agree,
     bandwidth,
     copy_gb_per_s,
+    relative_error,
 )
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest
@@ -202,8 +203,7 @@ def _bits_rows(name: str, case: DecodeCase, bits: int, ceiling: float) -> Iterat
     def attend(i: int) -> torch.Tensor:
         return sparse_decode(case.layers[i].q, caches[i], case.paged)
 
-    plain = case.attend(case.layers[0]).float()
-    error = round(float((attend(0).float() - plain).norm() / plain.norm()), 4)
+    error = round(relative_error(attend(0), case.attend(case.layers[0])), 4)
     row_bytes = KV_HEADS * caches[0][0].token_bytes
     gb, ms = 2 * case.batch * case.context * row_bytes / 1e9, layer_ms(attend, count)
     yield bandwidth(name, f"sparse_decode, {bits} bits", ms, gb, ceiling, error_of_bf16=error)

@@ -51,6 +51,11 @@ class DecodeCase:
         return self.layers[0].k.shape[1]
 
     @property
+    def blocks(self) -> torch.Tensor:
+        """Pages of each request, int64 [batch]."""
+        return -(-self.lens.long() // self.page)
+
+    @property
     def token_bytes(self) -> int:
         """K and V of one token and KV head."""
         k = self.layers[0].k
@@ -159,7 +164,7 @@ def block_weights(case: DecodeCase, layer: Layer) -> torch.Tensor:
     import torch
 
     heads, head_dim = layer.q.shape[1:]
-    blocks = -(-int(case.lens.max()) // case.page)
+    blocks = int(case.blocks.max())
     positions = torch.arange(blocks * case.page, device=layer.q.device)
     parts = []
     for b in range(case.batch):

@@ -21,7 +21,7 @@ from ragserve.bench.kernels.decode_cases import (
     topic_case,
 )
 from ragserve.bench.kernels.decode_record import long_prompts, record, recorded_cases
-from ragserve.bench.kernels.timing import Row, bandwidth
+from ragserve.bench.kernels.timing import Row, bandwidth, relative_error
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,6 @@ class Fixed(NamedTuple):
 
     blocks: int
     error: float
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def attended(
@@ -66,7 +62,7 @@ def ranked(case: DecodeCase, layer: Layer, ranking: Ranking) -> PageSelection:
         return case.select(layer, None, ranking)
     weights = block_weights(case, layer)
     keen = weights.view(case.batch, case.kv_heads, -1, weights.shape[-1]).amax(2)  # [batch, kv_heads, blocks]
-    blocks = -(-case.lens.long() // case.page)
+    blocks = case.blocks
     at = torch.arange(keen.shape[-1], device=keen.device)
     keen = keen.masked_fill((at >= blocks[:, None])[:, None], -1.0)  # none there
     keen = keen.masked_fill(((at == 0) | (at == blocks[:, None] - 1))[:, None], 2.0)
@@ -77,19 +73,15 @@ def ranked(case: DecodeCase, layer: Layer, ranking: Ranking) -> PageSelection:
 
 
 def progress(
-    case: DecodeCase, layer: Layer, ranking: PageSelection, threshold: float, bound: Bound
-) -> Progressive:
-    from ragserve_kernels.progressive_decode import progressive_decode
-
-    return progressive_decode(
-        layer.q, (layer.k, layer.v), case.paged, ranking, threshold=threshold, bound=bound
-    )
-
-
-def _progress_at(
     case: DecodeCase, orders: Sequence[PageSelection], threshold: float, bound: Bound, i: int
 ) -> Progressive:
-    return progress(case, case.layers[i], orders[i], threshold, bound)
+    """Attend to layer ``i`` in rounds over its blocks, ranked in ``orders``."""
+    from ragserve_kernels.progressive_decode import progressive_decode
+
+    layer = case.layers[i]
+    return progressive_decode(
+        layer.q, (layer.k, layer.v), case.paged, orders[i], threshold=threshold, bound=bound
+    )
 
 
 def _fixed(case: DecodeCase, ranking: str, blocks: int, layer: Layer) -> torch.Tensor:
@@ -112,15 +104,12 @@ def quality(cases: Sequence[DecodeCase], ranking: Ranking, bound: Bound, thresho
     errors, reached = [], []
     for case in cases:
         used.append([])
-        for layer in case.layers:
+        orders = [ranked(case, layer, ranking) for layer in case.layers]
+        for i, layer in enumerate(case.layers):
             want, full = attended(case, layer)
-            order = ranked(case, layer, ranking)
-            got = progress(case, layer, order, threshold, bound)
-            reached.append(
-                torch.exp(
-                    attended(case, layer, PageSelection(order.blocks, got.blocks_used))[1] - full
-                ).flatten()
-            )
+            got = progress(case, orders, threshold, bound, i)
+            _, held = attended(case, layer, PageSelection(orders[i].blocks, got.blocks_used))
+            reached.append(torch.exp(held - full).flatten())
             errors.append(relative_error(got.out, want))
             used[-1].append(float(got.blocks_used.float().mean()))
     weight = torch.cat(reached)
@@ -147,12 +136,8 @@ def fewest_blocks(cases: Sequence[DecodeCase], threshold: float) -> float:
             weights = weights.view(case.batch, case.kv_heads, -1, weights.shape[-1])
             order = ranked(case, layer, "true").blocks.long()[:, :, None].expand_as(weights)
             worst = weights.gather(-1, order).cumsum(-1).amin(2)  # [batch, kv_heads, blocks]
-            found.append(
-                ((worst < threshold).sum(-1) + 1)
-                .clamp_max((-(-case.lens.long() // case.page))[:, None])
-                .float()
-                .mean()
-            )
+            needed = ((worst < threshold).sum(-1) + 1).clamp_max(case.blocks[:, None])
+            found.append(needed.float().mean())
     return float(torch.stack(found).mean())
 
 
@@ -160,7 +145,7 @@ def ladder(cases: Sequence[DecodeCase], scoring: str) -> list[Fixed]:
     """The error of fixed budgets, from 4 blocks in steps of 1.05 until all are taken; means over ``cases``
     and layers.
     """
-    most = max(-(-int(case.lens.max()) // case.page) for case in cases)
+    most = max(int(case.blocks.max()) for case in cases)
     wanted = [[case.attend(layer) for layer in case.layers] for case in cases]
     steps = []
     budget = min(4, most)
@@ -186,7 +171,7 @@ def compare(
     of a call for the first of them, beside dense attention and the smallest budget of :func:`ladder` whose
     error is no larger. The true ranking is not timed."""
     case = cases[0]
-    blocks = round(float((-(-case.lens // case.page)).float().mean()), 1)
+    blocks = round(float(case.blocks.float().mean()), 1)
     pair = case.kv_heads * case.token_bytes  # bytes of a token in all KV heads
     summary_gb = int(case.lens.sum()) // min(LOGICAL, case.page) * pair / 1e9
 
@@ -204,7 +189,7 @@ def compare(
             if ranking == "true":
                 yield {"case": name, "variant": variant, **figures}
                 continue
-            attend = partial(_progress_at, case, orders, threshold, bound)
+            attend = partial(progress, case, orders, threshold, bound)
             ms = layer_ms(attend, len(orders), calls=max(8, len(orders)))
             gb = held["blocks_used"] / blocks * case.kv_bytes / 1e9
             top = next((step for step in budgets if step.error <= held["error"]), budgets[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from ragserve.bench.kernels.timing import Row
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
+from ragserve.measuring.report import GrowingReport, environment, read_report
 
 Part = Callable[[], Iterable[Row]]
 
@@ -55,39 +54,35 @@ def run_parts(
     import torch
     import triton
 
+    order = list(parts)
     out = out_dir / f"{name}.json" if out_dir else None
-    rows: dict[str, list[Row]] = {}
-    measured: dict[str, Any] = {}
-    if out is not None and out.exists():
-        with report.reading(out):
-            before = json.loads(out.read_text(encoding="utf-8"))
-            for row in before["rows"]:
-                rows.setdefault(row["operation"], []).append(row)
-            measured |= before["workload"]["measured"]
-    environment = report.environment()
-    here = {
-        "date": environment["date"],
-        "gpu": environment["gpu"],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        **ceilings,
-    }
-    result: dict[str, Any] = {}
+    before, earlier = read_report(out)
+    measured = before.get("measured", {})
+    report = GrowingReport(
+        name,
+        out,
+        note=note,
+        key=("operation",),
+        earlier=[row for row in earlier if row["operation"] in order],
+        order=lambda row: order.index(row["operation"]),
+    )
+    here = environment()
     for part in chosen:
         started = time.perf_counter()
-        fresh = [{"operation": part, **row} for row in parts[part]()]
-        for row in fresh:
-            print(json.dumps(row, ensure_ascii=False), flush=True)
-        seconds = round(time.perf_counter() - started)
-        print(f"{part}: {seconds} s", flush=True)
-        rows[part] = fresh
-        measured[part] = {**here, "seconds": seconds}
-        known = {each: measured[each] for each in parts if each in measured}
-        every = [row for each in parts for row in rows.get(each, [])]
-        result = report.assemble(name, {**workload, "measured": known}, every, note, environment)
-        if out is not None:
-            report.save(result, out)
+        rows = list(parts[part]())
+        measured[part] = {
+            "date": here["date"],
+            "gpu": here["gpu"],
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            **ceilings,
+            "seconds": round(time.perf_counter() - started),
+        }
+        report.workload = {
+            **workload,
+            "measured": {each: measured[each] for each in order if each in measured},
+        }
+        for row in rows:
+            report.add({"operation": part, **row})
         torch.cuda.empty_cache()
-    if out is not None:
-        print(f"written: {out}", flush=True)
-    return result
+    return report.show(("operation", "case", "variant", "ms", "of_ceiling"))

@@ -62,9 +62,14 @@ def link_gb_per_s() -> tuple[float, float]:
     return host.nbytes / up / 1e6, host.nbytes / down / 1e6
 
 
+def relative_error(got: Any, want: Any) -> float:
+    """Return the norm of the difference over that of ``want``."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
 def agree(got: Any, want: Any, what: str, limit: float = 1e-2) -> None:
     """Raise RagserveError if the relative error is over ``limit`` or not a number."""
-    error = float((got.double() - want.double()).norm() / want.double().norm())
+    error = relative_error(got, want)
     if not error < limit:
         raise RagserveError(
             f"{what} disagrees with its reference: relative error {error:.3g}.",

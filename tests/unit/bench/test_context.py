@@ -116,7 +116,7 @@ def test_documents_from_another_tier_are_an_error_of_their_case_only() -> None:
 
 def measure(engine: Engine, monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> dict[str, Any]:
     engine.info = SimpleNamespace(device="cpu", attention_backend="none")
-    monkeypatch.setattr(context, "run_once", lambda settings, work: asyncio.run(work(engine)))
+    monkeypatch.setattr(model_shapes, "run_once", lambda settings, work: asyncio.run(work(engine)))
     context.run(out, lengths=(64,), cases=CASES, repeats=1, **options)
     return json.loads((out / "context-embedded.json").read_text())
 
@@ -145,7 +145,7 @@ def test_earlier_rows_stay_unless_they_are_measured_again(
         place | {"strategy": "all", "tier": None, "ttft ms": -1},
         place | {"strategy": "gone", "tier": "host", "ttft ms": -2},
     ]
-    (tmp_path / "earlier.json").write_text(json.dumps({"rows": earlier}))
+    (tmp_path / "earlier.json").write_text(json.dumps({"workload": {}, "rows": earlier}))
     found = measure(Engine(), monkeypatch, tmp_path, document_tokens=(16,), merge=tmp_path / "earlier.json")[
         "rows"
     ]

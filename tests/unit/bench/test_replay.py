@@ -50,8 +50,8 @@ def test_prompts_are_those_of_the_product(tmp_path: Path, packed: bool) -> None:
     )
     for query in trace.queries:
         assert len(query.documents) == 2, "the same document is not put into a prompt twice"
-        assert query.ids[: query.spans[0][1]] == builder.system_ids()
-        assert [query.ids[a:b] for a, b in query.spans[1:]] == [
+        assert query.ids[: query.spans[0].end] == builder.system_ids()
+        assert [query.ids[span.start : span.end] for span in query.spans[1:]] == [
             trace.unique[name] for name in query.documents
         ]
     order = [query.documents[0] for query in traces.read_trace(path, 9, DEFAULT_MODEL).queries]
