@@ -97,7 +97,7 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[Asked]:
 async def ask(
     engine: Any, namespace: str, mode: dict[str, Any], places: asyncio.Semaphore, prompt: Asked
 ) -> tuple[bool, Any]:
-    """Whether the answer is right, and what its decode steps read."""
+    """Tell whether the answer is right, and what its decode steps read."""
     ids, answers, exact = prompt
     async with places:
         request = GenerateRequest("q", ids, namespace, "prefix", Sampling(40), decode=mode)

@@ -1,4 +1,4 @@
-"""All settings in one class.
+"""The settings, in one class.
 
 Precedence: CLI flags, ``RAGSERVE_*`` environment, ``ragserve.toml`` in the working directory, defaults."""
 
@@ -31,7 +31,7 @@ Namespace = Annotated[str, Field(pattern=f"^{NAMESPACE.pattern}$", examples=["de
 
 
 class Settings(BaseSettings):
-    """Every field states its purpose and its unit."""
+    """The settings; each field states its purpose and its unit."""
 
     model_config = SettingsConfigDict(
         env_prefix="RAGSERVE_", toml_file="ragserve.toml", extra="forbid", protected_namespaces=()

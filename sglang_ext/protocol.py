@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """How to serve one request.
+    """The plan to serve one request.
 
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
     ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled alone and

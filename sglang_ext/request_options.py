@@ -270,7 +270,8 @@ def _without_defaults(schema: dict[str, Any]) -> None:
 
 
 class DecodeOptions(RequestOptions):
-    """How one request's decode steps attend to its KV. An option left out has the server's value."""
+    """The way in which a request's decode steps attend to its KV. An option left out has the server's
+    value."""
 
     model_config = ConfigDict(json_schema_extra=_without_defaults)
 
@@ -351,7 +352,7 @@ def option_names(model: type[RequestOptions]) -> list[str]:
 def _sentences(
     error: ValidationError, model: type[RequestOptions], given: Mapping[str, Any], owner: str
 ) -> list[str]:
-    """One sentence for each option at fault; the alternatives of a union are joined."""
+    """Return a sentence for each option at fault; the alternatives of a union are joined."""
     unknown: list[str] = []
     wrong: dict[str, list[str]] = {}
     sentences: list[str] = []

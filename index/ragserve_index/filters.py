@@ -102,14 +102,14 @@ class Range(_Node):
 
 
 class And(_Node):
-    """All of the filters match."""
+    """Match if all filters do."""
 
     op: Literal["and"] = "and"
     filters: Annotated[tuple[_Tagged, ...], Field(min_length=1, max_length=MAX_NODES)]
 
 
 class Or(_Node):
-    """At least one of the filters matches."""
+    """Match if one of the filters does."""
 
     op: Literal["or"] = "or"
     filters: Annotated[tuple[_Tagged, ...], Field(min_length=1, max_length=MAX_NODES)]

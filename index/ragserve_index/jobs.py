@@ -58,7 +58,7 @@ class JobStore:
             return _job(connection, job_id)
 
     def list(self, namespace: str | None = None, state: str | None = None, limit: int = 100) -> Jobs:
-        """Up to ``limit`` jobs (of a namespace, in a state), newest first."""
+        """List up to ``limit`` jobs (of a namespace, in a state), newest first."""
         if state is not None and state not in JOB_STATES:
             raise InvalidRequest(
                 f"No job state {state!r}.", hint=f"States are: {', '.join(JOB_STATES)}.", param="state"

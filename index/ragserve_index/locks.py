@@ -18,9 +18,8 @@ _MARK = struct.Struct("=Q")
 
 
 class ReadWriteLock:
-    """Any number of readers, or one writer. A waiting writer holds back new readers, so it cannot starve. Not
-    reentrant.
-    """
+    """Locks for any number of readers or one writer. A waiting writer holds back new readers, so it cannot
+    starve. Not reentrant."""
 
     def __init__(self) -> None:
         self._readers = 0
@@ -140,7 +139,7 @@ class CommitMark:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """From now on the mark is never settled, so every reader asks the registry."""
+        """Unsettle the mark for good, so every reader asks the registry."""
         self._value = (1,)
         del self._map  # freed with its last view, which a search may still hold
         os.close(self._descriptor)

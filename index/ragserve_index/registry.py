@@ -50,7 +50,7 @@ _NAMESPACE = ", ".join(field.name for field in fields(Namespace))
 
 
 def namespaces(connection: sqlite3.Connection, where: str = "1", *parameters: object) -> list[Namespace]:
-    """All namespaces (that meet an SQL condition), by name."""
+    """List all namespaces (that meet an SQL condition), by name."""
     rows = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE {where} ORDER BY name", parameters)
     return [Namespace(*row) for row in rows]
 
@@ -266,9 +266,8 @@ def list_documents(
     after: str | None,
     prefix: str | None,
 ) -> list[Document]:
-    """Up to ``limit`` documents that meet the condition, by doc_id, behind ``after``, with this source
-    prefix.
-    """
+    """List up to ``limit`` documents that meet the condition, by doc_id, behind ``after``, with this source
+    prefix."""
     sql, parameters = condition
     rows = connection.execute(
         f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND {sql}"
@@ -306,7 +305,7 @@ def document_chunks(connection: sqlite3.Connection, ns: Namespace, doc_id: str) 
 
 
 def expand(ranges: Sequence[tuple[int, int]]) -> Ids:
-    """All ids of (first, n) ranges, ascending."""
+    """Return all ids of (first, n) ranges, ascending."""
     if not ranges:
         return np.empty(0, dtype=np.int64)
     first, n = np.array(sorted(ranges), dtype=np.int64).T

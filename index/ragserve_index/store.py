@@ -116,7 +116,7 @@ class IndexStore:
         return ns.info()
 
     def namespaces(self) -> list[NamespaceInfo]:
-        """All namespaces, by name."""
+        """List all namespaces, by name."""
         with self.database.read() as connection:
             return [ns.info() for ns in registry.namespaces(connection)]
 
@@ -190,7 +190,7 @@ class IndexStore:
         after: str | None = None,
         source_prefix: str | None = None,
     ) -> list[Document]:
-        """Up to ``limit`` documents in the order of doc_id, starting behind ``after``."""
+        """List up to ``limit`` documents in the order of doc_id, starting behind ``after``."""
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
         condition = compile_filter(filter) if filter is not None else ("1", [])
@@ -216,7 +216,7 @@ class IndexStore:
             ) from None
 
     def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
-        """All chunks of a document, in text order. Raises NotFound."""
+        """Return all chunks of a document, in text order. Raises NotFound."""
         with self.database.read() as connection:
             return registry.document_chunks(connection, registry.namespace(connection, namespace), doc_id)
 

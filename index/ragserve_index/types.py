@@ -169,7 +169,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobItem:
-    """One source of a job and its outcome. ``reason`` says why it failed or was skipped."""
+    """A source of a job and its outcome. ``reason`` says why it failed or was skipped."""
 
     source: str
     state: str  # one of ITEM_STATES

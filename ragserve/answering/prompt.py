@@ -140,7 +140,8 @@ class PromptBuilder:
         )
 
     def _beginning(self, document: PromptDocument, room: int) -> tuple[int, list[int]]:
-        """As many characters of a document's text as fit into ``room`` tokens with its title, and its ids."""
+        """Return as many characters of a document's text as fit into ``room`` tokens with its title, and its
+        ids."""
         text = document.text
         while text:
             tokens = self._layout.encode(self._layout.document(document.title, text))

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ragserve.answering.citations import Basis
 
 Overflow = Literal["refuse", "drop", "cut"]
-"""What becomes of given documents that do not fit into the context."""
+"""The fate of given documents that do not fit into the context."""
 
 
 class Result(BaseModel):

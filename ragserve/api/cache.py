@@ -20,7 +20,7 @@ router = APIRouter(prefix="/rag/cache", tags=["cache"])
 
 
 class EvictRequest(RequestModel):
-    """Which tiers to empty; the tiers below keep their copies."""
+    """The tiers to empty; the tiers below keep their copies."""
 
     tiers: list[Literal["device", "host"]] = Field(min_length=1, max_length=2)
 
@@ -96,7 +96,7 @@ async def warm(
 async def evict(
     body: Annotated[EvictRequest, Body(openapi_examples=examples.EVICT_REQUESTS)], svc: Svc
 ) -> dict[str, Any]:
-    """For measurements, and to free memory: the next use of a document reads the tier below."""
+    """Evict documents, to measure or to free memory: their next use reads the tier below."""
     return await svc.document_cache().control("evict", tiers=list(body.tiers))
 
 

@@ -41,7 +41,7 @@ class TextPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One message. An assistant's message may be sent back as received."""
+    """A message. An assistant's message may be sent back as received."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -186,7 +186,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """One `data` of a stream; `[DONE]` follows the last one."""
+    """A `data` of a stream; `[DONE]` follows the last one."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -38,7 +38,7 @@ _TEMPLATES = ("What is the capital of {}?", "Which languages are spoken in {}?",
 
 @dataclass(frozen=True, slots=True)
 class OverheadSample:
-    """One question asked both ways, in milliseconds."""
+    """A question asked both ways, in milliseconds."""
 
     ours: float
     embed: float

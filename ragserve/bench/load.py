@@ -38,7 +38,7 @@ _CACHED = "load"  # the namespace whose documents are cached
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. ``arrivals_s``: seconds of arrivals at one rate; ``rates``: tried for each
+    """The length of a measurement. ``arrivals_s``: seconds of arrivals at one rate; ``rates``: tried for each
     strategy; ``probe_s``: seconds of the closed loop, after half as long of warm-up; ``limit_s``: for p99 of
     TTFT.
 
@@ -145,7 +145,7 @@ def _report(out: Path | None, shape: str, effort: Effort) -> GrowingReport:
 
 
 class _Load:
-    """All strategies over one trace."""
+    """Measures all strategies over one trace."""
 
     def __init__(
         self, engine: Any, trace: Trace, effort: Effort, deadline: float, report: GrowingReport

@@ -127,7 +127,7 @@ class Warmer:
 
 
 class _WarmRun:
-    """One run of one job."""
+    """A run of a job."""
 
     def __init__(self, warmer: Warmer, run: JobRun) -> None:
         self._warmer = warmer
@@ -272,7 +272,8 @@ class _WarmRun:
         return found
 
     def _why(self, found: Whereabouts) -> str:
-        """Why a computed document did not reach its tier. Raises ``StorageFull`` if no document can."""
+        """Give the reason why a computed document did not reach its tier. Raises ``StorageFull`` if no
+        document can."""
         new = {name: n - self._start.faults.get(name, 0) for name, n in found.faults.items()}
         if new.get("disk_full"):
             hint = "Free some space, or give the cache less: kv_disk_bytes."

@@ -1,1 +1,1 @@
-"""One module per command; each has ``register(app)``."""
+"""The commands, a module each with ``register(app)``."""

@@ -153,7 +153,7 @@ def warm(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Its help text is ``_WARM_HELP``."""
+    """Compute documents' KV ahead of queries; the help text is ``_WARM_HELP``."""
     from ragserve.cache.warm import submit_warm
     from ragserve.commands.warm import show_warm
 

@@ -74,7 +74,7 @@ def settings_from(**flags: Any) -> Settings:
 
 
 def problems(error: ValidationError) -> list[str]:
-    """One line per wrong field: its name and what is wrong with it."""
+    """Return a line per wrong field: its name and what is wrong with it."""
     return [
         f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors(include_url=False)
     ]

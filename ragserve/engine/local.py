@@ -89,7 +89,7 @@ class LocalEngine:
 
     @property
     def crash(self) -> EngineError | None:
-        """Why the engine died; None if it has not."""
+        """The error by which the engine died; None if it lives."""
         return None if self._crash is None else self._crash.error
 
     def _take_over_signals(self, crash: CrashHandler) -> None:

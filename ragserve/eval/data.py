@@ -102,7 +102,7 @@ def interleaved(sets: Mapping[str, Sequence[Question]]) -> list[tuple[str, Quest
 
 
 def distinct_passages(questions: Sequence[Question]) -> list[GivenPassage]:
-    """All documents of a set, without duplicates, in order of first appearance."""
+    """Return all documents of a set, without duplicates, in order of first appearance."""
     return list(dict.fromkeys(passage for question in questions for passage in question.documents))
 
 

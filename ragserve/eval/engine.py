@@ -40,7 +40,7 @@ class WarmEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How to ask: ``in_flight`` questions at a time."""
+    """Limits of asking: ``in_flight`` questions at a time."""
 
     max_new_tokens: int = 24
     in_flight: int = 4
@@ -72,7 +72,7 @@ async def evaluate(
 
 
 class _Asking:
-    """One question under all strategies."""
+    """Asks one question under all strategies."""
 
     def __init__(
         self, engine: WarmEngine, builder: PromptBuilder, ask: Ask, name: str, question: Question

@@ -1,4 +1,4 @@
-"""One engine of an evaluation, in its own process: ``python -m ragserve.eval.engine_worker JOB.json``.
+"""An engine of an evaluation, in its own process: ``python -m ragserve.eval.engine_worker JOB.json``.
 
 Takes every ``of``-th question from the ``index``-th on, and writes its rows and a description of the engine
 to the job's folder."""

@@ -31,7 +31,8 @@ Progress = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to ask. ``strategy`` None: the server's default; ``k`` matters only if passages are retrieved."""
+    """The options of a question. ``strategy`` None: the server's default; ``k`` matters only if passages are
+    retrieved."""
 
     strategy: str | None = None
     k: int = 5

@@ -1,4 +1,4 @@
-"""From a job's source to a request for the parsing process: which file, its known hash, its metadata."""
+"""Turn a job's source into a request for the parsing process: the file, its known hash, its metadata."""
 
 from __future__ import annotations
 

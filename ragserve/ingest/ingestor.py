@@ -53,7 +53,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class PathOptions:
-    """How paths are ingested; ``recursive`` and ``globs`` are those of `sources.scan`.
+    """The options of ingesting paths; ``recursive`` and ``globs`` are those of `sources.scan`.
 
     ``prune`` removes documents whose file vanished from a given directory. ``warm`` creates a second job,
     when this one is done, that computes the documents' KV into the document cache (`ragserve.cache.warm`).
@@ -247,7 +247,7 @@ class Ingestor:
         return replace(report, vanished=vanished, warm_job=warm_job)
 
     def _create_warm_job(self, job: Job) -> str | None:
-        """With ``warm``, create a job that computes the KV of the documents found, and return its id."""
+        """Create a job that computes the KV of the documents found, with ``warm``, and return its id."""
         if not job.spec.get("warm"):
             return None
         states = ("indexed", "unchanged")

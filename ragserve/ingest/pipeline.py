@@ -54,7 +54,7 @@ class DocumentEmbedder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request."""
+    """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request."""
 
     source: str
     request: ParseRequest | Failed
@@ -83,7 +83,7 @@ def embedding_text(title: str, text: str) -> str:
 
 
 class Pipeline:
-    """One run over many files.
+    """A run over many files.
 
     Args:
         run: The job's run, which counts progress and says when to stop.

@@ -42,7 +42,7 @@ def unusable_disk_explained(where: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SpooledFile:
-    """One upload. ``stored`` names its bytes in the spool; inline text names its ``parser``."""
+    """An upload. ``stored`` names its bytes in the spool; inline text names its ``parser``."""
 
     source: str
     stored: str

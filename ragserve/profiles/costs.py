@@ -27,7 +27,7 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """One measurement. Without a ``strategy``: exact prefill of ``tokens`` prompt tokens, ``cached`` of them
+    """A measurement. Without a ``strategy``: exact prefill of ``tokens`` prompt tokens, ``cached`` of them
     in the prefix cache. With one: a composed context of ``tokens`` document tokens, all in ``tier``."""
 
     tokens: int

@@ -62,7 +62,7 @@ class Figures:
         return bool(self.failed) or self.full_f1 >= MIN_FULL_F1 or self.close
 
     def shortfall(self) -> str | None:
-        """Why these figures verify nothing; None if they verify the strategy."""
+        """Give the reason why these figures verify nothing; None if they verify the strategy."""
         if self.n < MIN_QUESTIONS:
             return f"{self.n} questions, fewer than {MIN_QUESTIONS}"
         if self.failed or self.fallbacks > MAX_FALLBACKS * self.n:

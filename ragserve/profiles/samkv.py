@@ -73,8 +73,8 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
 
 
 def place_of(settings: Settings, fingerprint: str) -> Path:
-    """Where to write a new profile: beside the model if that folder is writable, else in the data folder;
-    there too if it already has one, which would hide the model's."""
+    """Choose the place of a new profile: beside the model if that folder is writable, else in the data
+    folder; there too if it already has one, which would hide the model's."""
     own = settings.data_dir / FILE_NAME
     if SAMKV.load(own, fingerprint) is not None:
         return own

@@ -23,7 +23,7 @@ class SummaryError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents are cut into blocks. ``block`` 0: about 1/32 of the document, a power of two from 8 to
+    """The sizes of documents' blocks. ``block`` 0: about 1/32 of the document, a power of two from 8 to
     64.
     """
 
@@ -46,7 +46,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """One document's analysis, for this rank's heads.
+    """The analysis of a document, for this rank's heads.
 
     The tensors that selection multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on
     the model's device; the others are on the CPU. The last block has the tokens that are left.

@@ -64,7 +64,7 @@ class DecodeState:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request in a decode step of ``tokens`` tokens, the newest included."""
+    """A request in a decode step of ``tokens`` tokens, the newest included."""
 
     state: DecodeState
     tokens: int
@@ -108,7 +108,7 @@ class Step:
 
 
 IDLE = Step()
-"""No forward pass of ours is under way."""
+"""The plan while no forward pass of ours is under way."""
 
 
 class StepPlanner:

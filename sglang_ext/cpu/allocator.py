@@ -48,7 +48,8 @@ class _TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot per request, int64 [batch]: the next one of its last page, or the first of a new page."""
+        """Allocate a slot per request, int64 [batch]: the next one of its last page, or the first of a new
+        page."""
         if self.need_sort and len(seq_lens) > len(self.free_pages):
             self.merge_and_sort_free()
         starts_page = (seq_lens - 1) % self.page_size == 0

@@ -15,7 +15,7 @@ _PART_BYTES = 2 * 2**20  # below this a second thread costs more than it saves
 
 
 class Promoter:
-    """Every method requires the store's lock; the reads themselves run without it."""
+    """Promotes documents. Every method requires the store's lock; the reads themselves run without it."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers

@@ -26,7 +26,7 @@ _SCAN_BATCH = 256
 
 
 class Tiers:
-    """Every method but ``open``, ``scan`` and ``sweep`` requires ``lock``."""
+    """The host and disk tiers. Every method but ``open``, ``scan`` and ``sweep`` requires ``lock``."""
 
     def __init__(
         self,

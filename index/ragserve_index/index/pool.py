@@ -118,7 +118,7 @@ class IndexPool:
 
 @contextmanager
 def _tolerant(name: str, problem: str) -> Iterator[None]:
-    """Only log failures of upkeep, and nothing about a namespace that was dropped meanwhile."""
+    """Log failures of upkeep instead of raising them; ignore a namespace that was dropped meanwhile."""
     try:
         yield
     except NotFound:

@@ -40,7 +40,7 @@ def slabs(
 
 
 def sample(connection: sqlite3.Connection, ns: registry.Namespace, m: int) -> Floats:
-    """At most ``m`` of the namespace's vectors [<= m, dim]: every stride-th row, deterministic
+    """Return at most ``m`` of the namespace's vectors [<= m, dim]: every stride-th row, deterministic
     for a content.
     """
     stride = max(1, -(-ns.n_chunks // m))

@@ -39,7 +39,7 @@ def create(index_type: str, dim: int, n: int, sample: Callable[[int], Floats]) -
 
 
 def why_rebuild(index_type: str, structure: Structure) -> str | None:
-    """Why the structure should be rebuilt at its present size; None if it should not."""
+    """Give the reason to rebuild the structure at its present size; None if there is none."""
     for kind in (Sq8, Ivf):
         if isinstance(structure, Flat) and index_type == kind.name and structure.count >= kind.TRAIN_FROM:
             return f"there are {structure.count:,} vectors now, enough to train {index_type} on"

@@ -92,7 +92,7 @@ class Structure(ABC):
 
     @abstractmethod
     def ids(self) -> Ids:
-        """All ids that a search can find, ascending."""
+        """Return all ids that a search can find, ascending."""
 
     def add(self, ids: Ids, vectors: Floats) -> None:
         """Add vectors [n, dim]. Ids are ascending and above all that were ever added."""
@@ -110,7 +110,7 @@ class Structure(ABC):
         """
 
     def why_rebuild(self) -> str | None:
-        """Why the structure should be rebuilt at its present size; None if it should not."""
+        """Give the reason to rebuild the structure at its present size; None if there is none."""
         return None
 
     def state(self) -> dict[str, Any]:

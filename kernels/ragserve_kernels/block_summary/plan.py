@@ -1,4 +1,5 @@
-"""Which tokens make which block: built once for a batch of documents, used for all of its layers."""
+"""The plan of which tokens make which block: built once for a batch of documents, used for all of its
+layers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 
 def default_block_tokens(length: int) -> int:
-    """About 1/32 of the document, a power of two, from 8 to 64."""
+    """Return about 1/32 of the document, a power of two, from 8 to 64."""
     return min(64, max(8, 1 << max(0, round(length / 32) - 1).bit_length()))
 
 

@@ -253,7 +253,7 @@ def fit_kernel(
     STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of queries against the chosen tokens of ``B_BLOCKS`` blocks: the sums of the log-log fit."""
+    """Sum up the log-log fit of a tile of queries against the chosen tokens of ``B_BLOCKS`` blocks."""
     q, k, p_lse, p_doc_start, n_all, scale_2 = documents
     i_doc = tl.program_id(2)
     i_start = tl.load(p_doc_start + i_doc)

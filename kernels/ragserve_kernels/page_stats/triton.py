@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One program per (page, layer, KV head) reads the page's keys once."""
+"""The kernel of ``page_stats``: a program per (page, layer, KV head) reads the page's keys once."""
 
 from __future__ import annotations
 

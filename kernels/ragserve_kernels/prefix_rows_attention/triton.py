@@ -175,7 +175,7 @@ def combine_splits_kernel(
     B_SPLITS: tl.constexpr,  # the most splits there are, a power of two
     WRITE_LSE: tl.constexpr,
 ):
-    """One query head of one row: its parts weighted by how much of the softmax each holds."""
+    """Add up the parts of a row's query head, each weighted by its share of the softmax."""
     i = tl.program_id(0).to(tl.int64)
     if i // QUERY_HEADS >= tl.load(p_row_start + n_requests):  # padding
         return
@@ -201,8 +201,8 @@ def combine_splits_kernel(
 
 
 def choose_splits(programs: int, key_tiles: int) -> int:
-    """Into how many parts the keys are split: with fewer programs than SMs, so that each SM gets at least
-    ``_WAVES``.
+    """Choose how many parts the keys are split into: with fewer programs than SMs, so that each SM gets at
+    least ``_WAVES``.
 
     The last rows see all keys and the first ones few: the longest program decides, and the others wait for
     it. With a program for each SM the parts and adding them up cost more than that (README.md).

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One program quantises a few (token, head) rows; a row is read once."""
+"""The kernel of ``quantize_kv``: a program quantises a few (token, head) rows and reads each once."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class DeviceSource:
 
     @property
     def layout(self) -> tuple[int, int, int, torch.dtype]:
-        """As `KVLayers.layout`."""
+        """Layers, KV heads, head size and dtype."""
         return self.kv.layout
 
     def read(
@@ -92,7 +92,7 @@ class HostSource:
 
     @property
     def layout(self) -> tuple[int, int, int, torch.dtype]:
-        """As `KVLayers.layout`."""
+        """Layers, KV heads, head size and dtype."""
         return self.layers, self.kv_heads, self.head_dim, self.k.dtype
 
     def read(

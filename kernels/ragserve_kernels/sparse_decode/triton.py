@@ -48,7 +48,7 @@ FEW_TOKENS = 2 * 132 * 128
 
 
 class _Items(NamedTuple):
-    """What decides the walks of all items."""
+    """The lengths, selections and head kinds that decide the walks of all items."""
 
     p_lens: Any  # int32 [batch]
     p_counts: Any  # int32 [batch, kv_heads]

@@ -101,7 +101,7 @@ def _rivals(q: Any, k: Any, v: Any, slots: Any, positions: Any, ours: Any) -> It
 
 
 def block_summary_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
-    """One layer's summary against that layer's causal attention over the same documents (SDPA's flash
+    """Compare a layer's summary with that layer's causal attention over the same documents (SDPA's flash
     kernel).
     """
     import torch

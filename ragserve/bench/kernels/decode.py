@@ -79,9 +79,8 @@ def _flashinfer_rows(name: str, case: DecodeCase, want: torch.Tensor, ceiling: f
 
 
 def dense_rows(ceiling: float, quick: bool) -> Iterator[Row]:
-    """All pages against SDPA and FlashInfer: the walk in order, and through an index table that names every
-    page.
-    """
+    """Compare decoding over all pages with SDPA and FlashInfer: the walk in order, and through an index table
+    that names every page."""
     import torch
 
     shapes = [(1, 262144, 64), (8, 32768, 64), (32, 8192, 64), (32, 32768, 64), (8, 131072, 64)]

@@ -20,7 +20,7 @@ TOPICS, RUN_TOKENS = 48, 96  # of `topic_case`: a run of keys is about one topic
 
 @dataclass
 class Layer:
-    """One layer's KV: pages in random order over the pool, all of them used."""
+    """The KV of a layer: pages in random order over the pool, all of them used."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -129,8 +129,8 @@ def random_case(
 
 
 def topic_case(batch: int, context: int, *, strength: float) -> DecodeCase:
-    """One layer with structure: keys come in runs about one of TOPICS, and each query head asks for a few of
-    them with unequal weight.
+    """Make a layer with structure: keys come in runs about one of TOPICS, and each query head asks for a few
+    of them with unequal weight.
 
     Summaries included. ``strength`` is the distance, in scores, between the topic asked for most and the
     noise of the others."""

@@ -167,9 +167,9 @@ def compare(
     ceiling: float,
     rankings: Sequence[Ranking],
 ) -> Iterator[Row]:
-    """Per ranking, bound and threshold one row: what :func:`quality` says over all ``cases``, and the times
-    of a call for the first of them, beside dense attention and the smallest budget of :func:`ladder` whose
-    error is no larger. The true ranking is not timed."""
+    """Yield a row per ranking, bound and threshold: what :func:`quality` says over all ``cases``, and the
+    times of a call for the first of them, beside dense attention and the smallest budget of :func:`ladder`
+    whose error is no larger. The true ranking is not timed."""
     case = cases[0]
     blocks = round(float(case.blocks.float().mean()), 1)
     pair = case.kv_heads * case.token_bytes  # bytes of a token in all KV heads

@@ -22,7 +22,7 @@ ROOM = 64  # tokens of the model's context left for the answer
 
 @dataclass(frozen=True)
 class Recorded:
-    """One prompt and ``steps`` greedily decoded tokens; K and Q are rotated as in the model."""
+    """A prompt and ``steps`` greedily decoded tokens; K and Q are rotated as in the model."""
 
     q: torch.Tensor
     """[steps, layers, heads, head_dim]: of the token decoded at each step, which attends to ``prompt + step +

@@ -12,7 +12,7 @@ PAGE = 64
 
 
 def page_stats_rows(ceiling: float, quick: bool) -> Iterator[Row]:
-    """All layers in one launch, against plain torch layer by layer; the bytes are the keys read and the
+    """Compare all layers in one launch with plain torch layer by layer; the bytes are the keys read and the
     statistics written.
     """
     import torch

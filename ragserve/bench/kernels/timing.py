@@ -1,4 +1,4 @@
-"""How the kernel benchmarks measure: medians with a cold L2, and this machine's two ceilings."""
+"""Timing of the kernel benchmarks: medians with a cold L2, and this machine's two ceilings."""
 
 from __future__ import annotations
 

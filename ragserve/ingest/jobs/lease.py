@@ -79,7 +79,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One run of a claimed job. Its work updates ``progress``, calls ``notify`` and obeys ``should_stop``."""
+    """A run of a claimed job. Its work updates ``progress``, calls ``notify`` and obeys ``should_stop``."""
 
     job: Job
     progress: Progress

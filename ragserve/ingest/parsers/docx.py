@@ -46,7 +46,8 @@ def _blocks(container: Any, document: Any) -> Iterator[str]:
 
 
 def _table(table: Any, document: Any) -> str:
-    """One line per row, `` | `` between cells. A cell that spans columns is one element and appears once."""
+    """Return a line per row, `` | `` between cells. A cell that spans columns is one element and appears
+    once."""
     from docx.oxml.ns import qn
 
     rows = []

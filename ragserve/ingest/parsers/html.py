@@ -55,7 +55,7 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
 
 
 def _all_text(tree: Any) -> str:
-    """All visible text in document order, with each block on its own line."""
+    """Return all visible text in document order, with each block on its own line."""
     parts: list[str] = []
     # an explicit stack: a hostile page may nest deeper than Python's recursion limit
     stack: list[tuple[Any, bool]] = [(tree, False)]

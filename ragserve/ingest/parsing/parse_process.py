@@ -27,7 +27,7 @@ _START_S = 60.0  # seconds for imports and the tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ParseRequest:
-    """One file to parse, unless its hash is ``known_hash``. ``salt`` enters the hash (see `content_salt`)."""
+    """A file to parse, unless its hash is ``known_hash``. ``salt`` enters the hash (see `content_salt`)."""
 
     path: str
     filename: str

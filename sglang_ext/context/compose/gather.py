@@ -32,7 +32,7 @@ _Read = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """One request's part.
+    """The filling of a request's slots.
 
     Attributes:
         kept: int64 [S] or [layers, S], ascending positions in the prompt.
@@ -170,7 +170,7 @@ class Gather:
         slots: torch.Tensor,
         target: Buffers,
     ) -> None:
-        """Every run is a document of one page to the kernel, numbered over all layers."""
+        """Present every run to the kernel as a document of one page, numbered over all layers."""
         pages = [
             source if isinstance(source, np.ndarray) else np.empty(0, dtype=np.int64) for source in sources
         ]

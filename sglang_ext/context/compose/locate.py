@@ -88,9 +88,8 @@ class Locator:
         return self._tree.document(context.ids[span.start : span.end], key)
 
     def _fits_on_host(self, context: ComposedContext) -> bool:
-        """Whether the host tier can hold all blocks that the request needs from it. If so, other requests
-        hold the pages that it lacks now, and give them back as soon as they are filled.
-        """
+        """Tell whether the host tier can hold all blocks that the request needs from it. If so, other
+        requests hold the pages that it lacks now, and give them back as soon as they are filled."""
         wanted = sum(
             len(context.blocks(number, self._block))
             for number, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True))

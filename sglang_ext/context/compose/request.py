@@ -90,7 +90,7 @@ class ComposedContext:
 
     @property
     def question(self) -> Ints:
-        """Its token ids, int64 [q]."""
+        """The question's token ids, int64 [q]."""
         return np.array(self.ids[self.plan.question_start :], dtype=np.int64)
 
     @property
@@ -116,9 +116,8 @@ class ComposedContext:
 
     @property
     def delta(self) -> int:
-        """How far positions behind the context are ahead of their slots: the question follows the full
-        length, not the kept one.
-        """
+        """The distance by which positions behind the context are ahead of their slots: the question follows
+        the full length, not the kept one."""
         return self.question_at - self.slots
 
     @property

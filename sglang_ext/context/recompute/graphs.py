@@ -96,7 +96,8 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """One graph per number of rows in `SIZES`, captured when the scheduler starts, the largest first."""
+    """The graphs, one per number of rows in `SIZES`, captured when the scheduler starts, the largest
+    first."""
 
     def __init__(self, model_runner: Any) -> None:
         from sglang.srt.distributed.parallel_state import graph_capture

@@ -1,4 +1,4 @@
-"""One request's part of a recompute pass: its rows, the slots they see, and queries watched on the way."""
+"""The part of a request in a recompute pass: its rows, the slots they see, and queries watched on the way."""
 
 from __future__ import annotations
 

@@ -116,9 +116,8 @@ def run_choosing(
     watch: Watch | None = None,
     beside: Buffers | None = None,
 ) -> None:
-    """As `run_layers`, for jobs of which some choose rows: layer by layer, because fewer rows continue after
-    layer 1.
-    """
+    """Run as `run_layers` does, for jobs of which some choose rows: layer by layer, because fewer rows
+    continue after layer 1."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     model = model_runner.model

@@ -99,7 +99,7 @@ def _in_place(
 
 
 def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[torch.Tensor]]:
-    """As `_in_place`, for questions that lack slots."""
+    """Do as `_in_place` does, for questions that lack slots."""
     found: list[list[torch.Tensor]] = [[] for _ in questions]
     if not questions:
         return found

@@ -1,4 +1,4 @@
-"""One layer of the recompute pass: writes K and V of all jobs' rows, which attend to the slots up to their
+"""A layer of the recompute pass: writes K and V of all jobs' rows, which attend to the slots up to their
 positions.
 """
 

@@ -36,7 +36,7 @@ ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
 
 @dataclass(frozen=True, slots=True)
 class AnalysisConfig:
-    """How documents are analysed.
+    """The settings of documents' analysis.
 
     ``at_ingestion``: when they are prefilled, unless their plans say otherwise; else at the first use that
     needs it. ``memory_bytes``: budget of decoded analyses. ``profile``: the model's defaults of `samkv`.

@@ -54,7 +54,7 @@ class RecallQuestion:
 
 
 class RecallProbe:
-    """One prompt of documents with several questions."""
+    """A prompt of documents with several questions."""
 
     def __init__(
         self,
@@ -96,9 +96,8 @@ class RecallProbe:
         }
 
     def proportion(self, stable: Sequence[int]) -> dict[str, Any]:
-        """For the stable layers ``built_in`` and ``found`` (``stable``): the ``recall`` [questions] of needed
-        tokens and the mean share ``kept`` of the document tokens, where P decides how much.
-        """
+        """Return for the stable layers ``built_in`` and ``found`` (``stable``) the ``recall`` [questions] of
+        needed tokens and the mean share ``kept`` of the document tokens, where P decides how much."""
         sets = {"built_in": list(stable_layers(self._shape.layers)), "found": list(stable)}
         return {"proportion": {name: self._by_proportion(layers) for name, layers in sets.items()}}
 

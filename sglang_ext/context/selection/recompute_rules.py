@@ -129,7 +129,7 @@ def _none(kept: Kept, rule: Rule) -> torch.Tensor:
 
 
 def _all(kept: Kept, rule: Rule) -> torch.Tensor:
-    """All kept tokens, the system text included: exact where everything is kept."""
+    """Choose all kept tokens, the system text included: exact where everything is kept."""
     return torch.unique(kept.kept)
 
 
