@@ -113,7 +113,7 @@ def install(manager: Any) -> None:
 
     def create_checked(obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Before SGLang's own checks, which fail on other types with other exceptions.
-        check_sampling(obj.sampling_params, manager.model_config.vocab_size, manager.context_len)
+        check_sampling(obj.sampling_params or {}, manager.model_config.vocab_size, manager.context_len)
         tokenized = create(obj, *args, **kwargs)
         check_tokenized(tokenized, manager.model_config.vocab_size)
         return tokenized
@@ -202,7 +202,7 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
             _bounded("stop_token_ids", token, 0, vocab_size - 1)
     _check_bias(params.get("logit_bias"), vocab_size)
     _check_stops(params.get("stop"))
-    if params.get("stop_regex") is not None:
+    if params.get("stop_regex") not in (None, [], ()):
         raise ValueError("stop_regex is not served here: some expressions take for ever; use stop")
     for name in ("json_schema", "regex", "ebnf", "structural_tag"):
         if (text := params.get(name)) is not None:

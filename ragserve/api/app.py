@@ -22,6 +22,19 @@ from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
 
+_WITH_MEDIA = frozenset(
+    {
+        "/classify",
+        "/encode",
+        "/generate",
+        "/v1/audio/transcriptions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/responses",
+    }
+)
+
 
 def create_app(
     settings: Settings,
@@ -94,8 +107,7 @@ def create_app(
 def _body_limit(settings: Settings, path: str, headers: Headers) -> int:
     if path == "/rag/ingest" and headers.get("content-type", "").startswith("multipart/form-data"):
         return settings.max_upload_bytes * settings.max_upload_files
-    if path.startswith("/rag/"):
-        return settings.max_body_bytes
-    # May carry images or audio to SGLang's models. Chats with namespaces get max_body_bytes once the model is
-    # known.
-    return max(settings.max_upload_bytes, settings.max_body_bytes)
+    # Those may carry images or audio to SGLang. It tokenises the rest in the event loop. Chats with
+    # namespaces get max_body_bytes once the model is known.
+    large = settings.max_upload_bytes if path in _WITH_MEDIA else 0
+    return max(large, settings.max_body_bytes)

@@ -69,14 +69,15 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     raw = await request.body()
     data = await parse_json(raw)
     model = _model_of(data)
-    if model is None or not model.startswith(PREFIX):
-        return await _replayed(request, model, raw)
     svc = await services(request)
     limit = svc.settings.max_body_bytes
-    if len(raw) > limit:
+    ours = model is not None and model.startswith(PREFIX)
+    if len(raw) > limit and (ours or _text_chars(data) > limit):
         raise TooLarge(
             f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes."
         )
+    if not ours:
+        return await _replayed(request, model, raw)
     body = validated(ChatRequest, data)
     events = svc.answerer.events(_query(body, svc, request_id))
     try:
@@ -106,6 +107,15 @@ async def without_retrieval(request: Request) -> Response:
 
 for _path in ("completions", "responses", "embeddings", "classify", "score", "rerank"):
     router.add_api_route(f"/v1/{_path}", without_retrieval, methods=["POST"], include_in_schema=False)
+
+
+def _text_chars(data: Any) -> int:
+    """Characters of a dialogue's text, without images: SGLang tokenises them in the event loop."""
+    messages = data.get("messages") if isinstance(data.get("messages"), list) else []
+    contents = [one.get("content") for one in messages if isinstance(one, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _model_of(data: Any) -> str | None:

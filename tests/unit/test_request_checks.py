@@ -91,7 +91,7 @@ def test_usual_parameters_pass() -> None:
         temperature=0.7, top_p=0.9, top_k=-1, min_p=0, repetition_penalty=1, frequency_penalty=-2, n=None,
         stop=["a", "\n"], stop_token_ids=[0, VOCABULARY - 1], logit_bias={"5": -100}, max_new_tokens=None,
         min_new_tokens=3, json_schema=json.dumps({"type": "object", "properties": {"a": {"type": "string"}}}),
-        sampling_seed=7, stream_interval=1, custom_params={"ragserve": "{}"},
+        sampling_seed=7, stream_interval=1, stop_regex=[], custom_params={"ragserve": "{}"},
     )  # fmt: skip
     sampling(json_schema="$$ANY$$")
     sampling(regex=r"[a-z]{2,5}\d+")
@@ -164,7 +164,6 @@ def tokenized(ids: list[int], fields: dict[str, Any] | None = None, **params: An
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
-        token_ids_logprob=None,
         sampling_params=SamplingParams(**params),
         stream=False,
         **plain | (fields or {}),

@@ -154,9 +154,10 @@ def test_nobody_aborts_the_requests_of_others(client: httpx.Client, live: Live, 
 
 def test_bodies_for_sglang_are_limited(client: httpx.Client, live: Live) -> None:
     live.seen_upstream.clear()
-    size = live.settings.max_upload_bytes + 1
-    assert code(client.post("/generate", content=b"x" * size)) == (413, "too_large")
-    assert not live.seen_upstream
+    larger = {"/generate": live.settings.max_upload_bytes, "/tokenize": live.settings.max_body_bytes}
+    for path, limit in larger.items():
+        assert code(client.post(path, content=b"x" * (limit + 1))) == (413, "too_large")
+        assert not live.seen_upstream
 
 
 @pytest.mark.parametrize("path", ["/generate", "/rag/query", "/v1/chat/completions"])

@@ -182,6 +182,9 @@ def test_a_body_too_large_for_ours_may_be_sglangs(client: httpx.Client, live: Li
     theirs = client.post("/v1/chat/completions", json=body)
     assert theirs.json()["upstream"] == "/v1/chat/completions"
     assert json.loads(live.seen_upstream[-1]["body"]) == body
+    for content in (filler, [{"type": "text", "text": filler}]):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 413, "it would be tokenised"
 
 
 @pytest.mark.parametrize(
