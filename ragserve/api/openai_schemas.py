@@ -35,8 +35,8 @@ class TextPart(RequestModel):
         """Say one sentence about an image, not one for each field of its that a text part lacks."""
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else None
-            name = f"{kind!r:.40} part" if isinstance(kind, str) else "part without a known type"
-            raise ValueError(f"a {name} cannot be answered: models of namespaces read text only")
+            name = f"a part of type {kind!r:.40}" if isinstance(kind, str) else "a part without a type"
+            raise ValueError(f"{name} cannot be answered: models of namespaces read text only")
         return part
 
 
