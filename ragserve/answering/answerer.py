@@ -155,7 +155,7 @@ class Answerer:
         _check_room(query, prompt, len(found))
         if prompt.cut_to is not None:
             whole = found[prompt.documents_kept - 1]
-            beginning = {"text": whole.text[: prompt.cut_to], "end": whole.start + prompt.cut_to}
+            beginning = {"text": whole.text[: prompt.cut_to], "end": (whole.start or 0) + prompt.cut_to}
             found[prompt.documents_kept - 1] = whole.model_copy(update=beginning)
         choice = None
         if request.strategy == AUTO:

@@ -63,7 +63,8 @@ class CrashHandler:
         """Await ``work``, which waits for the engine. Raises Unavailable if the engine dies first."""
         self.check()
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._crashed}, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {task, self._crashed}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             raise self._refusal()
