@@ -133,6 +133,16 @@ def _around_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -
     return weight_updates.guarded(current.runtime, original, updater, recv_req)
 
 
+def _after_token_ids(result: Any, logprobs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give requests without ``token_ids_logprob`` an empty tensor, as SGLang expects of every row. It makes a
+    list itself, and such a request beside one with ids would end the scheduler.
+    """
+    values, ids = result
+    if not any(hasattr(value, "tolist") for value in values):
+        return None
+    return [value if hasattr(value, "tolist") else logprobs.new_empty(0) for value in values], ids
+
+
 def _around_capture(
     original: Callable[..., Any],
     runner: Any,
@@ -263,6 +273,12 @@ HOOKS = (
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         ("self", "kvc", "num_layers"),
         _after_cell_size,
+        "after",
+    ),
+    Hook(
+        "sglang.srt.layers.logprob_processor.get_token_ids_logprobs",
+        ("logprobs", "token_ids_logprobs", "no_copy_to_cpu"),
+        _after_token_ids,
         "after",
     ),
     *(Hook(entry, ("self", "recv_req"), _around_weights, "around") for entry in weight_updates.ENTRIES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -49,6 +50,23 @@ def test_a_deadly_request_is_refused(server: Server, name: str) -> None:
     status = route_fuzz.send(server.client, path, route_fuzz.encoded(body))
     assert status == 400, status
     assert route_fuzz.answers(server.client)
+
+
+def test_requests_with_and_without_token_ids_may_decode_together(server: Server) -> None:
+    """Each is right alone. Together they ended the scheduler."""
+    sampling = {"max_new_tokens": 300, "ignore_eos": True, "temperature": 0}
+    long = {"input_ids": [5, 6], "return_logprob": True, "stream": True, "sampling_params": sampling}
+    with server.client.stream("POST", "/generate", json=long) as stream:
+        lines = stream.iter_lines()
+        assert "output_token_logprobs" in next(lines)
+        body = {"input_ids": [7, 8], "return_logprob": True, "token_ids_logprob": [5, 9]}
+        answer = server.client.post(
+            "/generate", json=body | {"sampling_params": sampling | {"max_new_tokens": 8}}
+        )
+        assert [len(row) for row in answer.json()["meta_info"]["output_token_ids_logprobs"]] == [2] * 8
+        last = [line for line in lines if line][-2]
+    meta = json.loads(last.removeprefix("data: "))["meta_info"]
+    assert len(meta["output_token_logprobs"]) == 300
 
 
 def test_what_the_server_serves_and_leaves_out_are_sglangs_routes() -> None:

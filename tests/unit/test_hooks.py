@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext import hooks
 from sglang_ext.protocol import SGLANG_VERSION
@@ -84,3 +85,15 @@ def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_g
     with pytest.raises(MemoryError):
         forward(failing, None, extend)
     assert forward(generate, None, decode) == ["run", "run"]
+
+
+def test_requests_with_and_without_token_ids_may_share_a_step() -> None:
+    """SGLang makes a list for a row without ids, and then calls a tensor's method on every row."""
+    from sglang.srt.layers.logprob_processor import get_token_ids_logprobs
+
+    logprobs = torch.arange(6.0).reshape(2, 3)
+    plain = get_token_ids_logprobs(logprobs, [[2, 0], None], no_copy_to_cpu=True)
+    values, ids = hooks._after_token_ids(plain, logprobs, [[2, 0], None], no_copy_to_cpu=True) or plain
+    assert [value.tolist() for value in values] == [[2.0, 0.0], []]
+    assert ids == [[2, 0], []]
+    assert hooks._after_token_ids(([[], []], [[], []]), logprobs) is None
