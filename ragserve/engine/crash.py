@@ -54,6 +54,12 @@ class CrashHandler:
         self._end_requests()
         self._stop()
 
+    def close(self) -> None:
+        """Watch no longer: the processes are about to be ended."""
+        watchdog = self._manager._subprocess_watchdog
+        if watchdog is not None:
+            watchdog.stop()
+
     def check(self) -> None:
         """Raise Unavailable for a new request after the crash."""
         if self.error is not None:
@@ -74,10 +80,10 @@ class CrashHandler:
         return Unavailable(str(self.error and self.error.message), hint="It has to be started again.")
 
     def _cause(self) -> str:
+        self.close()
         watchdog = self._manager._subprocess_watchdog
         if watchdog is None:
             return "SGLang reports a failed process"
-        watchdog.stop()
         dead = [
             f"{name} (process {process.pid}) ended with {_exit(process.exitcode)}"
             for process, name in zip(watchdog._processes, watchdog._names, strict=True)

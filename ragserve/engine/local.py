@@ -250,6 +250,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Abort running requests."""
+        if self._crash is not None:
+            self._crash.close()
         if self._pumps and self.crash is None:
             _manager().abort_request(abort_all=True)
             await asyncio.wait(self._pumps, timeout=5)
