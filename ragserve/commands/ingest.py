@@ -58,6 +58,13 @@ def ingest(
     follow_changes: Annotated[
         bool, typer.Option("--follow-changes", help="Keep running and ingest changes, until Ctrl-C.")
     ] = False,
+    follow_symlinks: Annotated[
+        bool,
+        typer.Option(
+            "--follow-symlinks",
+            help="Also take files that symbolic links in a directory lead to outside of it.",
+        ),
+    ] = False,
     metadata: Annotated[
         list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")
     ] = None,
@@ -92,7 +99,9 @@ def ingest(
 
     if warm:
         check_warm(settings, repeated=follow_changes)
-    options = PathOptions(recursive, tuple(globs or ()), prune, parse_metadata(metadata or []), warm)
+    options = PathOptions(
+        recursive, tuple(globs or ()), prune, parse_metadata(metadata or []), warm, follow_symlinks
+    )
     with (
         signals_stop() as signals,
         IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device) as store,
@@ -159,13 +168,22 @@ class _Session:
         """Ingest ``inputs``, then what changes in them, until the command is stopped."""
         from ragserve.ingest.watch import Watch
 
-        with Watch(inputs, options.recursive, options.globs, self._settings.data_dir, self._stop) as watch:
+        with Watch(
+            inputs,
+            options.recursive,
+            options.globs,
+            self._settings.data_dir,
+            self._stop,
+            follow_symlinks=options.follow_symlinks,
+        ) as watch:
             job = self.ingestor.submit_paths(namespace, inputs, options)
             roots = job.spec["roots"]
             self.run(job.job_id, pruned=options.prune, compact=True)
             self._console.print("Following changes; press Ctrl-C to stop.")
             for changed, vanished in watch:
-                job = self.ingestor.submit_paths(namespace, changed, options, roots=roots if vanished else ())
+                job = self.ingestor.submit_paths(
+                    namespace, changed, options, roots=roots if vanished else (), within=watch.roots
+                )
                 self.run(job.job_id, pruned=options.prune, compact=True)
 
     def submit_stdin(self, namespace: str, name: str, options: PathOptions) -> str:

@@ -82,6 +82,8 @@ def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
     console.print(table)
     _print_some(console, "failed", [f"{source}: {reason}" for source, reason in report.failures])
+    _print_some(console, "skipped", [f"{source}: {reason}" for source, reason in report.skipped])
+    _print_some(console, "indexed, but look at them", [f"{source}: {note}" for source, note in report.notes])
     kept = "still indexed though their files are gone (remove them with --prune)"
     _print_some(console, "removed because their files are gone" if pruned else kept, list(report.vanished))
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
 from ragserve.ingest.file_planner import FilePlanner
-from ragserve.ingest.jobs.job_report import JobReport, OnProgress
+from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.parsing.parse_process import ParseProcess
 from ragserve.ingest.pipeline import DocumentEmbedder, Pipeline
@@ -53,7 +53,8 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class PathOptions:
-    """The options of ingesting paths; ``recursive`` and ``globs`` are those of `sources.scan`.
+    """Options of ingesting paths; ``recursive``, ``globs`` and ``follow_symlinks`` are those of
+    `sources.scan`.
 
     ``prune`` removes documents whose file vanished from a given directory. ``warm`` creates a second job,
     when this one is done, that computes the documents' KV into the document cache (`ragserve.cache.warm`).
@@ -64,6 +65,7 @@ class PathOptions:
     prune: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
     warm: bool = False
+    follow_symlinks: bool = False
 
 
 class Ingestor:
@@ -107,16 +109,22 @@ class Ingestor:
         options: PathOptions = PathOptions(),
         *,
         roots: Sequence[str] | None = None,
+        within: Sequence[str] = (),
     ) -> Job:
         """Create a job over paths and URLs of this machine: for its own users, never for a server's clients.
 
         Unreadable paths become failed items. Vanished files are looked for in ``roots``, by default the
-        directories among ``inputs``. An interrupted earlier job with the same arguments is cancelled. Raises
-        ``InvalidRequest``, ``Conflict``, ``StorageFull``.
+        directories among ``inputs``. ``within`` is that of `sources.scan`. An interrupted earlier job with
+        the same arguments is cancelled. Raises ``InvalidRequest``, ``Conflict``, ``StorageFull``.
         """
         self._check_namespace(namespace)
         found = scan(
-            inputs, recursive=options.recursive, globs=options.globs, exclude=self._settings.data_dir
+            inputs,
+            recursive=options.recursive,
+            globs=options.globs,
+            exclude=self._settings.data_dir,
+            follow_symlinks=options.follow_symlinks,
+            within=within,
         )
         spec = {
             "kind": "paths",
@@ -244,7 +252,9 @@ class Ingestor:
             self.jobs, job_id, work, finish=self._finish, on_progress=on_progress, stop=stop, wait=wait
         )
         metrics().job_seconds.observe(report.seconds)
-        return replace(report, vanished=vanished, warm_job=warm_job)
+        skipped = failures_of(self.jobs, job_id, "skipped")
+        notes = tuple(item for item in failures_of(self.jobs, job_id, "indexed") if item[1])
+        return replace(report, skipped=skipped, notes=notes, vanished=vanished, warm_job=warm_job)
 
     def _create_warm_job(self, job: Job) -> str | None:
         """Create a job that computes the KV of the documents found, with ``warm``, and return its id."""

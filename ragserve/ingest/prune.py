@@ -32,7 +32,8 @@ def vanished_documents(
     """Find documents under ``roots`` whose file is gone and that a scan with these options would otherwise
     find.
 
-    A missing root is treated as an unmounted disk, not as a deletion.
+    A file that was replaced by a symbolic link is gone: its target is another document. A missing root is
+    treated as an unmounted disk, not as a deletion.
     """
     gone: dict[str, Document] = {}
     for root in filter(os.path.isdir, roots):
@@ -41,7 +42,11 @@ def vanished_documents(
             for document in every_document(store, namespace, source_prefix=prefix):
                 relative = document.source.removeprefix(prefix)
                 within = (recursive or os.sep not in relative) and matches(relative, globs)
-                if within and not os.path.lexists(document.source):
+                # sources are real paths: one that has become a link leads to another document, or out
+                if within and (
+                    not os.path.lexists(document.source)
+                    or os.path.realpath(document.source) != document.source
+                ):
                     gone[document.doc_id] = document
         except NotFound:  # nothing was ever indexed in this namespace
             return []

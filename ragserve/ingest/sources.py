@@ -22,13 +22,16 @@ class Scan:
     """Result of a scan.
 
     ``sources`` holds real paths and URLs to ingest; ``failed`` and ``skipped`` hold (source, reason);
-    ``roots`` holds the real paths of the given directories.
+    ``roots`` and ``named`` hold the real paths of the given directories and files. Links that lead out of
+    all ``folders`` are skipped; None follows them all.
     """
 
     sources: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
+    folders: Sequence[str] | None = ()
     _seen: set[tuple[int, int]] = field(default_factory=set)  # (device, inode)
 
     def _is_new(self, status: os.stat_result) -> bool:
@@ -49,13 +52,17 @@ class Scan:
                 status_ = self._stat(path, missing="a broken symbolic link")
                 if status_ is None:
                     continue
-                if stat.S_ISDIR(status_.st_mode):
+                target = os.path.realpath(path)
+                if self.folders is not None and not is_within(target, self.folders):
+                    reason = f"a symbolic link to {printable(target)}, outside of the folder"
+                    self.skipped.append((printable(path), f"{reason} (--follow-symlinks takes it)"))
+                elif stat.S_ISDIR(status_.st_mode):
                     if recursive:
                         below.append((path, status_))
                 elif not matches(os.path.relpath(path, root), globs):
                     continue
                 elif stat.S_ISREG(status_.st_mode):
-                    self._take(os.path.realpath(path), status_)
+                    self._take(target, status_)
                 else:
                     self.skipped.append((printable(path), "not a regular file"))
             stack.extend(reversed(below))
@@ -91,16 +98,24 @@ def is_url(text: str) -> bool:
 
 
 def scan(
-    inputs: Sequence[str], *, recursive: bool = False, globs: Sequence[str] = (), exclude: Path | None = None
+    inputs: Sequence[str],
+    *,
+    recursive: bool = False,
+    globs: Sequence[str] = (),
+    exclude: Path | None = None,
+    follow_symlinks: bool = False,
+    within: Sequence[str] = (),
 ) -> Scan:
     """Find the files that ``inputs`` name.
 
     Directories are read one level deep, or fully with ``recursive``. Hidden entries count only if named
-    themselves. Symbolic links are followed; a file or directory reached twice (a loop, a second link) counts
-    once, under its real path. ``globs`` filter the files of directories, see `matches`. ``exclude`` is a
-    directory that is never entered: our own data.
+    themselves. A symbolic link in a directory is followed if it leads into one of the given directories or of
+    ``within`` (real paths), or with ``follow_symlinks``; else it is skipped. A file or directory reached
+    twice (a loop, a second link) counts once, under its real path. ``globs`` filter the files of directories,
+    see `matches`. ``exclude`` is a directory that is never entered: our own data.
     """
-    found = Scan()
+    paths = [os.path.realpath(os.path.expanduser(given)) for given in inputs if not is_url(given)]
+    found = Scan(folders=None if follow_symlinks else [*filter(os.path.isdir, paths), *within])
     if exclude is not None and exclude.is_dir():
         found._is_new(exclude.stat())
     for given in inputs:
@@ -117,10 +132,16 @@ def scan(
                 found.roots.append(path)
             found._walk(path, status, recursive=recursive, globs=globs)
         elif stat.S_ISREG(status.st_mode):
+            found.named.append(path)
             found._take(path, status)
         else:
             found.failed.append((printable(path), "not a regular file"))
     return found
+
+
+def is_within(path: str, folders: Sequence[str]) -> bool:
+    """Return whether ``path`` is one of ``folders`` or below one. All are real paths."""
+    return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
 
 
 def matches(relative: str, globs: Sequence[str]) -> bool:

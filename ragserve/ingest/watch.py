@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.ingest.sources import is_url, matches
+from ragserve.ingest.sources import is_url, is_within, matches
 
 _POLL_MS = 200
 
@@ -24,6 +24,8 @@ class Watch:
         globs: Sequence[str],
         exclude: Path,
         stop: threading.Event,
+        *,
+        follow_symlinks: bool = False,
     ) -> None:
         named = [os.path.expanduser(path) for path in inputs if not is_url(path)]
         paths = [os.path.realpath(path) for path in named if os.path.lexists(path)]
@@ -35,6 +37,12 @@ class Watch:
         self._globs = globs
         self._exclude = os.path.join(os.path.realpath(exclude), "")
         self._stop = stop
+        self._follow_symlinks = follow_symlinks
+
+    @property
+    def roots(self) -> list[str]:
+        """The real paths of the directories followed."""
+        return self._roots
 
     def __enter__(self) -> Watch:
         from watchfiles import watch
@@ -79,6 +87,8 @@ class Watch:
             relative = os.path.relpath(path, root)
             if relative.startswith("..") or any(part.startswith(".") for part in relative.split(os.sep)):
                 continue
+            if not self._follow_symlinks and not is_within(os.path.realpath(path), self._roots):
+                return False  # the scan has reported the link
             if os.path.isdir(path):
                 return self._recursive
             return matches(relative, self._globs)

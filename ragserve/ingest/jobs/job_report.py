@@ -62,8 +62,9 @@ def failures_of(jobs: JobStore, job_id: str, *states: str) -> tuple[tuple[str, s
 class JobReport:
     """Result of a run.
 
-    ``state`` is done, failed, cancelled, or interrupted (resumable); ``failures`` holds (source, reason);
-    ``vanished`` holds sources whose file is gone; ``warm_job`` is the id of the warm-up job that follows.
+    ``state`` is done, failed, cancelled, or interrupted (resumable); ``failures``, ``skipped`` and
+    ``notes`` (on indexed files) hold (source, reason); ``vanished`` holds sources whose file is gone;
+    ``warm_job`` is the id of the warm-up job that follows.
     """
 
     job_id: str
@@ -72,6 +73,8 @@ class JobReport:
     seconds: float
     progress: Progress
     failures: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
     vanished: tuple[str, ...] = ()
     error: str | None = None
     warm_job: str | None = None
@@ -89,7 +92,13 @@ class JobReport:
             "seconds": round(self.seconds, 3),
             "chunks_per_s": round(self.progress.chunks / seconds, 1),
             "tokens_per_s": round(self.progress.tokens / seconds, 1),
-            "failures": [{"source": source, "reason": reason} for source, reason in self.failures],
+            "failures": _listed(self.failures),
+            "skipped": _listed(self.skipped),
+            "notes": _listed(self.notes),
             "vanished": list(self.vanished),
             "warm_job": self.warm_job,
         }
+
+
+def _listed(items: tuple[tuple[str, str], ...]) -> list[dict[str, str]]:
+    return [{"source": source, "reason": reason} for source, reason in items]

@@ -234,6 +234,12 @@ def test_following_changes(folder: Path, tmp_path: Path) -> None:
         assert json.loads(process.stdout.readline())["files"]["indexed"] == 1
         (folder / "whales.md").unlink()
         assert json.loads(process.stdout.readline())["files"]["removed"] == 1
+        (tmp_path / "outside").mkdir()
+        (folder / "link").symlink_to(tmp_path / "outside")
+        (folder / "link.md").symlink_to("/etc/hostname")
+        (tmp_path / "outside" / "secret.md").write_text("# Secret\n")
+        (folder / "corals.md").write_text("# Corals\n\nCorals glow.\n")  # after the links
+        assert json.loads(process.stdout.readline())["files"]["indexed"] == 1
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     finally:

@@ -41,6 +41,41 @@ def test_loops_end_and_every_file_counts_once(tmp_path: Path) -> None:
     assert [os.path.basename(source) for source, _ in found.failed] == ["self"]
 
 
+def test_links_out_of_the_folder_are_skipped_unless_they_are_wanted(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    tree(tmp_path, "root/a.txt", "root/sub/b.txt", "root-2/c.txt", "elsewhere/d.txt", "e.txt")
+    (root / "sub/inside.txt").symlink_to(root / "a.txt")
+    (root / "sub/folder").symlink_to(tmp_path / "elsewhere")
+    (root / "file.txt").symlink_to("../e.txt")
+    (root / "neighbour").symlink_to(tmp_path / "root-2")  # its name starts as the folder's
+    (root / "up").symlink_to("..")
+    found = scan([str(root)], recursive=True)
+    assert relative(found.sources, root) == ["a.txt", "sub/b.txt"]
+    assert sorted(relative([source for source, _ in found.skipped], root)) == [
+        "file.txt",
+        "neighbour",
+        "sub/folder",
+        "up",
+    ]
+    reason = dict(found.skipped)[str(root / "file.txt")]
+    assert str(tmp_path / "e.txt") in reason
+    assert "--follow-symlinks" in reason
+
+    followed = scan([str(root)], recursive=True, follow_symlinks=True)
+    assert sorted(relative(followed.sources, tmp_path)) == [
+        "e.txt",
+        "elsewhere/d.txt",
+        "root-2/c.txt",
+        "root/a.txt",
+        "root/sub/b.txt",
+    ]
+    assert followed.skipped == []
+    both = scan([str(root), str(tmp_path / "root-2")], recursive=True)
+    assert relative(both.sources, tmp_path) == ["root/a.txt", "root-2/c.txt", "root/sub/b.txt"]
+    given = scan([str(root / "file.txt")])  # a link that is named itself was meant
+    assert relative(given.sources, tmp_path) == ["e.txt"]
+
+
 def test_what_cannot_be_read_is_recorded_with_its_reason(tmp_path: Path) -> None:
     tree(tmp_path, "a.txt")
     (tmp_path / "broken").symlink_to("nowhere")
