@@ -8,6 +8,7 @@ from importlib import import_module
 import typer
 
 from ragserve import __version__
+from ragserve.children import ended_by_signals
 from ragserve.errors import RagserveError
 
 # in the order of `ragserve --help`
@@ -51,7 +52,8 @@ def main() -> None:
     """Run the command line. A `RagserveError` prints message and hint, no traceback, and exits with 1."""
     _register()
     try:
-        app()
+        with ended_by_signals():
+            app()
     except RagserveError as error:
         typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
         sys.exit(1)

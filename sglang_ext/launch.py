@@ -32,6 +32,7 @@ class Launcher:
         from sglang.srt.entrypoints import http_server
         from sglang.srt.utils import kill_process_tree
 
+        os.environ[processes.PARENT_VARIABLE] = str(os.getpid())  # read by the children
         original = http_server.uvicorn
         http_server.uvicorn = SimpleNamespace(run=self._serve, Config=original.Config, Server=original.Server)
         try:

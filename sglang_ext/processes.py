@@ -2,7 +2,8 @@
 
 A spawned child imports its target's module first. SGLang's own targets live in modules that import
 torchvision at once, which has to be prepared on a CPU-only machine (`sglang_ext.cpu.torchvision`). With the
-targets here the preparation comes first.
+targets here the preparation comes first, and before it the bond with the parent: a child that is still
+importing when its parent dies would otherwise go on.
 
 A terminal sends Ctrl-C to the whole process group. The children ignore it: the main process ends them when it
 has finished its requests.
@@ -11,6 +12,8 @@ has finished its requests.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
 from typing import Any
@@ -34,12 +37,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's detokenizer. It ends with its parent, even if that dies while the engine is still
-    starting.
-    """
+    """Run SGLang's detokenizer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)

@@ -24,6 +24,7 @@ from typing import Any
 
 from ragserve.bench import model_shapes
 from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache_in, read_trace, require
+from ragserve.children import end_with_parent
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import Sampling
 from ragserve.engine.local import LocalEngine
@@ -117,7 +118,8 @@ _NOTE = (
 
 def _engine(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     """Run all cases on one engine, in a process of its own because SGLang starts only once in a process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, end_with_parent, (os.getpid(),)) as process:
         try:
             return process.submit(_measured, trace, share, folder).result()
         except BrokenProcessPool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ragserve.children import ENDING
 from ragserve.commands.options import with_settings
 from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings
@@ -203,7 +204,7 @@ class _Session:
 
 
 class _Signals:
-    """The first Ctrl-C or SIGTERM stops between batches, the second at once."""
+    """The first Ctrl-C, SIGTERM or SIGHUP stops between batches, the second at once."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -218,9 +219,13 @@ class _Signals:
 
 @contextmanager
 def signals_stop() -> Iterator[_Signals]:
-    """While the block lasts, Ctrl-C and SIGTERM set ``stop``."""
+    """While the block lasts, the signals of `ENDING` set ``stop``; an ignored one (nohup) stays ignored."""
     signals = _Signals()
-    before = {number: signal.signal(number, signals.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signals.handle)
+        for number in ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield signals
     finally:

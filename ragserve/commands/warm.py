@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ragserve.cache import lock
+from ragserve.children import ENDING
 from ragserve.config import Settings
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of, progress_of
@@ -90,6 +91,7 @@ def _run_here(
     from ragserve.cache.evictions import Evictor, note_engine
     from ragserve.cache.warm import Warmer
     from ragserve.engine.offline import run_once
+    from ragserve_index import JobStore
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -106,9 +108,17 @@ def _run_here(
             return await asyncio.to_thread(warmer.run, job_id, on_progress=on_progress, stop=stop, wait=True)
 
     # those of `signals_stop`
-    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in ENDING}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
         return run_once(settings, work)
+    except SystemExit as ended:  # by a signal during the start, before `work` had its handlers
+        signalled = int(ended.code or 0) - 128
+        if signalled not in handlers:
+            raise
+        handlers[signalled](signalled, None)
+        job = JobStore(store).get(job_id)
+        return JobReport(job_id, job.namespace, "interrupted", 0.0, progress_of(job))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

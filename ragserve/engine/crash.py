@@ -47,7 +47,7 @@ class CrashHandler:
             return
         self.error = EngineError(f"The engine has died: {self._cause()}.", hint=_HINT, code="engine_died")
         log.error("%s The server ends.", self.error)
-        timer = threading.Timer(DEADLINE_S, _end_now)  # whatever holds up an orderly end
+        timer = threading.Timer(DEADLINE_S, end_now)  # whatever holds up an orderly end
         timer.daemon = True
         timer.start()
         self._crashed.set_result(None)
@@ -101,11 +101,12 @@ class CrashHandler:
             self._manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
 
 
-def _end_now() -> None:
+def end_now(status: int = EXIT_CODE) -> None:
+    """End this process and its children without an orderly end."""
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
-    os._exit(EXIT_CODE)
+    os._exit(status)
 
 
 def _exit(code: int | None) -> str:

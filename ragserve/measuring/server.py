@@ -11,11 +11,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
 
+from ragserve.children import end_with_parent
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.errors import Unavailable
 
@@ -57,7 +59,7 @@ def running_server(
     """Start `ragserve serve` with the settings ``flags`` (``port=0``: a free one), wait until /ready, and
     stop it at the end of the block.
 
-    The server also stops when the thread that started it dies, for instance by a kill, unless ``outlive``.
+    The server is killed when the thread that started it ends, for instance by a kill, unless ``outlive``.
     Raises Unavailable with the end of the log if the server does not come up."""
     with contextlib.ExitStack() as stack:
         if data_dir is None:
@@ -83,7 +85,7 @@ def running_server(
 def spawn(
     command: Sequence[str], output: BinaryIO, env: Mapping[str, str], *, outlive: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; it stops with the thread that started it, unless
+    """Start a command in a session of its own; it is killed when the thread that started it ends, unless
     ``outlive``."""
     return subprocess.Popen(
         command,
@@ -92,7 +94,7 @@ def spawn(
         stdin=subprocess.DEVNULL,
         env={**os.environ, **env},
         start_new_session=True,
-        preexec_fn=None if outlive else stop_with_parent,
+        preexec_fn=None if outlive else partial(end_with_parent, os.getpid()),
     )
 
 
@@ -101,13 +103,6 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def stop_with_parent() -> None:
-    """Run in the child: have Linux send it SIGTERM when its parent thread ends (prctl PR_SET_PDEATHSIG)."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _wait_ready(server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,15 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from ragserve.children import end_with_parent
 from ragserve.client import Client
 from ragserve.engine.ports import hold_port, port_of
-from ragserve.measuring.server import stop_with_parent
 from tests.conftest import REPO
 
 BUILT_FROM = (
@@ -92,7 +94,7 @@ def serving(environment: Path, clean: dict[str, str], folder: Path) -> Iterator[
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=stop_with_parent,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 200
     try:

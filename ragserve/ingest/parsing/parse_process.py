@@ -153,7 +153,7 @@ class ParseProcess:
         extra = {"TOKENIZERS_PARALLELISM": "false", "CHONKIE_LOG": "off", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             # -P keeps the working directory, which may hold the files being ingested, out of sys.path
-            [sys.executable, "-P", "-m", "ragserve.ingest.parsing.parse_worker"],
+            [sys.executable, "-P", "-m", "ragserve.ingest.parsing.parse_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # libxml2 and PDFium complain about every odd file

@@ -17,11 +17,17 @@ import stat
 import sys
 from typing import IO, Any
 
+from ragserve.children import end_with_parent
 from ragserve.errors import RagserveError, TooLarge
 
 
 def main() -> None:
-    """Serve requests until stdin ends. The first line of stdin configures the process."""
+    """Serve requests until stdin ends. The first line of stdin configures the process.
+
+    The process ends with the one that the first argument names, even while it parses.
+    """
+    if len(sys.argv) > 1:
+        end_with_parent(int(sys.argv[1]))
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not look like a reply
     requests = os.fdopen(os.dup(0), encoding="utf-8")

@@ -1,0 +1,132 @@
+"""No process outlives the one that started it, whatever ends that one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import MODEL
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL)
+
+# A worker that ignores what it can, and a process of its own that does, too.
+WORKER = """
+import signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+open(sys.argv[1] + ".ready", "w").write("")
+time.sleep(600)
+"""
+
+# `ragserve eval` with that worker in the place of an engine
+EVAL = """
+import sys
+from ragserve import cli
+from ragserve.eval import parallel
+popen = parallel.subprocess.Popen
+def stand_in(command, **options):
+    return popen([sys.executable, "-c", {worker!r}, command[-1]], **options)
+parallel.subprocess.Popen = stand_in
+sys.argv = ["ragserve", "eval", "--data", {data!r}, "--work", {work!r}]
+cli.main()
+"""
+
+# the parsing process, stopped, so that the end of its input does not end it
+PARSER = """
+import os, signal, sys, time
+from ragserve.ingest.parsing.parse_process import ParseProcess, ParseRequest
+from ragserve.ingest.tokenizer import TokenizerSource
+tokenizer = TokenizerSource.load({model!r})
+parser = ParseProcess(tokenizer_json=tokenizer.json, chunk_tokens=64, max_bytes=100, timeout_s=60)
+parser.parse(ParseRequest({path!r}, "a.txt", ".txt", salt=""))
+os.kill(parser.pid, signal.SIGSTOP)
+print(parser.pid, flush=True)
+time.sleep(600)
+"""
+
+# an engine that is being started: SGLang's child is still loading what it was sent
+ENGINE = """
+import multiprocessing, os, time
+class Loading:
+    def __reduce__(self):
+        return exec, ("import time; open({ready!r}, 'w').write(''); time.sleep(600)",)
+if __name__ == "__main__":
+    from sglang_ext import processes
+    os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
+    child = multiprocessing.get_context("spawn").Process(
+        target=processes.run_scheduler_process, args=(Loading(),))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    assert processes
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"id": "1", "question": "q", "answers": ["a"], "docs": [["t", "a"]]}\n')
+    return path
+
+
+@pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
+def test_workers_of_an_evaluation_end_with_it(number: signal.Signals, data: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    script = EVAL.format(worker=WORKER, data=str(data), work=str(work))
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    try:
+        wait_for(work / "job-0.json.ready", process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert_all_end(children)
+        status = process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_busy_parsing_process_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    script = PARSER.format(model=str(MODEL), path=str(tmp_path / "a.txt"))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.communicate()
+    assert_all_end([child])
+
+
+def test_processes_of_an_engine_end_with_it_while_they_are_loading(tmp_path: Path) -> None:
+    script, ready = tmp_path / "engine.py", tmp_path / "ready"
+    script.write_text(ENGINE.format(ready=str(ready)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    wait_for(ready, process)
+    process.kill()
+    process.communicate()
+    assert_all_end([child])
