@@ -169,7 +169,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobItem:
-    """A source of a job and its outcome. ``reason`` says why it failed or was skipped."""
+    """A source of a job and its outcome. ``reason`` says why it failed or was skipped; of an indexed one it
+    is a note."""
 
     source: str
     state: str  # one of ITEM_STATES

@@ -170,7 +170,7 @@ class JobItemView(BaseModel):
     state: str = Field(
         description="`pending`, `indexed`, `warmed`, `unchanged`, `removed`, `failed` or `skipped`."
     )
-    reason: str | None = Field(description="Reason of a failure or skip.")
+    reason: str | None = Field(description="Reason of a failure or skip, or a note on an indexed file.")
     chunks: int
     tokens: int
     size_bytes: int

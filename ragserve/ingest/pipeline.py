@@ -201,7 +201,8 @@ class Pipeline:
         progress.index_s += time.perf_counter() - started
         for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
             n, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
-            self._outcomes.append(JobItem(file.source, "indexed", None, n, tokens, parsed.size, doc_id))
+            item = JobItem(file.source, "indexed", parsed.note or None, n, tokens, parsed.size, doc_id)
+            self._outcomes.append(item)
             progress.indexed += 1
             progress.size_bytes += parsed.size
             progress.tokens += tokens

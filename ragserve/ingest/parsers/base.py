@@ -8,8 +8,11 @@ from typing import Literal
 
 from ragserve.errors import UnsupportedDocument
 
-PARSER_VERSION = 1
+PARSER_VERSION = 2
 """Part of every content hash. Raise it when a parser gives other text for the same bytes."""
+
+NOT_TEXT = "not_text"
+"""Code of the error for files that a directory may hold beside documents: images, programs, archives."""
 
 _LONG_GAP = re.compile(r"\s{65,}")
 
@@ -31,7 +34,7 @@ class Parsed:
 
     ``pages`` holds (offset in ``text``, page number from 1) in order and is empty for formats without pages.
     Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty if the document has
-    none.
+    none. ``note`` says what the reader of a job's report should know, such as a guessed charset.
     """
 
     text: str
@@ -39,6 +42,7 @@ class Parsed:
     title: str = ""
     pages: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str | int] = field(default_factory=dict)
+    note: str = ""
 
 
 def unreadable(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import re
+from collections import Counter
+from typing import NamedTuple
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import unreadable
+from ragserve.ingest.parsers.charset_languages import COMMON_CHARACTERS, LANGUAGE_TABLE
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -16,10 +20,27 @@ _BOMS = (
 )
 _TEXT_CONTROLS = frozenset("\t\n\r\f\v\b\x1b\x85")
 _MAX_CONTROLS = 0.01  # share of control characters above which decodable bytes are not text
-_GUESS_BYTES = 256 * 1024  # used for the guess; all bytes are then decoded strictly
+_GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded strictly
+
+# 8-bit charsets, the most common first: of several that read the same text, the first is named
+_WINDOWS = ("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "cp1255", "cp1256")
+_UNIX = ("iso8859-15", "iso8859-2", "koi8-u", "iso8859-5", "iso8859-7")
+_OLD = ("mac-roman", "mac-latin2", "cp850", "cp852", "cp866", "cp857")  # of old Macs and of DOS
+_HANDICAP = dict.fromkeys(_WINDOWS, 0.0) | dict.fromkeys(_UNIX, 0.01) | dict.fromkeys(_OLD, 0.1)
+_WORD = re.compile(r"[^\W\d_]+")
+_INSIDE_WORDS = frozenset("’ʼ‘·\xad‐‑–—")  # beside letters
+_MIN_COMMON = 0.02  # share of common words, or characters, from which a language is recognised
+_DOUBT = 0.1  # a reading whose score is that close is as likely
 
 
-def decode(data: bytes, declared: str | None = None) -> str:
+class Decoded(NamedTuple):
+    """A text, and how its charset was guessed; ``note`` is empty if it was not."""
+
+    text: str
+    note: str = ""
+
+
+def decode(data: bytes, declared: str | None = None) -> Decoded:
     """Decode text. The ``declared`` charset (HTTP header, HTML meta) is used if it decodes strictly.
 
     Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in an unknown charset.
@@ -27,38 +48,133 @@ def decode(data: bytes, declared: str | None = None) -> str:
     for mark, charset in _BOMS:
         if data.startswith(mark):
             try:
-                return _checked(data.decode(charset), charset)
+                return Decoded(_checked(data.decode(charset), charset))
             except UnicodeDecodeError as error:
                 why = f"starts with a {charset} mark but is not {charset} at byte {error.start}"
                 raise _undecodable(why) from error
     if b"\x00" in data:
-        raise _undecodable("binary: it holds zero bytes")
+        raise _undecodable("contains NUL bytes; is it binary?")
     for charset in dict.fromkeys((declared or "utf-8", "utf-8")):
         try:
-            return _checked(data.decode(charset), charset)
+            return Decoded(_checked(data.decode(charset), charset))
         except (UnicodeDecodeError, LookupError):
             continue
     return _guessed(data)
 
 
-def _guessed(data: bytes) -> str:
+class _Reading(NamedTuple):
+    score: float
+    charset: str
+    text: str
+
+
+def _guessed(data: bytes) -> Decoded:
+    """The reading in which the text is most like one language, else charset-normalizer's."""
+    # the lines that tell charsets apart
+    sample = b"\n".join(line for line in data.splitlines() if not line.isascii())[:_GUESS_BYTES]
+    readings = _in_a_language(sample) or _by_statistics(sample)
+    failure = _undecodable("neither UTF-8 nor text in another charset that could be recognised")
+    for place, reading in enumerate(readings):
+        note = f"read as {reading.charset}, guessed"
+        following = readings[place + 1 : place + 2]
+        if following and reading.score - following[0].score < _DOUBT:
+            note += f"; it may be {following[0].charset}"
+        try:
+            return Decoded(_checked(data.decode(reading.charset), reading.charset), note)
+        except UnicodeDecodeError as error:
+            failure = _undecodable(f"starts as {reading.charset} but is not at byte {error.start}")
+        except UnsupportedDocument as error:
+            failure = error
+    raise failure
+
+
+def _in_a_language(sample: bytes) -> list[_Reading]:
+    """Readings in which a language is recognised, the best first, each text once."""
+    readings: dict[str, _Reading] = {}
+    for charset in (*_HANDICAP, *COMMON_CHARACTERS):
+        try:
+            # the sample may end within a character
+            text = codecs.getincrementaldecoder(charset)().decode(sample)
+        except UnicodeDecodeError:
+            continue
+        score = _characters(text, charset) if charset in COMMON_CHARACTERS else _likeness(text)
+        if score is not None:
+            readings.setdefault(text, _Reading(score - _HANDICAP.get(charset, 0.0), charset, text))
+    return sorted(readings.values(), key=lambda reading: -reading.score)
+
+
+def _likeness(text: str) -> float | None:
+    """How much a text is like its likeliest language, at most 2. None if it is like none: too few of its
+    words are common, and its letters fit no Latin alphabet.
+
+    The share of common words, by letters, and of the characters outside of ASCII that belong where they are.
+    """
+    words = Counter(_WORD.findall(text.lower()))
+    total = sum(len(word) * n for word, n in words.items())
+    strange, letters = _foreign_characters(text)
+    n_foreign = strange + letters.total()
+    latin = all(letter < "\u0250" for letter in letters)
+    best: float | None = None
+    for language in LANGUAGE_TABLE.values():
+        common = sum(len(word) * words[word] for word in language.words) / max(total, 1)
+        odd = strange + sum(n for letter, n in letters.items() if letter not in language.letters)
+        if common < _MIN_COMMON and (odd or not latin):
+            continue
+        score = common + 1 - odd / max(n_foreign, 1)
+        best = score if best is None else max(best, score)
+    return best
+
+
+def _characters(text: str, charset: str) -> float | None:
+    """`_likeness` for the languages of a multi-byte charset, whose words are not separated."""
+    strange, letters = _foreign_characters(text)
+    n_foreign = strange + letters.total()
+    common = sum(letters[character] for character in COMMON_CHARACTERS[charset]) / max(n_foreign, 1)
+    return None if common < _MIN_COMMON else common + 1 - strange / n_foreign
+
+
+def _foreign_characters(text: str) -> tuple[int, Counter[str]]:
+    """Characters outside of ASCII: the number of those that no text has where they are (a symbol or a letter
+    of another script within a word, a capital behind a small letter, a control character), and the other
+    letters.
+    """
+    letters: Counter[str] = Counter()
+    strange = 0
+    for found in re.finditer(r"[^\x00-\x7f]", text):
+        at, character = found.start(), found.group()
+        before, after = text[at - 1 : at], text[at + 1 : at + 2]
+        if character.isalpha():
+            mixed = character > "\u024f" and (_is_ascii_letter(before) or _is_ascii_letter(after))
+            if mixed or (character.isupper() and before.islower()):
+                strange += 1
+            else:
+                letters[character.lower()] += 1
+        elif (
+            (before.isalpha() and after.isalpha() and character not in _INSIDE_WORDS)
+            or character in "\x80¤"
+            or "\x80" <= character < "\xa0"
+        ):
+            strange += 1
+    return strange, letters
+
+
+def _is_ascii_letter(character: str) -> bool:
+    return character.isascii() and character.isalpha()
+
+
+def _by_statistics(sample: bytes) -> list[_Reading]:
     from charset_normalizer import from_bytes
 
-    best = from_bytes(data[:_GUESS_BYTES]).best()
-    if best is None:
-        raise _undecodable("neither UTF-8 nor text in another charset that could be recognised")
-    try:
-        return _checked(data.decode(best.encoding), best.encoding)
-    except UnicodeDecodeError as error:
-        raise _undecodable(f"starts as {best.encoding} but is not at byte {error.start}") from error
+    best = from_bytes(sample).best()
+    return [] if best is None else [_Reading(0.0, best.encoding, str(best))]
 
 
 def _checked(text: str, charset: str) -> str:
     if "\x00" in text:
-        raise _undecodable(f"binary: it decodes as {charset} to zero characters")
+        raise _undecodable(f"contains NUL characters as {charset}; is it binary?")
     controls = sum(1 for c in text[:65536] if (c < " " or "\x7f" <= c < "\xa0") and c not in _TEXT_CONTROLS)
     if controls > _MAX_CONTROLS * min(len(text), 65536):
-        raise _undecodable("binary: too many control characters for text")
+        raise _undecodable("too many control characters for text; is it binary?")
     return text
 
 

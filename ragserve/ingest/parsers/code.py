@@ -9,4 +9,5 @@ from ragserve.ingest.parsers.sniff import language_of
 
 def parse(raw: Raw) -> Parsed:
     language = language_of(raw) or "text"
-    return Parsed(decode(raw.data), "text/x-source", raw.filename, metadata={"language": language})
+    text, note = decode(raw.data)
+    return Parsed(text, "text/x-source", raw.filename, metadata={"language": language}, note=note)

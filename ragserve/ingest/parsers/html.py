@@ -24,7 +24,7 @@ def parse(raw: Raw) -> Parsed:
     if declared is None:
         meta = _META_CHARSET.search(raw.data[:4096])
         declared = meta.group(1).decode("ascii") if meta else None
-    source = decode(raw.data, declared)
+    source, note = decode(raw.data, declared)
 
     from lxml import etree  # type: ignore[import-untyped]
     from lxml import html as lxml_html
@@ -40,7 +40,7 @@ def parse(raw: Raw) -> Parsed:
         text = everything
     if not title:
         title = " ".join((tree.findtext(".//title") or tree.findtext(".//h1") or "").split())
-    return Parsed(text, "text/html", title=title)
+    return Parsed(text, "text/html", title=title, note=note)
 
 
 def _main_text(source: str, url: str | None) -> tuple[str, str]:

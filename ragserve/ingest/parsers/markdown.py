@@ -14,7 +14,7 @@ _SETEXT = re.compile(r"^(\S.*?) *\r?\n=+ *\r?$", re.M)
 
 
 def parse(raw: Raw) -> Parsed:
-    text = decode(raw.data, raw.charset)
+    text, note = decode(raw.data, raw.charset)
     title = ""
     front = _FRONT_MATTER.match(text)
     if front:
@@ -28,7 +28,7 @@ def parse(raw: Raw) -> Parsed:
             default=None,
         )
         title = found.group(1) if found else ""
-    return Parsed(text, "text/markdown", title=title)
+    return Parsed(text, "text/markdown", title=title, note=note)
 
 
 def _title_in(front_matter: str) -> str:

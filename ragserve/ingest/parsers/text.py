@@ -7,4 +7,5 @@ from ragserve.ingest.parsers.charset import decode
 
 
 def parse(raw: Raw) -> Parsed:
-    return Parsed(decode(raw.data, raw.charset), "text/plain")
+    text, note = decode(raw.data, raw.charset)
+    return Parsed(text, "text/plain", note=note)

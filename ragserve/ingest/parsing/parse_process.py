@@ -41,7 +41,7 @@ class ParseRequest:
 
 @dataclass(frozen=True, slots=True)
 class ParsedFile:
-    """A parsed and chunked file. ``size`` is in bytes."""
+    """A parsed and chunked file. ``size`` is in bytes; ``note`` is for the job's report."""
 
     filename: str
     ext: str
@@ -51,6 +51,7 @@ class ParsedFile:
     title: str
     metadata: Mapping[str, Any]
     chunks: Sequence[NewChunk] = field(repr=False)
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class _Worker:
             "mime": parsed.mime,
             "title": parsed.title[:500],
             "metadata": parsed.metadata,
+            "note": parsed.note,
             "chunks": [(c.text, c.start, c.end, c.n_tokens, c.page) for c in chunks],
         }
 

@@ -1,0 +1,115 @@
+"""Measure how often text in 8-bit and multi-byte charsets is read right: ragserve beside charset-normalizer.
+
+    python -m tests.charsets --out examples/results/charsets.json
+
+The texts of tests/data/languages, in ten languages, are written in every charset that has their letters:
+whole, by paragraph and by first sentence of a paragraph. A reading is right if it gives the text back.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from charset_normalizer import from_bytes
+
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.charset import decode
+from ragserve.measuring.report import write
+
+TEXTS = Path(__file__).resolve().parent / "data" / "languages"
+CHARSETS = (
+    "utf-8", "utf-16", "cp1252", "iso8859-1", "iso8859-15", "mac-roman", "cp1250", "iso8859-2", "cp1251",
+    "koi8-r", "cp1253", "iso8859-7", "cp1254", "iso8859-9", "cp932", "euc_jp", "gb18030",
+)  # fmt: skip
+HOME = {  # charsets in which a language was written
+    "french": ("cp1252", "iso8859-1", "iso8859-15", "mac-roman"),
+    "german": ("cp1252", "iso8859-1", "iso8859-15", "mac-roman"),
+    "spanish": ("cp1252", "iso8859-1", "iso8859-15", "mac-roman"),
+    "polish": ("cp1250", "iso8859-2"),
+    "czech": ("cp1250", "iso8859-2"),
+    "russian": ("cp1251", "koi8-r"),
+    "greek": ("cp1253", "iso8859-7"),
+    "turkish": ("cp1254", "iso8859-9"),
+    "japanese": ("cp932", "euc_jp"),
+    "chinese": ("gb18030",),
+}
+# what people wrote in charsets without the character
+_PLAIN = str.maketrans(
+    {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "–": "-", "—": "-"}
+    | {"…": "...", "€": "EUR", "œ": "oe"}
+)
+
+
+def samples() -> Iterator[tuple[str, str, str, str, bytes]]:
+    """(language, charset, size, text, bytes) of each reading to make."""
+    for language, own in HOME.items():
+        whole = (TEXTS / f"{language}.txt").read_text(encoding="utf-8")
+        paragraphs = whole.strip().split("\n\n")
+        pieces = [("text", whole)] + [("paragraph", each) for each in paragraphs]
+        pieces += [("sentence", _first_sentence(each)) for each in paragraphs]
+        for charset in ("utf-8", "utf-16", *own):
+            for size, piece in pieces:
+                text = piece
+                try:
+                    data = text.encode(charset)
+                except UnicodeEncodeError:
+                    text = piece.translate(_PLAIN)
+                    data = text.encode(charset)
+                yield language, charset, size, text, data
+
+
+def _first_sentence(paragraph: str) -> str:
+    ends = [paragraph.find(mark) for mark in (". ", "? ", "! ", "。") if mark in paragraph]
+    return paragraph[: min(ends) + 1] if ends else paragraph
+
+
+def by_library(data: bytes) -> tuple[str, str]:
+    """charset-normalizer's best guess, without a note."""
+    best = from_bytes(data).best()
+    return ("" if best is None else str(best)), ""
+
+
+def measure() -> list[dict[str, Any]]:
+    """A row for each charset, and one for all."""
+    rivals: dict[str, Callable[[bytes], tuple[str, str]]] = {"library": by_library, "ragserve": decode}
+    rows = {
+        name: {"charset": name, "readings": 0, "library": 0, "ragserve": 0} for name in (*CHARSETS, "all")
+    }
+    for row in rows.values():
+        row |= {"wrong": 0, "wrong and not said to be a guess": 0, "two charsets named": 0}
+    for language, charset, size, text, data in samples():
+        for row in (rows[charset], rows["all"]):
+            row["readings"] += 1
+        for name, read in rivals.items():
+            try:
+                found, note = read(data)
+            except UnsupportedDocument as error:
+                found, note = "", str(error)
+            for row in (rows[charset], rows["all"]):
+                row[name] += found == text
+                if name == "ragserve":
+                    row["two charsets named"] += "it may be" in note
+                    row["wrong"] += found != text
+                    row["wrong and not said to be a guess"] += found != text and not note
+            if name == "ragserve" and found != text:
+                print(f"wrong: {language} in {charset}, {size}: {note}")
+    for row in rows.values():
+        for name in rivals:
+            row[f"{name} %"] = round(100 * row.pop(name) / row["readings"], 1)
+    return list(rows.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the report to this file")
+    out = parser.parse_args().out
+    workload = {"texts": "tests/data/languages", "languages": len(HOME), "charsets": len(CHARSETS)}
+    note = "Right readings, %, of whole texts, paragraphs and sentences; library: charset-normalizer alone."
+    write("charsets", workload, measure(), out=out, note=note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Text in the charsets that people saved it in: read right, and said to be a guess."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.charset import decode
+from tests.charsets import HOME, samples
+
+
+@pytest.mark.parametrize("language", HOME)
+def test_ten_languages_in_their_charsets(language: str) -> None:
+    read = [
+        (charset, size, text, decode(data))
+        for name, charset, size, text, data in samples()
+        if name == language
+    ]
+    wrong = [(charset, size, found.note) for charset, size, text, found in read if found.text != text]
+    assert not wrong
+    guessed = {charset for charset, _, _, found in read if found.note}
+    assert guessed == set(HOME[language])
+    assert all(", guessed" in found.note for _, _, _, found in read if found.note)
+
+
+# languages that no figure of tests/charsets.py comes from
+OTHERS = {
+    "cp1252": (
+        "La città è più bella di notte, quando le luci si accendono e tutti escono. Perché non vieni "
+        "anche tu?",
+        "Não há nada que possa fazer agora; amanhã a situação será outra, e então veremos o coração "
+        "da questão.",
+        "Det är många som tycker att våren är den bästa tiden på året, när allt börjar växa på nytt.",
+        "Når det bliver mørkt, går børnene hjem, og så er der stille på gaden. Hvor længe skal vi vente?",
+        "Hän ei tiennyt, että päivä oli jo pitkällä, kun myös sää muuttui ja lämpö väheni.",
+        "Það var mjög kalt í gær, svo við vorum heima og lásum bækur um sjóinn.",
+        "The café’s résumé—he said it was “naïve”—cost £5 and was not for us.",
+        "Müller, Köln\nGroß, Düsseldorf\n",
+        "Procès-verbal",
+    ),
+    "cp1250": (
+        "Az őszi erdő csendes volt, és csak a szél zúgott; nem is tudtuk, hogy hová megyünk.",
+        "Keď som bol malý, chodil som k starej mame na dedinu, kde sme mali kone a veľký sad.",
+        "Kad je došla zima, više nitko nije išao na tržnicu, jer su ceste bile zatvorene.",
+        "Łódź, Kraków, Gdańsk\n",
+    ),
+    "cp1257": ("Vakar buvo labai šalta, todėl mes likome namuose ir skaitėme knygas apie jūrą.",),
+    "cp1251": (
+        "Учора було дуже холодно, тому ми залишилися вдома і читали книжки про море.",
+        "Вчера беше много студено, затова останахме вкъщи и четохме книги за морето.",
+    ),
+    "cp1255": ("אתמול היה קר מאוד, ולכן נשארנו בבית וקראנו ספרים על הים של הצפון.",),
+    "cp1256": ("كان الجو باردا جدا أمس، لذلك بقينا في البيت وقرأنا كتبا عن البحر من هذا النوع.",),
+    "cp949": ("어제는 매우 추워서 우리는 집에 머물면서 바다에 관한 책을 읽었다. 그것은 좋은 날이었다.",),
+    "big5": ("昨天很冷，所以我們留在家裡看關於大海的書。這是一個很好的日子。",),
+    "cp850": ("L'été dernier, nous étions à la plage et la mer était très calme après l'orage.",),
+    "cp866": ("Вчера было очень холодно, поэтому мы остались дома и читали книги о море.",),
+}
+
+
+@pytest.mark.parametrize(
+    ("charset", "text"), [(c, t) for c, texts in OTHERS.items() for t in texts], ids=lambda value: value[:12]
+)
+def test_a_sentence_of_other_languages(charset: str, text: str) -> None:
+    assert decode(text.encode(charset)).text == text
+    # the lines that tell are found behind pages of ASCII
+    late = "Only plain words here.\n" * 5000 + text
+    assert decode(late.encode(charset)).text == late
+
+
+def test_two_charsets_that_fit_are_both_named() -> None:
+    text, note = decode("Procès-verbal".encode("cp1252"))
+    assert (text, note) == ("Procès-verbal", "read as cp1252, guessed; it may be cp1250")
+
+
+def test_what_was_said_about_the_charset_is_believed() -> None:
+    assert decode("Łódź".encode("iso8859-2"), "iso-8859-2") == ("Łódź", "")
+    assert decode("naïve".encode()) == ("naïve", "")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"text\x00\x00more", "contains NUL bytes; is it binary?"),
+        (bytes(range(1, 32)) * 40 + b"\x81\xff", "binary"),
+    ],
+    ids=["NUL", "controls"],
+)
+def test_binary_data_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises(UnsupportedDocument, match=says.replace("?", r"\?")):
+        decode(data)
