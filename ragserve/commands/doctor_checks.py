@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -24,6 +24,7 @@ from sglang_ext.protocol import SGLANG_VERSION
 
 Status = Literal["ok", "warn", "fail", "skip"]
 _MIB = 2**20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 
@@ -45,8 +46,9 @@ Finding = tuple[Status, str] | tuple[Status, str, str]
 """Status, what was found, and advice unless the status is ok or skip."""
 
 
-def examine(settings: Settings) -> Iterable[Check]:
-    """Run all checks in order and yield each as it finishes. A check that crashes counts as failed."""
+def examine(settings: Settings, names: Collection[str] = ()) -> Iterable[Check]:
+    """Run the checks of these ``names``, by default all, in order and yield each as it finishes. A check that
+    crashes counts as failed."""
     checks: dict[str, Callable[[Settings], Finding]] = {
         "python": _python,
         "versions": _versions,
@@ -63,6 +65,8 @@ def examine(settings: Settings) -> Iterable[Check]:
         "engine": _engine,
     }
     for name, check in checks.items():
+        if names and name not in names:
+            continue
         try:
             finding = check(settings)
         except RagserveError as error:
@@ -162,6 +166,8 @@ def _model(settings: Settings) -> Finding:
     if settings.engine_url:
         return "skip", "the engine brings its own (engine_url)"
     folder = Path(settings.model)
+    if folder.is_file() or "://" in settings.model or "model_path" in settings.engine_args:
+        return "skip", f"{settings.model} is read by SGLang alone"
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
@@ -174,10 +180,10 @@ def _model(settings: Settings) -> Finding:
         folder = Path(cached).parent
     if not (folder / "config.json").exists():
         return "fail", f"{folder} has no config.json", "Give --model a folder in Hugging Face's layout."
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    files = [path for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
     weights = {path: path.stat().st_size for path in files}
-    if not weights:
-        return "fail", f"{folder} has no weights (*.safetensors, *.bin)", "Download the complete model."
+    if not weights and "load_format" not in settings.engine_args:
+        return "fail", f"{folder} has no weights ({', '.join(_WEIGHTS)})", "Download the complete model."
     pointer = b"version https://git-lfs"
     if any(size < 1024 and path.read_bytes().startswith(pointer) for path, size in weights.items()):
         return "fail", f"{folder} holds Git LFS pointers instead of weights", "Run git lfs pull there."
@@ -185,7 +191,8 @@ def _model(settings: Settings) -> Finding:
     context = config.get("max_position_embeddings")
     architectures = ", ".join(config.get("architectures") or ["unknown architecture"])
     found = f"{settings.model}: {architectures}, context {context or 'unknown'}"
-    if context and settings.context_length and settings.context_length > context:
+    scaled = config.get("rope_scaling") or os.environ.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
+    if context and settings.context_length and settings.context_length > context and not scaled:
         return "fail", found, f"context_length {settings.context_length} exceeds the model's: lower it."
     return "ok", f"{found}, weights {sum(weights.values()) / _MIB:,.0f} MiB"
 

@@ -33,7 +33,7 @@ def stat(root: Path) -> dict[str, Any]:
     return {
         "path": str(root),
         "ranks": [folder.folder.name for folder in folders],
-        "in_use": any(_in_use(folder) for folder in folders),
+        "in_use": in_use(root),
         "files": sum(space["files"] for space in spaces.values()),
         "bytes": sum(space["bytes"] for space in spaces.values()),
         "namespaces": {name: dict(figures) for name, figures in sorted(spaces.items())},
@@ -90,10 +90,13 @@ def _check(namespace: str) -> None:
         raise ValueError(f"not a namespace: {namespace!r}")
 
 
-def _in_use(folder: DocumentFiles) -> bool:
-    free = folder.acquire(0)
-    folder.release()
-    return not free
+def in_use(root: Path) -> bool:
+    """Return whether a server owns the folder."""
+    try:
+        with _owned(root):
+            return False
+    except FolderInUse:
+        return True
 
 
 @contextmanager

@@ -1,0 +1,74 @@
+"""What `ragserve serve` checks before it loads anything: each failure is a message that says what to do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ragserve.commands.doctor_checks import examine
+from ragserve.config import Settings
+from ragserve.errors import Conflict, InvalidRequest, Unavailable
+
+_OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
+
+
+def check_start(settings: Settings) -> None:
+    """Raise the error that would end the start later.
+
+    Raises Unavailable (the doctor's findings on data folder, model and engine), InvalidRequest (no such
+    model), Conflict (another server has the documents' KV), and the errors of opening the registry.
+    """
+    from ragserve_index import IndexStore
+
+    for check in examine(settings, ("data folder", "engine", "model")):
+        if check.status == "fail":
+            raise Unavailable(f"Cannot serve: {check.name}: {check.found}.", hint=check.advice)
+        if check.name == "model" and check.status == "warn":
+            _fetch_config(settings.model)
+    IndexStore(settings.data_dir, index_type=settings.index_type).close()
+    if settings.kv_disk_bytes and settings.kv_storage == "file" and not settings.engine_url:
+        _check_owner(settings.data_dir / "kv")
+
+
+def _check_owner(kv: Path) -> None:
+    from ragserve.cache import folder
+
+    until = time.monotonic() + _OWNER_WAIT_S
+    while folder.in_use(kv):
+        if time.monotonic() >= until:
+            raise Conflict(
+                f"Another server uses the document KV in {kv}.",
+                hint="Stop it, give another --data-dir, or do without the disk tier: --kv-disk-bytes 0.",
+                code="cache_in_use",
+            )
+        time.sleep(0.1)
+
+
+def _fetch_config(model: str) -> None:
+    """Download the configuration of a model that is not on this machine, to see that it can be had."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    cause: Exception
+    try:
+        hf_hub_download(model, "config.json")
+        return
+    except LocalEntryNotFoundError as error:
+        why, cause = "it is not on this machine, and Hugging Face cannot be reached", error
+    except GatedRepoError as error:
+        why, cause = "it is gated: run `hf auth login` with an account that may use it", error
+    except RepositoryNotFoundError as error:
+        why, cause = "there is no such folder, and Hugging Face does not know it", error
+    except EntryNotFoundError as error:
+        why, cause = "it has no config.json", error
+    raise InvalidRequest(
+        f"Cannot serve {model}: {why}.",
+        hint="Give --model a folder with config.json, or a Hugging Face id.",
+        code="model_not_found",
+        param="model",
+    ) from cause
