@@ -18,8 +18,27 @@ import signal
 import sys
 from typing import Any
 
+from sglang_ext import quiet
 from sglang_ext.cpu.torchvision import prepare
 
+PARENT_VARIABLE = "RAGSERVE_ENGINE_PID"
+
+
+def _end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends. SGLang asks for that only once all is imported."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    spawned = multiprocessing.current_process().name != "MainProcess"
+    if parent is None or not spawned or sys.platform != "linux":
+        return
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for children of this one
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_end_with_parent()
+if quiet.QUIET_VARIABLE in os.environ:
+    quiet.silence()
 prepare()
 
 

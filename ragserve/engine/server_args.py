@@ -22,7 +22,11 @@ _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only
 def server_args(settings: Settings) -> Any:
     """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything."""
     from ragserve.engine.compat import prepare
+    from sglang_ext import quiet
 
+    os.environ.pop(quiet.QUIET_VARIABLE, None)
+    if settings.log_level != "debug":
+        quiet.silence()
     # With pickle IPC (the default), SGLang 0.5.16 loses the scheduler's timings in the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
     os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
