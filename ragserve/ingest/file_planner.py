@@ -33,6 +33,7 @@ class FilePlanner:
         self._tokenizer = tokenizer
         self._downloads = downloads
         self._metadata: Mapping[str, Any] = job.spec.get("metadata", {})
+        self._named = frozenset(job.spec.get("named", ()))
         self._spool_folder: Path | None = None
         if "spool" in job.spec:
             self._spool_folder = spool.folder(job.spec["spool"])
@@ -44,7 +45,10 @@ class FilePlanner:
             return self._upload(source, self._spool_folder)
         if is_url(source):
             return self._download(source)
-        return self._planned(source, source, os.path.basename(source), {"path": source, **self._metadata})
+        metadata = {"path": source, **self._metadata}
+        return self._planned(
+            source, source, os.path.basename(source), metadata, found=source not in self._named
+        )
 
     def _upload(self, source: str, folder: Path) -> PlannedFile:
         file = self._spooled.get(source)
@@ -72,12 +76,13 @@ class FilePlanner:
         *,
         title: str = "",
         ext: str | None = None,
+        found: bool = False,
         **known: str | None,
     ) -> PlannedFile:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = content_salt(self._tokenizer, self._settings.chunk_tokens, title, metadata)
         request = ParseRequest(path, filename, ext, salt, self._known_hash(source), **known)
-        return PlannedFile(source, request, title, metadata)
+        return PlannedFile(source, request, title, metadata, found)
 
     def _known_hash(self, source: str) -> str | None:
         try:

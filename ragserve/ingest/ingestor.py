@@ -130,6 +130,7 @@ class Ingestor:
             "kind": "paths",
             "inputs": list(inputs),
             "roots": found.roots if roots is None else list(roots),
+            "named": [] if within else found.named,
             **asdict(options),
             "globs": list(options.globs),
         }

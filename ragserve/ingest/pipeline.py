@@ -28,6 +28,7 @@ from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
+from ragserve.ingest.parsers.base import NOT_TEXT
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve_index.types import JobItem, NewDocument
 
@@ -54,12 +55,16 @@ class DocumentEmbedder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request."""
+    """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
+
+    ``found``: it was found in a directory, where files that are never text are skipped.
+    """
 
     source: str
     request: ParseRequest | Failed
     title: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    found: bool = False
 
 
 def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mapping[str, Any]) -> str:
@@ -162,7 +167,7 @@ class Pipeline:
                     ready.append((file, result))
                     n_chunks += len(result.chunks)
                 else:
-                    self._finish_without_document(file.source, result)
+                    self._finish_without_document(file, result)
             if len(self._outcomes) >= _RECORD_ITEMS or time.monotonic() - self._recorded_at > _RECORD_S:
                 self._flush()
             if n_chunks >= _BATCH_CHUNKS or (n_chunks >= _START_CHUNKS and item is None):
@@ -171,10 +176,14 @@ class Pipeline:
         if ready:
             self._write(ready)
 
-    def _finish_without_document(self, source: str, result: Unchanged | Failed) -> None:
+    def _finish_without_document(self, file: PlannedFile, result: Unchanged | Failed) -> None:
+        source = file.source
         if isinstance(result, Unchanged):
             self._progress.unchanged += 1
             self._outcomes.append(JobItem(source, "unchanged", None, 0, 0, result.size, None))
+        elif file.found and result.code == NOT_TEXT:
+            self._progress.skipped += 1
+            self._outcomes.append(JobItem(source, "skipped", result.reason, 0, 0, 0, None))
         else:
             self._progress.failed += 1
             self._outcomes.append(JobItem(source, "failed", result.reason, 0, 0, 0, None))

@@ -53,6 +53,11 @@ def unreadable(
     return UnsupportedDocument(f"{kind}: {why}", code=code)
 
 
+def not_text(what: str) -> UnsupportedDocument:
+    """The error for a file of a kind that is never text; ``what`` names it."""
+    return UnsupportedDocument(f"binary: {what}, not a document", code=NOT_TEXT)
+
+
 def tidy(text: str) -> str:
     """Shorten runs of more than 64 white space characters, which would fill chunks of their own."""
     return _LONG_GAP.sub(lambda gap: "\n\n" if "\n" in gap.group() or "\r" in gap.group() else " ", text)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import zipfile
 from io import BytesIO
+from mimetypes import MimeTypes
 
 from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Raw, unreadable
+from ragserve.ingest.parsers.base import Raw, not_text, unreadable
 from ragserve.ingest.parsers.languages import LANGUAGES
 
 _HTML_START = re.compile(
@@ -21,21 +22,45 @@ _TEMPLATE_EXT = frozenset(
     [".php", ".jsp", ".erb", ".ejs", ".vue", ".svelte", ".hbs", ".mustache", ".jinja", ".j2", ".tmpl"]
 )
 
-_MAGIC: tuple[tuple[bytes, str], ...] = (
+# beginnings of files that are never text
+_NEVER_TEXT: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
-    (b"GIF8", "a GIF image"),
+    (b"GIF87a", "a GIF image"),
+    (b"GIF89a", "a GIF image"),
+    (b"II*\x00", "a TIFF image"),
+    (b"MM\x00*", "a TIFF image"),
+    (b"\x00\x00\x01\x00", "an icon"),
+    (b"ID3\x02", "an MP3 recording"),
+    (b"ID3\x03", "an MP3 recording"),
+    (b"ID3\x04", "an MP3 recording"),
+    (b"OggS\x00", "an Ogg recording"),
+    (b"fLaC\x00", "a FLAC recording"),
+    (b"\x1a\x45\xdf\xa3", "a Matroska or WebM video"),
+    (b"wOFF", "a font"),
+    (b"wOF2", "a font"),
     (b"\x1f\x8b", "gzip-compressed data"),
     (b"BZh", "bzip2-compressed data"),
     (b"\xfd7zXZ\x00", "xz-compressed data"),
     (b"\x28\xb5\x2f\xfd", "zstd-compressed data"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (b"Rar!\x1a\x07", "a RAR archive"),
+    (b"!<arch>\n", "a static library or a Debian package"),
     (b"\x7fELF", "an ELF program"),
+    (b"\xcf\xfa\xed\xfe", "a macOS program"),
+    (b"\xca\xfe\xba\xbe", "a Java class or macOS program"),
+    (b"\x00asm", "a WebAssembly program"),
     (b"SQLite format 3\x00", "an SQLite database"),
+    (b"\x93NUMPY", "a NumPy array"),
+)
+# media types, by extension, of files that are never text if they hold NUL bytes
+_NEVER_TEXT_TYPES = ("image/", "audio/", "video/", "font/", "application/octet-stream", "application/x-")
+_MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"{\\rtf", "an RTF document (save it as .docx)"),
     (b"%!PS", "a PostScript file (convert it to PDF)"),
 )
+_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")  # of UTF-16 and UTF-32
+_MEDIA_TYPES = MimeTypes()  # Python's own table: the system's may differ
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _MAX_UNZIPPED = 512 * 2**20  # bytes; a .docx that unpacks to more is a zip bomb or no document
 
@@ -48,12 +73,34 @@ _FILENAMES = {
 _SHEBANGS = {"python": "python", "node": "javascript", "ruby": "ruby", "perl": "perl", "sh": "shell"}
 
 
+def never_text(head: bytes, filename: str) -> str | None:
+    """Name the kind of a file that is never text, such as an image or a program, by its first 4 KiB and its
+    name. Returns None for all others, archives of documents included."""
+    for magic, what in _NEVER_TEXT:
+        # a text may begin with words; no such file is without a NUL byte near its beginning
+        if head.startswith(magic) and (b"\x00" in head or not magic.isascii() or not magic.isalnum()):
+            return what
+    container = head[:4], head[4:8], head[8:12]
+    if container[0] == b"RIFF" and container[2] in (b"WEBP", b"WAVE", b"AVI "):
+        return "an image, a recording or a video (RIFF)"
+    if container[1] == b"ftyp":
+        return "a video or an image (ISO media)"
+    if head[257:262] == b"ustar":
+        return "a tar archive"
+    media = _MEDIA_TYPES.guess_type(filename)[0] or ""
+    if b"\x00" in head and not head.startswith(_MARKS) and media.startswith(_NEVER_TEXT_TYPES):
+        return f"binary data ({media})"
+    return None
+
+
 def detect(raw: Raw) -> str:
     """Return one of ``PARSERS``. Raises ``UnsupportedDocument``, naming the format, if no parser reads it.
 
     Nothing is decoded here: the text parsers find out whether bytes without a known signature are text.
     """
     head = raw.data[:4096]
+    if what := never_text(head, raw.filename):
+        raise not_text(what)
     if b"%PDF-" in head[:1024]:
         return "pdf"
     if head.startswith(b"PK\x03\x04"):
@@ -65,7 +112,7 @@ def detect(raw: Raw) -> str:
         raise UnsupportedDocument("a legacy Office file, .doc, .xls or .ppt (save it as .docx or PDF)")
     for magic, what in _MAGIC:
         if head.startswith(magic):
-            raise UnsupportedDocument(f"binary: {what}, not a document")
+            raise UnsupportedDocument(f"no parser for {what}")
     plain = head.removeprefix(b"\xef\xbb\xbf")
     if plain.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16: its ASCII characters are every other byte
         plain = plain.replace(b"\x00", b"")[2:]
@@ -106,4 +153,4 @@ def _zip_kind(data: bytes) -> str:
     ):
         if path in names:
             raise UnsupportedDocument(f"no parser for {what}")
-    raise UnsupportedDocument("binary: a zip archive, not a document (unpack it)")
+    raise not_text("a zip archive (unpack it)")

@@ -75,7 +75,8 @@ class _Worker:
         from ragserve.ingest.parsers import Raw, parse
         from ragserve.ingest.parsers.base import unreadable
 
-        data = _read(request["path"], self._max_bytes)
+        named = None if request.get("parser") else request["filename"]
+        data = _read(request["path"], self._max_bytes, named)
         digest = hashlib.blake2b(data, digest_size=20, key=request["salt"].encode()).hexdigest()
         if digest == request.get("known_hash"):
             return {"unchanged": digest, "size": len(data)}
@@ -95,14 +96,21 @@ class _Worker:
         }
 
 
-def _read(path: str, max_bytes: int) -> bytes:
-    """Read a regular file. O_NONBLOCK keeps a named pipe from hanging the open."""
+def _read(path: str, max_bytes: int, filename: str | None) -> bytes:
+    """Read a regular file; one whose beginning and ``filename`` show that it is never text is refused first.
+    O_NONBLOCK keeps a named pipe from hanging the open."""
+    from ragserve.ingest.parsers.base import not_text
+    from ragserve.ingest.parsers.sniff import never_text
+
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        data = file.read(max_bytes + 1)  # the file may grow while it is read
+        head = file.read(4096)
+        if filename is not None and (what := never_text(head, filename)):
+            raise not_text(what)
+        data = head + file.read(max_bytes + 1 - len(head))  # the file may grow while it is read
     size = max(status.st_size, len(data))
     if size > max_bytes:
         raise TooLarge(f"too large: {size:,} bytes, the limit is {max_bytes:,} (RAGSERVE_MAX_UPLOAD_BYTES)")

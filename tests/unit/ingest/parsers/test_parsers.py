@@ -215,7 +215,7 @@ def bad_files() -> dict[str, tuple[bytes, str, str]]:
         "corrupt.pdf": (b"%PDF-1.7\n" + bytes(range(256)) * 20, "corrupt_document", "corrupt"),
         "headless.pdf": (pdf[400:], "undecodable", "binary"),
         "truncated.docx": (good_docx[: len(good_docx) // 2], "corrupt_document", "corrupt"),
-        "image.txt": (b"\x89PNG\r\n\x1a\n" + bytes(100), "unsupported_document", "PNG"),
+        "image.txt": (b"\x89PNG\r\n\x1a\n" + bytes(100), "not_text", "PNG"),
         "random.txt": (bytes((i * 37 + i // 7) % 256 for i in range(5000)), "undecodable", "undecodable"),
         "lies.txt": (codecs.BOM_UTF8 + b"\xff\xfe\xfa broken", "undecodable", "utf-8"),
         "old.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "unsupported_document", "legacy"),
