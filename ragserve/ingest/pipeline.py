@@ -32,8 +32,9 @@ from ragserve.ingest.parsers.base import NOT_TEXT
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve_index.types import JobItem, NewDocument
 
-# chunks per transaction: enough that an fsync and sorting by length cost little beside embedding
-_BATCH_CHUNKS = 512
+# chunks per transaction: enough that an fsync and sorting by length cost little beside embedding, and so few
+# that documents appear, and progress shows, about every two seconds
+_BATCH_CHUNKS, _BATCH_S, _MIN_BATCH_CHUNKS = 512, 2.0, 16
 _START_CHUNKS = 64  # enough to start embedding while the parser has nothing more ready
 _QUEUE_CHUNKS = 4096  # parsed ahead; bounds memory
 # outcomes without a document are recorded this many, or this many seconds, at a time
@@ -115,6 +116,7 @@ class Pipeline:
         self._record = record
         self._outcomes: list[JobItem] = []
         self._recorded_at = time.monotonic()
+        self._batch_chunks = _START_CHUNKS
 
     def run(self, files: Iterable[PlannedFile]) -> None:
         """Take each file to its outcome. Raises ``Interrupted``, and errors of ``commit`` and ``files``."""
@@ -153,8 +155,9 @@ class Pipeline:
         while True:
             if self._run.should_stop():
                 raise Interrupted
+            start = min(_START_CHUNKS, self._batch_chunks)
             try:
-                item = queue.get(timeout=0.2 if n_chunks < _START_CHUNKS else 0.0)
+                item = queue.get(timeout=0.2 if n_chunks < start else 0.0)
             except Empty:
                 item = None
             if isinstance(item, _End):
@@ -170,7 +173,7 @@ class Pipeline:
                     self._finish_without_document(file, result)
             if len(self._outcomes) >= _RECORD_ITEMS or time.monotonic() - self._recorded_at > _RECORD_S:
                 self._flush()
-            if n_chunks >= _BATCH_CHUNKS or (n_chunks >= _START_CHUNKS and item is None):
+            if n_chunks >= self._batch_chunks or (n_chunks >= start and item is None):
                 self._write(ready)
                 ready, n_chunks = [], 0
         if ready:
@@ -235,7 +238,10 @@ class Pipeline:
                 raise Interrupted
             part = order[start : start + _BATCH_CHUNKS // 4]
             vectors[part] = embedder.encode([texts[i] for i in part])
-        self._progress.embed_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._progress.embed_s += seconds
+        per_batch = int(len(texts) / max(seconds, 1e-6) * _BATCH_S)
+        self._batch_chunks = max(_MIN_BATCH_CHUNKS, min(_BATCH_CHUNKS, per_batch))
         return vectors
 
 

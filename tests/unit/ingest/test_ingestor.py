@@ -5,9 +5,14 @@ from __future__ import annotations
 import http.server
 import os
 import threading
+import time
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ragserve.config import Settings, load
@@ -67,6 +72,29 @@ def test_documents_are_indexed_with_their_metadata(
     assert dict(document.metadata) == expected
     hits = store.search("sea", embedder.encode_queries(["words about otters"]), 1).hits[0]
     assert hits[0].chunk.title == "Otters"
+
+
+def test_progress_shows_while_a_slow_embedder_works(
+    settings: Settings, store: IndexStore, tmp_path: Path
+) -> None:
+    class Slow:
+        name, dim = "slow", 4
+
+        def encode(self, texts: Sequence[str]) -> Any:
+            time.sleep(0.03 * len(texts))  # 33 chunks/s, as a small machine does
+            return np.eye(1, 4, dtype=np.float32).repeat(len(texts), axis=0)
+
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for i in range(160):
+        (folder / f"{i}.txt").write_text(f"note {i}")
+    ingestor = Ingestor(settings, store, Slow())
+    job = ingestor.submit_paths("slow", [str(folder)])
+    seen: list[int] = []
+    ingestor.run(job.job_id, on_progress=lambda progress: seen.append(progress.done))
+    assert seen[-1] == 160
+    # two seconds of work at most, though all files are parsed long before
+    assert max(after - before for before, after in pairwise(seen)) <= 70
 
 
 def test_chunks_are_exact_runs_of_the_text(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:
