@@ -230,7 +230,7 @@ def storage_full(path: Path, error: Exception) -> StorageFull:
     """The error for a disk without room."""
     return StorageFull(
         f"No room left on the disk of {path}: {error}.",
-        hint="Nothing was changed. Free some space, or use another --data-dir, and repeat.",
+        hint="This step was undone. Free some space, or use another --data-dir, and repeat.",
     )
 
 

@@ -1,4 +1,4 @@
-"""`ragserve docs`: list, show, remove and warm the documents of a namespace."""
+"""`ragserve docs`: namespaces, and the documents in them: list, show, remove and warm."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ _WARM_HELP = (
 
 
 def register(app: typer.Typer) -> None:
-    docs = typer.Typer(help="List, show, remove and warm documents.", no_args_is_help=True)
+    docs = typer.Typer(
+        help="List, show, remove and warm documents; list and drop namespaces.", no_args_is_help=True
+    )
     docs.command("ls")(with_settings(ls, ["data_dir"]))
+    docs.command("namespaces")(with_settings(namespaces, ["data_dir"]))
     docs.command("show")(with_settings(show, ["data_dir"]))
     docs.command("rm")(with_settings(rm, ["data_dir", "model", "tokenizer"]))
     docs.command("drop")(with_settings(drop, ["data_dir"]))
@@ -63,6 +66,19 @@ def ls(
         facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
         typer.echo(f"{document.doc_id}  {document.title}  ({facts})\n    {document.source}")
     typer.echo(f"{len(documents):,} documents")
+
+
+def namespaces(settings: Settings, as_json: AsJson = False) -> None:
+    """List namespaces with their documents, chunks and tokens."""
+    with _store(settings) as store:
+        found = store.namespaces()
+    if as_json:
+        print_json([asdict(namespace) for namespace in found])
+        return
+    for each in found:
+        counts = f"{each.n_documents:,} documents, {each.n_chunks:,} chunks, {each.n_tokens:,} tokens"
+        typer.echo(f"{each.name}: {counts} (embedder {each.embedder}, index {each.index_type})")
+    typer.echo(f"{len(found):,} namespaces")
 
 
 def show(

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -17,10 +18,11 @@ from ragserve.children import ENDING
 from ragserve.commands.options import with_settings
 from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest, TooLarge
+from ragserve.errors import InvalidRequest, RagserveError, TooLarge
 
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import PathOptions
+    from ragserve.ingest.jobs.job_report import JobReport, Progress
     from ragserve_index import IndexStore
 
 _SETTINGS = ("data_dir", "model", "tokenizer", "embedder", "embed_device", "chunk_tokens", "index_type")
@@ -149,8 +151,21 @@ class _Session:
         """Run a job and the warm-up that may follow it, and report both."""
         from ragserve.commands.job_console import print_report, progress_bar
 
+        last: list[Progress] = []
+        ended: RagserveError | None = None
+        started = time.monotonic()
         with progress_bar(self._console, enabled=not self._as_json) as show:
-            report = self.ingestor.run(job_id, on_progress=show, stop=self._stop, wait=wait)
+
+            def note(progress: Progress) -> None:
+                last[:] = [progress]
+                show(progress)
+
+            try:
+                report = self.ingestor.run(job_id, on_progress=note, stop=self._stop, wait=wait)
+            except RagserveError as error:
+                if not last:  # nothing was done
+                    raise
+                report, ended = self._failed(job_id, time.monotonic() - started, last[0], error), error
         if not self._as_json:
             print_report(self._console, report, pruned=pruned)
             if report.state == "interrupted":
@@ -164,6 +179,23 @@ class _Session:
             print(json.dumps(body, indent=None if compact else 1, ensure_ascii=False), flush=True)
         self.failed += report.progress.failed + (len(warmed.failures) if warmed is not None else 0)
         self.files += report.progress.done + len(report.vanished) + (report.state != "done")
+        if ended is not None:
+            raise ended
+
+    def _failed(self, job_id: str, seconds: float, progress: Progress, error: RagserveError) -> JobReport:
+        """Report on a run that ``error`` ended: what was done until then is kept."""
+        from ragserve.ingest.jobs.job_report import JobReport, failures_of
+
+        jobs = self.ingestor.jobs
+        return JobReport(
+            job_id,
+            jobs.get(job_id).namespace,
+            "failed",
+            seconds,
+            progress,
+            failures_of(jobs, job_id, "failed"),
+            error=str(error),
+        )
 
     def follow(self, namespace: str, inputs: list[str], options: PathOptions) -> None:
         """Ingest ``inputs``, then what changes in them, until the command is stopped."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,86 @@ def test_following_changes(folder: Path, tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert sorted(map(os.path.basename, contents(tmp_path / "ragserve-data"))) == ["otters.md", "seals.md"]
+    assert sorted(map(os.path.basename, contents(tmp_path / "ragserve-data"))) == [
+        "corals.md",
+        "otters.md",
+        "seals.md",
+    ]
+
+
+def test_images_and_programs_in_a_folder_are_skipped_and_fail_when_named(
+    folder: Path, tmp_path: Path, ragserve: Cli
+) -> None:
+    others = {
+        "logo.png": b"\x89PNG\r\n\x1a\n" + bytes(100),
+        "tool": b"\x7fELF" + bytes(100),
+        "module.pyc": b"\xa7\r\r\n" + bytes(100),
+        "clip.mp4": b"\0\0\0\x18ftypmp42" + bytes(100),
+        "data.tar.gz": b"\x1f\x8b\x08" + bytes(100),
+    }
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
+    with zipfile.ZipFile(folder / "archive.zip", "w") as archive:
+        archive.writestr("inside.txt", "words")
+    (folder / "about-gifs.txt").write_text("GIF89a is the name of a format.")
+    done = ragserve("ingest", "docs", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["files"]["indexed"], report["files"]["failed"]) == (0, 3, 0)
+    skipped = {os.path.basename(each["source"]): each["reason"] for each in report["skipped"]}
+    assert set(skipped) == {*others, "archive.zip"}
+    assert "PNG image" in skipped["logo.png"]
+    assert "6" in next(line for line in ragserve("ingest", "docs").stdout.splitlines() if "skipped" in line)
+    named = ragserve("ingest", "docs/logo.png", "docs", "--json")
+    assert named.returncode == 3
+    assert [os.path.basename(each["source"]) for each in json.loads(named.stdout)["failures"]] == ["logo.png"]
+
+
+def test_a_guessed_charset_is_in_the_report(folder: Path, ragserve: Cli) -> None:
+    text = "Après l’été, le cœur de la ville s’éveille : « voilà la fête ! »\n"
+    (folder / "ville.txt").write_bytes(text.encode("cp1252"))
+    report = json.loads(ragserve("ingest", "docs", "--json").stdout)
+    assert [each["reason"] for each in report["notes"]] == ["read as cp1252, guessed"]
+    shown = json.loads(ragserve("docs", "show", "docs/ville.txt", "--json").stdout)
+    assert shown["chunks"][0]["text"] == text
+    (folder / "ville.txt").write_bytes(text.encode("cp1252") + b"\n")
+    assert "read as cp1252, guessed" in ragserve("ingest", "docs").stdout
+
+
+def test_namespaces_are_listed(folder: Path, ragserve: Cli) -> None:
+    for namespace in ("sea", "lakes"):
+        assert ragserve("ingest", "docs", "-n", namespace).returncode == 0
+    listed = json.loads(ragserve("docs", "namespaces", "--json").stdout)
+    counts = {each["name"]: (each["n_documents"], each["n_chunks"]) for each in listed}
+    assert counts == {"sea": (2, 2), "lakes": (2, 2)}
+    shown = ragserve("docs", "namespaces").stdout
+    assert "sea: 2 documents, 2 chunks" in shown
+    assert "2 namespaces" in shown
+
+
+def test_links_out_of_the_folder(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.md").write_text("# Secret\n\nNot for everyone.\n")
+    (folder / "link").symlink_to(outside)
+    done = ragserve("ingest", "docs", "--recursive", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["files"]["indexed"], report["files"]["skipped"]) == (2, 1)
+    assert [skipped["source"] for skipped in report["skipped"]] == [str(folder / "link")]
+    shown = ragserve("ingest", "docs", "--recursive").stdout
+    assert str(folder / "link") in shown
+    assert "--follow-symlinks" in shown
+    assert ragserve("ingest", "docs", "-r", "--follow-symlinks", "--json").returncode == 0
+    assert str(outside / "secret.md") in contents(tmp_path / "ragserve-data")
+    # a file that became a link out is gone; what the link leads to was never in the folder
+    (folder / "whales.md").unlink()
+    (folder / "whales.md").symlink_to(outside / "secret.md")
+    pruned = json.loads(ragserve("ingest", "docs", "-r", "--prune", "--json").stdout)
+    assert pruned["vanished"] == [str(folder / "whales.md")]
+    assert sorted(contents(tmp_path / "ragserve-data")) == [
+        str(folder / "otters.md"),
+        str(outside / "secret.md"),
+    ]
 
 
 @pytest.fixture
@@ -284,7 +364,11 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
     assert done.stdout.decode().split("\n")[:2] == ["first 1", "second 0"], errors
     assert "disk" in errors
     assert "Traceback" not in errors
+    assert "Nothing was changed" not in errors
     full, freed = contents(tmp_path / "full"), contents(tmp_path / "freed")
+    first = json.loads((tmp_path / "first.json").read_text())
+    assert (first["state"], first["files"]["indexed"], first["files"]["total"]) == ("failed", len(full), 50)
+    assert "disk" in first["error"]
     assert len(full) < len(freed) == 50
     for found in (full, freed):
         for source, chunks in found.items():
