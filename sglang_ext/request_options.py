@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -373,6 +374,11 @@ def _sentences(
         allowed = " or ".join(dict.fromkeys(reasons))
         sentences.append(f"option {name} of {owner} is {reprlib.repr(value)}: {allowed}")
     if unknown:
-        known = ", ".join(option_names(model))
-        sentences.append(f"{owner} has no option {', '.join(unknown)}: it has {known}")
+        known = option_names(model)
+        by_last = {name.rpartition(".")[2]: name for name in known}
+        close = [
+            by_last[m] for name in unknown for m in get_close_matches(name.rpartition(".")[2], by_last, 1)
+        ]
+        meant = f" (did you mean {', '.join(close)}?)" if close else ""
+        sentences.append(f"{owner} has no option {', '.join(unknown)}{meant}: it has {', '.join(known)}")
     return sentences

@@ -36,6 +36,11 @@ def test_a_label_reads_back_as_what_it_labels() -> None:
         assert parse(spec.label) == [spec]
 
 
+def test_an_option_that_does_not_exist_is_said_to_be_none() -> None:
+    with pytest.raises(InvalidRequest, match=r"no option shares \(did you mean share\?\): it has .*recompute"):
+        parse("concat:shares=0.5", ["concat"])
+
+
 def test_a_dot_leads_into_a_group_of_options() -> None:
     [spec] = parse("samkv:experimental.lexical_weight=1,keep=0.2,experimental.scoring=keys")
     assert spec.options == {"experimental": {"lexical_weight": 1, "scoring": "keys"}, "keep": 0.2}
