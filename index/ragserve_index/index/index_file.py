@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from pathlib import Path
 
+from ragserve.errors import StorageFull
 from ragserve_index import registry, structures
 from ragserve_index.database import Database
 from ragserve_index.index import file_format
 from ragserve_index.index.file_format import Damaged, Footer
 from ragserve_index.locks import file_lock
 from ragserve_index.structures.base import Structure, load_faiss
+
+log = logging.getLogger(__name__)
 
 
 class IndexFile:
@@ -95,7 +99,14 @@ class IndexFile:
                 state=structure.state(),
             )
             file_format.write(self.path, footer, structure.write)
-        # Prune the change log: indexes of other processes that are older compare ids from now on.
+        try:
+            self._prune_log(version)
+        except StorageFull as error:  # the file is saved; the next save prunes
+            log.warning("The change log of namespace %s was not pruned: %s", self._name, error)
+        return None
+
+    def _prune_log(self, version: int) -> None:
+        """Indexes of other processes that are older than ``version`` compare ids from now on."""
         with self._database.write() as connection:
             for statement in (
                 "DELETE FROM removals WHERE namespace_id = ?1 AND version <= ?2",
@@ -103,7 +114,6 @@ class IndexFile:
                 "UPDATE namespaces SET log_floor = max(log_floor, ?2) WHERE id = ?1",
             ):
                 connection.execute(statement, (self._namespace_id, version))
-        return None
 
     def ours_on_disk(self) -> Footer | None:
         """The footer if the file is this registry's, without reading the payload; None otherwise."""
