@@ -25,7 +25,12 @@ COMMANDS = (
     "calibrate_heads",
     "bench",
 )
-app = typer.Typer(name="ragserve", no_args_is_help=True, add_completion=False)
+_EPILOG = (
+    "To begin: `ragserve ingest FOLDER --recursive`, then `ragserve serve`, and when it is ready, in another "
+    "terminal, `ragserve query QUESTION`. `ragserve COMMAND --help` describes a command, `ragserve doctor` "
+    "finds out why something fails. Settings are flags, RAGSERVE_* variables or lines of ragserve.toml."
+)
+app = typer.Typer(name="ragserve", no_args_is_help=True, add_completion=False, epilog=_EPILOG)
 
 
 def _version(show: bool) -> None:

@@ -92,10 +92,11 @@ def evaluate(
         Path | None, typer.Option(help="File for one JSON line per question and strategy.")
     ] = None,
 ) -> None:
-    """Score greedily decoded answers as SQuAD does. Exits with 1 if a request failed.
+    """Measure the answers of strategies over question sets. Exits with 1 if a request failed.
 
-    Without --url, `given` starts its own engines and compares each strategy's next-token distribution with
-    that of full prefill; `retrieved` starts a server."""
+    Answers are decoded greedily and scored as SQuAD does: exact match and F1. Without --url, `given` starts
+    its own engines and compares each strategy's next-token distribution with that of full prefill;
+    `retrieved` starts a server."""
     from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
     from ragserve.strategy_spec import parse

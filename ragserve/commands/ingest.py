@@ -29,8 +29,8 @@ _SETTINGS = ("data_dir", "model", "tokenizer", "embedder", "embed_device", "chun
 _EPILOG = (
     "Exit status: 0 if all files are indexed or unchanged; 3 if some files failed (each is listed with its "
     "reason); 1 if nothing could run, or an error such as a full disk ended the run; 2 for wrong options; "
-    "130 after Ctrl-C, 143 after SIGTERM. After an interruption, a crash or a kill, run the same command "
-    "again: it skips what is already indexed."
+    "130 after Ctrl-C, 143 after SIGTERM, 129 for a closed terminal. After an interruption, a crash or a "
+    "kill, run the same command again: it skips what is already indexed."
 )
 
 

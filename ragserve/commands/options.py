@@ -17,6 +17,18 @@ from ragserve.errors import InvalidRequest
 _PLAIN = (int, float, str, Path)
 _OBJECTS = {name for name, field in Settings.model_fields.items() if get_origin(field.annotation) is dict}
 
+# help panels of the settings, by the first field of each
+_PANELS = {
+    "data_dir": "Settings: files and models",
+    "engine_url": "Settings: engine",
+    "sparse_attention": "Settings: sparse decoding",
+    "kv_host_bytes": "Settings: document cache",
+    "host": "Settings: server",
+    "strategy": "Settings: answering",
+    "max_query_chars": "Settings: limits",
+    "chunk_tokens": "Settings: ingestion and index",
+}
+
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")]
@@ -81,7 +93,9 @@ def problems(error: ValidationError) -> list[str]:
 
 
 def _parameter(name: str) -> inspect.Parameter:
-    option = typer.Option(None, _flag(name), help=_help(name), rich_help_panel="Settings", show_default=False)
+    fields = list(Settings.model_fields)
+    panel = next(_PANELS[each] for each in reversed(fields[: fields.index(name) + 1]) if each in _PANELS)
+    option = typer.Option(None, _flag(name), help=_help(name), rich_help_panel=panel, show_default=False)
     annotation = _flag_type(Settings.model_fields[name].annotation) | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 
@@ -109,9 +123,19 @@ def _help(name: str) -> str:
     parts = [field.description or ""]
     if get_origin(field.annotation) is Literal:
         parts.append(f"One of {', '.join(map(str, get_args(field.annotation)))}.")
-    if field.default not in (None, ...) and name not in _OBJECTS:
-        parts.append(f"Default: {field.default}.")
+    if name in _OBJECTS:
+        parts.append("A JSON object.")
+    elif field.default not in (None, ...):
+        parts.append(f"Default: {_readable(name, field.default)}.")
     return " ".join(parts)
+
+
+def _readable(name: str, default: Any) -> str:
+    if name == "model":
+        return "the small model that comes along"
+    if name.endswith("_bytes"):
+        return f"{default:,} ({default // 2**20:,} MiB)"
+    return str(default)
 
 
 def _flag_type(annotation: Any) -> Any:
