@@ -149,6 +149,13 @@ def test_sparse_decoding_must_be_switched_on(server: Any) -> None:
     assert "--sparse-attention on" in refused.json()["error"]["message"]
 
 
+def test_the_log_says_when_the_server_was_ready_and_warns_of_nothing(server: Any) -> None:
+    log = server.running.log.read_text()
+    assert f"ragserve: ready on {server.url}\n" in log
+    for noise in ("UserWarning", "Ignore import error", "init_cpu_threads_env", "RLIMIT_NOFILE"):
+        assert noise not in log
+
+
 def test_resident_memory_stays_small(server: Any) -> None:
     assert server.running.resident_bytes() < 5 * 2**30
 
