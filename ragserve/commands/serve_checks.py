@@ -1,4 +1,4 @@
-"""What `ragserve serve` checks before it loads anything: each failure is a message that says what to do."""
+"""Checks of `ragserve serve` before it loads anything: each failure is a message that says what to do."""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ def test_a_label_reads_back_as_what_it_labels() -> None:
 
 
 def test_an_option_that_does_not_exist_is_said_to_be_none() -> None:
-    with pytest.raises(InvalidRequest, match=r"no option shares \(did you mean share\?\): it has .*recompute"):
+    with pytest.raises(
+        InvalidRequest, match=r"no option shares \(did you mean share\?\): it has .*recompute"
+    ):
         parse("concat:shares=0.5", ["concat"])
 
 
