@@ -104,7 +104,7 @@ def _in_a_language(sample: bytes) -> list[_Reading]:
 
 
 def _likeness(text: str) -> float | None:
-    """How much a text is like its likeliest language, at most 2. None if it is like none: too few of its
+    """Rate how much a text is like its likeliest language, at most 2. None if it is like none: too few of its
     words are common, and its letters fit no Latin alphabet.
 
     The share of common words, by letters, and of the characters outside of ASCII that belong where they are.
