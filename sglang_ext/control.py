@@ -5,6 +5,7 @@ rank.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ _LOWEST = ("absent", "writing", "host", "disk")  # of a document on several rank
 def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     """Return the fields of SGLang's reply to ``{"op": ..., ...}``. Never raises: an error is part of the
     answer.
+
+    An operation that waits for the disk answers ``{"pending": token}`` at once, because generation would wait
+    with it. The caller asks again with that token, until the answer has none.
     """
     if runtime is None:
         return _failed("this engine's cache is not ragserve's: start it with --radix-cache-backend ragserve")
@@ -37,7 +41,10 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     failed = [f"rank {rank}: {text}" if rank else text for rank, (_, text) in enumerate(ranks) if text]
     if failed:
         return _failed(failed[0])
-    if len(ranks) > 1:
+    pending = [theirs for theirs, _ in ranks if "pending" in theirs]
+    if pending:
+        found = pending[0]
+    elif len(ranks) > 1:
         found = _over_ranks("", [theirs for theirs, _ in ranks])
     return {"success": True, "response": [found], "error": ""}
 
@@ -125,8 +132,14 @@ def _check_integrity(runtime: Any) -> None:
 
 
 def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
-    _check_integrity(runtime)
-    report = runtime.tiers.verify()
+    """Read all files on disk, on a thread of their own."""
+    number = body.get("pending")
+    if number is None:
+        _check_integrity(runtime)
+    running = runtime.tiers.verification(number)
+    if not running.report.done():
+        return {"pending": running.number}
+    report = running.report.result()
     return {"pages": report.pages, "bad": [f"{bad.namespace}/{bad.key}: {bad.reason}" for bad in report.bad]}
 
 
@@ -160,6 +173,8 @@ def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
     """Empty the named tiers, so that the next use comes from the tier below; for measurements and tests."""
     runtime.sweep()
+    if "host" in body["tiers"] and (pending := _until_written(runtime, body)):
+        return pending
     runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]))
     return {}
 
@@ -178,8 +193,16 @@ def _check(runtime: Any, body: dict[str, Any]) -> Answer:
 
 def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.sweep()
-    runtime.tiers.flush(float(body.get("timeout_s", 30)))
-    return {}
+    return _until_written(runtime, body)
+
+
+def _until_written(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Nothing once all queued documents are on every rank's disk or the time is up, else what to ask again
+    with: the end of that time.
+    """
+    until = body.get("pending") or time.time() + float(body.get("timeout_s", 30))
+    written = runtime.tiers.flush(0) or time.time() >= until
+    return {} if runtime.ranks.all_agree(written) else {"pending": until}
 
 
 def _probe(runtime: Any, body: dict[str, Any]) -> Answer:

@@ -56,8 +56,8 @@ async def stat(svc: Svc) -> dict[str, Any]:
     ),
 )
 async def verify(svc: Svc) -> dict[str, Any]:
-    """Check every page on disk against its checksum, and the accounting of all tiers. Slow: generation waits
-    meanwhile."""
+    """Check every page on disk against its checksum, and the accounting of all tiers. Slow; generation goes
+    on meanwhile."""
     return await svc.document_cache().control("verify")
 
 

@@ -21,6 +21,7 @@ from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES, document_key
 
+_PENDING_S = 0.05  # between two looks at an operation that waits for the disk
 T = TypeVar("T")
 
 
@@ -141,7 +142,13 @@ class LocalEngine:
         return [document_key(namespace, self._fingerprint, ids) for ids in documents]
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """See `CachingEngine`; `sglang_ext.control` lists the operations."""
+        """See `CachingEngine`; `sglang_ext.control` lists the operations. Asks again while one is pending."""
+        while "pending" in (answer := await self._ask(operation, arguments)):
+            arguments["pending"] = answer["pending"]
+            await asyncio.sleep(_PENDING_S)
+        return answer
+
+    async def _ask(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import DumperControlReqInput
 
         # In a task of its own: SGLang gives each reply to the oldest waiting caller. One that left before its

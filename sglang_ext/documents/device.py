@@ -89,13 +89,12 @@ class DeviceDocuments:
 
     def evict(self, tiers: Sequence[str]) -> None:
         """Drop documents that no request reads from the device or from host memory; the tiers below keep
-        them. Waits up to 30 s for the disk before it drops the host tier.
+        them. What waits to be written is lost with the host tier: flush it first.
         """
         if "device" in tiers:
             for key in self.document_tokens():
                 self._tree.remove_key(key)
         if "host" in tiers:
-            self._tiers.flush(30)
             self._tiers.drop_host()
 
     def sweep(self) -> None:

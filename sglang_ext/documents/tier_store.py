@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from sglang_ext.documents.types import (
     KvShape,
     LoadTicket,
 )
-from sglang_ext.documents.verification import VerifyReport
+from sglang_ext.documents.verification import Verification, VerifyReport
 from sglang_ext.documents.writeback import WriteBack
 
 # Pool pages for reading, for writing and for verifying records and summaries, where a backend accesses only
@@ -40,7 +41,7 @@ _SCRATCH_PAGES = 3
 class TierStore:
     """Documents' KV on host and disk, within a byte budget each.
 
-    Scheduler thread only; the store's own IO threads do everything slow. Only ``flush``, ``verify`` and
+    Scheduler thread only; the store's own threads do everything slow. Only ``flush``, ``verify`` and
     ``close`` wait for the disk; ``host_pages`` and ``pin`` may read a record (4 KiB for most documents) that
     is not in memory yet. Nothing leaves the host tier between two calls: pages that ``host_pages`` returned
     can be pinned right after it. Errors of the disk are misses: counted in ``stat()["faults"]``, logged at
@@ -81,6 +82,7 @@ class TierStore:
         queue_bytes = disk.queue_bytes if disk is not None else 0
         self._writes = WriteBack(self._tiers, queue_bytes=queue_bytes, late_summary=self._summaries.put)
         self._promoter = Promoter(self._tiers)
+        self._verification: Verification | None = None
         self._tiers.io.write(self._tiers.scan)  # before any other write, which then knows what is there
 
     @property
@@ -363,6 +365,24 @@ class TierStore:
         """Read every page on disk against its CRC and check the accounting. Slow; bad documents are reported,
         not removed.
         """
+        report = self._read_all()
+        try:
+            self.check_integrity()
+        except IntegrityError as error:
+            report.integrity = str(error)
+        return report
+
+    def verification(self, number: int | None = None) -> Verification:
+        """Read every page on a thread of its own: the verification of that number, or, without one or where
+        it is gone, the one that runs now or begins now.
+        """
+        last = self._verification
+        if last is None or (number is None and last.report.done()):
+            last = self._verification = Verification(0 if last is None else last.number + 1, self._read_all)
+        return last
+
+    def _read_all(self) -> VerifyReport:
+        """Read every page on disk; of any thread. Ends early where the store is closed."""
         with self._tiers.open() as tiers:
             listed = [
                 PageFile(entry.namespace, key, entry.size, 0.0) for key, entry in tiers.index.entries.items()
@@ -370,11 +390,7 @@ class TierStore:
         if isinstance(tiers.disk, FileTier):
             listed = list(tiers.disk.scan())
         report = VerifyReport()
-        try:
-            self.check_integrity()
-        except IntegrityError as error:
-            report.integrity = str(error)
-        report.add(listed, tiers.disk.verify)
+        report.add(itertools.takewhile(lambda found: not tiers.closed, listed), tiers.disk.verify)
         return report
 
     def check_integrity(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from sglang_ext.documents import page_format
@@ -47,6 +49,21 @@ class VerifyReport:
             self.documents += 1
             self.pages += record.n_pages
             self.bytes_ += record.file_bytes
+
+
+class Verification:
+    """A reading of all documents on a thread of its own; ``report`` is done when it has ended."""
+
+    def __init__(self, number: int, read: Callable[[], VerifyReport]) -> None:
+        self.number = number
+        self.report: Future[VerifyReport] = Future()
+        threading.Thread(target=self._run, args=(read,), name="ragserve-verify", daemon=True).start()
+
+    def _run(self, read: Callable[[], VerifyReport]) -> None:
+        try:
+            self.report.set_result(read())
+        except Exception as error:  # noqa: BLE001 - raised to whoever asks for the report
+            self.report.set_exception(error)
 
 
 def read_document(files: DocumentFiles, found: PageFile, layout: PageLayout | None) -> Record:

@@ -98,9 +98,14 @@ class Engine:
         self._stack.close()
 
     def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        answer = self.client.post("/dumper/ragserve", json={"op": operation, **arguments})
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json()[0])
+        while True:
+            answer = self.client.post("/dumper/ragserve", json={"op": operation, **arguments})
+            assert answer.status_code == 200, answer.text
+            found = dict(answer.json()[0])
+            if "pending" not in found:
+                return found
+            arguments["pending"] = found["pending"]
+            time.sleep(0.02)
 
     def scheduler(self) -> psutil.Process:
         family = psutil.Process(self.server.process.pid).children(recursive=True)

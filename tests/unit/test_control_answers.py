@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sglang_ext.control import answer
+from sglang_ext.documents.disk import FileTier
+from sglang_ext.ranks import Ranks
+from tests.unit.documents.document_samples import Sample, files_of, flushed, opened
 
 
 def asked(ours: dict[str, Any], theirs: dict[str, Any], op: str = "where") -> dict[str, Any]:
@@ -57,3 +65,71 @@ def test_a_budget_is_shared_by_the_ranks() -> None:
     )
     assert answer(runtime, {"op": "budget", "host_bytes": 4096})["success"]
     assert given == {"host_bytes": 1024}
+
+
+def runtime_of(store: Any) -> Any:
+    return SimpleNamespace(
+        tiers=store,
+        ranks=Ranks(),
+        sweep=lambda: None,
+        check_integrity=store.check_integrity,
+        documents=SimpleNamespace(evict=lambda tiers: store.drop_host()),
+    )
+
+
+def ended(runtime: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Ask until the operation is not pending any more."""
+    deadline = time.monotonic() + 30
+    while "pending" in (found := answer(runtime, body)["response"][0]):
+        assert time.monotonic() < deadline
+        body = {**body, "pending": found["pending"]}
+        time.sleep(0.005)
+    return dict(found)
+
+
+class SlowDisk:
+    """Holds back calls of a method of the disk tier until ``go``, or for ten seconds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, method: str) -> None:
+        self.go = threading.Event()
+        original = getattr(FileTier, method)
+
+        def slowly(tier: FileTier, *args: Any) -> Any:
+            self.go.wait(10)
+            return original(tier, *args)
+
+        patch.setattr(FileTier, method, slowly)
+
+
+def test_verification_runs_beside_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [Sample(i, 16) for i in range(3)]
+    with opened(tmp_path) as store:
+        for document in documents:
+            document.put(store)
+        flushed(store)
+        runtime, disk = runtime_of(store), SlowDisk(monkeypatch, "verify")
+        first, second = (answer(runtime, {"op": "verify"})["response"][0] for _ in range(2))
+        assert first == second, "the second caller waits for the one that runs"
+        assert set(first) == {"pending"}
+        disk.go.set()
+        for begun in (first, second):
+            assert ended(runtime, {"op": "verify", **begun}) == {"pages": 12, "bad": []}
+        damaged = files_of(tmp_path)[0]
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        assert len(ended(runtime, {"op": "verify"})["bad"]) == 1, "a new one reads everything again"
+
+
+@pytest.mark.parametrize("body", [{"op": "flush"}, {"op": "evict", "tiers": ["host"]}])
+def test_waiting_for_the_disk_does_not_hold_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    document = Sample(1, 16)
+    with opened(tmp_path) as store:
+        runtime, disk = runtime_of(store), SlowDisk(monkeypatch, "write")
+        document.put(store)
+        assert set(answer(runtime, body)["response"][0]) == {"pending"}
+        assert store.where(document.key, "default") == (True, "writing")
+        assert ended(runtime, {**body, "timeout_s": 0.01}) == {}, "it does not wait for ever"
+        disk.go.set()
+        assert ended(runtime, body) == {}
+        assert store.where(document.key, "default") == (body["op"] == "flush", "disk")

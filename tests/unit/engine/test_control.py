@@ -12,6 +12,21 @@ from ragserve.config import load
 from ragserve.engine.local import LocalEngine
 
 
+def test_a_pending_operation_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    async def dumper_control(request: Any) -> list[Any]:
+        asked.append(request.body)
+        found = {"pending": 3} if len(asked) < 3 else {"pages": 5}
+        return [SimpleNamespace(success=True, response=[found], error="")]
+
+    monkeypatch.setattr(
+        "ragserve.engine.local._manager", lambda: SimpleNamespace(dumper_control=dumper_control)
+    )
+    assert asyncio.run(LocalEngine(load()).control("verify")) == {"pages": 5}
+    assert asked == [{"op": "verify"}, {"op": "verify", "pending": 3}, {"op": "verify", "pending": 3}]
+
+
 def test_a_caller_that_leaves_takes_its_reply_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own communicator hands each reply to the caller that waits, in order."""
     from sglang.srt.managers.communicator import FanOutCommunicator
