@@ -299,9 +299,9 @@ def test_candidates_for_deviation_are_document_tokens_that_layer_1_keeps(device:
     assert planned.candidates is not None
     assert planned.candidates.tolist() == [3, 4, 5]
     assert (planned.choose, planned.recomputed) == (2, 2)
-    planned.narrow(torch.tensor([3, 5], device=device))
+    planned.narrow(torch.tensor([3, 5], device=device), LAYERS)
     assert planned.positions.tolist() == [3, 5]
     assert planned.alone is not None
     assert planned.alone.tolist() == [[True, False], [False, False]]
-    assert planned.targets.tolist() == [[PADDING_SLOT, 3], [1, 3]]
+    assert planned.targets.tolist() == [[PADDING_SLOT, PADDING_SLOT], [1, 3]], "layer 0 has their KV already"
     assert planned.seen.tolist() == [[3, 4], [2, 4]]

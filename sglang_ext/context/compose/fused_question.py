@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.context.buffers import upload
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, RecomputeJob
@@ -45,7 +44,6 @@ class FusedQuestion:
     def __init__(self, model_runner: Any, graphs: RecomputeGraphs | None) -> None:
         self._runner = model_runner
         self._graphs = graphs
-        self._device = torch.device(model_runner.device)
         self._alone = Ranks(model_runner.tp_group).alone
         self._possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
         self._hidden: torch.Tensor | None = None
@@ -85,18 +83,17 @@ class FusedQuestion:
             context.question_job(row[: context.slots], row[context.slots :]).behind(job)
             for context, row, job in zip(contexts, rows, jobs, strict=True)
         ]
-        if recomputes or self._graphs is None:
-            passed = recompute(self._runner, joined, self._graphs)
-        else:
-            passed = Passed(self._graphs.replay(joined), by_graph=True)
-        if passed.hidden is None:
-            return None
         ends = accumulate(len(job.ids) for job in joined)
-        own = [
-            np.arange(end - context.question_tokens, end) for context, end in zip(contexts, ends, strict=True)
-        ]
-        # copied at once: the next pass overwrites a graph's memory
-        self._hidden = passed.hidden.index_select(0, upload(np.concatenate(own), self._device))
+        own = np.concatenate(
+            [
+                np.arange(end - context.question_tokens, end)
+                for context, end in zip(contexts, ends, strict=True)
+            ]
+        )
+        if not recomputes and self._graphs is not None and not self._graphs.fits(joined):
+            return None
+        passed = recompute(self._runner, joined, self._graphs, keep=own)
+        self._hidden = passed.hidden
         return passed
 
     @torch.no_grad()

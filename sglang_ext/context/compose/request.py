@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -113,6 +114,18 @@ class ComposedContext:
             )
             self._blocks = self.needed, needed_blocks(self.needed.numpy(), starts, ends, block)
         return self._blocks[1][number]
+
+    def recompute_rows(self, layers: int) -> int:
+        """Rows that recomputing takes of a model of ``layers`` layers, in rows through all layers. An upper
+        bound where the question's attention chooses them, which takes the question's rows as well.
+        """
+        selection, rule = self.selection, self.partial.rule
+        documents = selection.slots - self.plan.spans[0].end
+        if selection.deviation_share is not None:  # all kept tokens go through layer 0 and most of layer 1
+            return math.ceil(selection.deviation_share * documents + 2 * selection.slots / layers)
+        if selection.needs_question_attention:
+            return math.ceil(rule.share * documents) + self.question_tokens
+        return len(selection.recomputed)
 
     @property
     def delta(self) -> int:

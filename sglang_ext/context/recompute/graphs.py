@@ -128,11 +128,15 @@ class RecomputeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
+        """True if a graph runs these jobs."""
+        return self._static.fits(jobs)
+
     def replay(self, jobs: Sequence[RecomputeJob]) -> torch.Tensor | None:
         """Run the jobs on the current stream. Returns None, with nothing done, if no graph fits them; else
         the hidden states after the model's last norm, [rows, hidden size], which the next pass overwrites.
         """
-        if not self._static.fits(jobs):
+        if not self.fits(jobs):
             return None
         count = sum(len(job.positions) for job in jobs)
         size = next(size for size in SIZES if size >= count)

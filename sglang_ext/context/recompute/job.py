@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,14 @@ import torch
 
 from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
 
-Watch = Callable[[int, torch.Tensor, float], None]
-"""Called in each layer with its number, the queries of all rows, [rows, heads, head_dim], and the scale of
-their scores.
-"""
+
+class QueryObserver(Protocol):
+    """Sees the queries of a pass."""
+
+    def __call__(self, layer: int, q: torch.Tensor, scaling: float, first: int | None = None) -> None:
+        """Called in each layer with its number, queries q [rows, heads, head_dim] and the scale of their
+        scores. ``first``: the number of their first row; None if they are those of all rows.
+        """
 
 
 def question_job(ids: torch.Tensor, start: int, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
@@ -44,12 +48,17 @@ class LastQueries:
         self.queries: list[tuple[torch.Tensor, float]] = []
         self._rows = rows
 
-    def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
-        """q [rows of the pass, heads, head_dim]. A captured pass writes to the same memory at each replay."""
+    def __call__(self, layer: int, q: torch.Tensor, scaling: float, first: int | None = None) -> None:
+        """See `QueryObserver`. A captured pass writes to the same memory at each replay."""
+        rows = self._rows if first is None else (self._rows - first).clamp(0, len(q) - 1)
         if layer == len(self.queries):
-            self.queries.append((q.index_select(0, self._rows), scaling))
-        else:
-            torch.index_select(q, 0, self._rows, out=self.queries[layer][0])
+            self.queries.append((q.index_select(0, rows), scaling))
+        elif first is None:
+            torch.index_select(q, 0, rows, out=self.queries[layer][0])
+        else:  # the last slice that a row is clamped to at its end is its own or one before
+            later = (self._rows >= first)[:, None, None]
+            found = self.queries[layer][0]
+            found.copy_(torch.where(later, q.index_select(0, rows), found))
 
 
 @dataclass(slots=True)
@@ -149,17 +158,48 @@ class RecomputeJob:
             recomputed=job.recomputed + self.recomputed,
         )
 
-    def narrow(self, rows: torch.Tensor) -> None:
-        """Keep only these rows, int64 ascending."""
+    def rows(self, which: slice) -> RecomputeJob:
+        """Some of the rows, over the same slots. Rows attend to rows before them, so run these in order."""
+        return replace(
+            self,
+            ids=self.ids[which],
+            positions=self.positions[which],
+            seen=self.seen[:, which],
+            targets=self.targets[:, which],
+            alone=None if self.alone is None else self.alone[:, which],
+        )
+
+    def narrow(self, rows: torch.Tensor, layers: int) -> None:
+        """Keep only these rows, int64 ascending, of a pass through ``layers`` layers. All rows have written
+        to layer 0, so these do not write there again.
+        """
         self.ids, self.positions, self.choose = self.ids[rows], self.positions[rows], None
-        self.seen, self.targets = self.seen[:, rows], self.targets[:, rows]
-        self.alone = None if self.alone is None else self.alone[:, rows]
+        self.seen = self.seen[:, rows].expand(layers, -1)
+        self.targets = self.targets[:, rows].repeat(layers // len(self.targets), 1)
+        self.targets[0] = PADDING_SLOT
+        self.alone = None if self.alone is None else self.alone[:, rows].expand(layers, -1)
+
+
+def slices(jobs: Sequence[RecomputeJob], most: int) -> Iterator[list[RecomputeJob]]:
+    """Cut the jobs' rows, in their order, into parts of at most ``most`` rows."""
+    part: list[RecomputeJob] = []
+    room = most
+    for job in jobs:
+        at, count = 0, len(job.ids)
+        while at < count:
+            end = min(at + room, count)
+            part.append(job if end - at == count else job.rows(slice(at, end)))
+            at, room = end, room - (end - at)
+            if not room:
+                yield part
+                part, room = [], most
+    if part:
+        yield part
 
 
 class Passed(NamedTuple):
-    """Result of a pass. ``hidden`` [rows, hidden size]: states after the model's last norm, in the jobs'
-    order; None if rows were chosen on the way. ``by_graph``: a CUDA graph ran it, and the next pass
-    overwrites them.
+    """Result of a pass. ``hidden`` [rows, hidden size]: states of the rows that were to be kept, after the
+    model's last norm; None without jobs. ``by_graph``: a CUDA graph ran it.
     """
 
     hidden: torch.Tensor | None

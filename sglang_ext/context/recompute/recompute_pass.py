@@ -1,18 +1,22 @@
-"""Runs one recompute pass over all requests of a batch, by CUDA graph where one fits."""
+"""Runs one recompute pass over all requests of a batch: by CUDA graph where one fits, else in slices whose
+activations the engine has memory for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT, Buffers
+from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
-from sglang_ext.context.recompute.job import Passed, RecomputeJob, Watch
-from sglang_ext.context.recompute.layers import run_choosing, run_layers
-from sglang_ext.context.recompute.row_attention import Rows
+from sglang_ext.context.recompute.job import Passed, QueryObserver, RecomputeJob
+from sglang_ext.context.recompute.layers import choose_rows, run_slices
 
+NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+_ROWS = 8192  # in one call of the model where prefills come in one piece
 _WARM_ROWS = (768, 1280, 2560)  # one for each number of tiles that the attention distinguishes, at 8 KV heads
 _WARM_SLOTS = 512
 
@@ -22,25 +26,33 @@ def recompute(
     model_runner: Any,
     jobs: Sequence[RecomputeJob],
     graphs: RecomputeGraphs | None = None,
-    watch: Watch | None = None,
+    watch: QueryObserver | None = None,
     beside: Buffers | None = None,
+    keep: Ints = NO_ROWS,
 ) -> Passed:
-    """Run the jobs' rows through all layers in one pass. Their slots must hold the composed KV.
+    """Run the jobs' rows through all layers. Their slots must hold the composed KV.
 
     A CUDA graph does not call ``watch``: `RecomputeGraphs.last` then has the jobs' last queries. ``beside``:
-    the buffers that the slots belong to, if not the pool.
+    the buffers that the slots belong to, if not the pool. ``keep``: rows, ascending, whose hidden states are
+    returned.
     """
     if not jobs:
         return Passed(None, False)
     hidden = None if graphs is None else graphs.replay(jobs)
     if hidden is not None:
-        return Passed(hidden, True)
-    ids, positions = torch.cat([job.ids for job in jobs]), torch.cat([job.positions for job in jobs])
-    if any(job.choose is not None for job in jobs):
-        run_choosing(model_runner, jobs, ids, positions, watch, beside)
-    else:
-        hidden = run_layers(model_runner, Rows.of(jobs), ids, positions, watch, beside)
-    return Passed(hidden, False)
+        # copied at once: the next pass overwrites a graph's memory
+        return Passed(hidden.index_select(0, upload(keep, hidden.device)), True)
+    most = rows_at_once(model_runner.server_args)
+    choose_rows(model_runner, jobs, most)
+    return Passed(run_slices(model_runner, jobs, most, keep, watch, beside), False)
+
+
+def rows_at_once(server_args: Any) -> int:
+    """Most rows in one call of the model: those of SGLang's prefill chunk, for whose activations its memory
+    settings leave room.
+    """
+    size = getattr(server_args, "chunked_prefill_size", None)
+    return size if size is not None and size > 0 else _ROWS
 
 
 def warm(model_runner: Any) -> None:

@@ -33,12 +33,17 @@ class Decision(Enum):
     WAIT = auto()  # for its selection, or for a load from disk
     MISSING = auto()  # some documents are in no tier
     NO_ROOM = auto()  # the pool cannot give it its slots now
+    NEXT_STEP = auto()  # other requests have taken this step's token budget
 
 
 class Admission:
     """Decides on composed requests, all or nothing. Per rank; scheduler thread only."""
 
-    def __init__(self, tree: Any, tiers: Any, locator: Locator, stage: SelectionStage, ranks: Ranks) -> None:
+    def __init__(
+        self, tree: Any, tiers: Any, locator: Locator, stage: SelectionStage, ranks: Ranks, *, layers: int
+    ) -> None:
+        """``layers``: those of the model."""
+        self._layers = layers
         self._tree = tree
         self._allocator = tree.token_to_kv_pool_allocator
         self._tiers = tiers
@@ -58,6 +63,8 @@ class Admission:
         self._locator.unlock(context)
         if decision is Decision.WAIT:
             return self._later(adder)
+        if decision is Decision.NEXT_STEP:
+            return AddReqResult.OTHER
         if decision is Decision.MISSING:
             self._tiers.count(None, len(context.missing))
             if req.output_ids:  # SGLang took it back in the middle of its answer
@@ -83,6 +90,8 @@ class Admission:
         if context.decided is None:
             return (Decision.MISSING if context.missing else Decision.WAIT), None
         sglang_req.shrink(req, context, self._tree)
+        if self._step_is_full(adder, context):
+            return Decision.NEXT_STEP, None
         missing = self._locator.resolve(context)
         if not self._ranks.all_agree(missing is not None):
             return Decision.WAIT, None
@@ -116,7 +125,20 @@ class Admission:
             self._tiers.count(tier, documents)
         context.tickets.clear()
         context.loads.clear()
+        if rows := context.recompute_rows(self._layers):
+            adder.rem_input_tokens -= rows
+            if adder.rem_chunk_tokens is not None:
+                adder.rem_chunk_tokens -= rows
+            return adder.budget_state()
         return result
+
+    def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:
+        """True if what the request recomputes has to wait for a step with more of its token budget left. A
+        step takes one request of any size.
+        """
+        rows = context.recompute_rows(self._layers)
+        left = min(adder.rem_input_tokens, adder.rem_chunk_tokens or adder.rem_input_tokens)
+        return bool(rows and adder.can_run_list) and rows + context.question_tokens > left
 
     def _end(
         self,

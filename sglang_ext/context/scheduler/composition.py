@@ -109,7 +109,7 @@ class Composition:
             memory_bytes=config.memory_bytes,
             stable=config.profile.stable,
         )
-        self.admission = Admission(tree, tiers, self._locator, self.stage, ranks)
+        self.admission = Admission(tree, tiers, self._locator, self.stage, ranks, layers=pool.layer_num)
         self._engine = recall_probe.ProbeEngine(
             model_runner, rotation, analyser, selector, self.stage.analyse, self._shape
         )

@@ -108,7 +108,13 @@ class QueryWatch:
         self.means_of = means_of
         self.means: dict[int, list[torch.Tensor]] = {number: [] for number in means_of}
 
-    def __call__(self, layer: int, q: torch.Tensor, scaling: float) -> None:
-        self.last(layer, q, scaling)
+    def __call__(self, layer: int, q: torch.Tensor, scaling: float, first: int | None = None) -> None:
+        self.last(layer, q, scaling, first)
+        before = first or 0
         for number, rows in self.means_of.items():
-            self.means[number].append(q[rows].float().mean(0))
+            own = q[max(rows.start - before, 0) : max(rows.stop - before, 0)].float()
+            part, means = own.sum(0) / (rows.stop - rows.start), self.means[number]
+            if layer == len(means):
+                means.append(part)
+            else:
+                means[layer] += part

@@ -4,31 +4,22 @@ SGLang.
 
 from __future__ import annotations
 
-import random
-from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose import fused_question
-from sglang_ext.context.compose.composer import Composer
-from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
+from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.job import RecomputeJob, question_job
 from sglang_ext.context.recompute.layers import run_layers
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.context.recompute.row_attention import Rows
-from sglang_ext.context.rope import Rotation
-from sglang_ext.context.selection.base import ModelShape
-from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, Span
-from tests.unit.context.small_model import DIM, HIDDEN, KV_HEADS, LAYERS, VOCABULARY, runner_of
-
-SLOTS, SYSTEM = 600, 3
-ROTATION = Rotation(torch.linspace(1, 0.1, DIM // 2), DIM, neox=True)
+from tests.unit.context.composed_cases import SLOTS, Case, assert_same_pools, composer_of, holes, some
+from tests.unit.context.small_model import HIDDEN, LAYERS, runner_of
 
 
 class Graphs:
@@ -49,59 +40,6 @@ class Graphs:
         return self._hidden[: len(ids)]
 
 
-def composer_of(runner: Any, graphs: Any = None) -> Composer:
-    composer = Composer(
-        runner, ROTATION, SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM)), 16
-    )
-    composer.graphs, composer.fused_question = graphs, fused_question.FusedQuestion(runner, graphs)
-    return composer
-
-
-def filled_in(options: dict[str, Any], end: int, draw: random.Random) -> dict[str, Any]:
-    """Options with the results of their functions."""
-    return {
-        name: value(end, draw)
-        if callable(value)
-        else filled_in(value, end, draw)
-        if isinstance(value, dict)
-        else value
-        for name, value in options.items()
-    }
-
-
-class Case:
-    """Contexts over documents at drawn slots, and the slots of their own, the question's behind."""
-
-    def __init__(self, options: Sequence[dict[str, Any]], seed: int, strategy: str = "concat") -> None:
-        draw = random.Random(seed)
-        free = draw.sample([slot for slot in range(SLOTS) if slot != PADDING_SLOT], SLOTS - 1)
-        self.contexts, self.rows = [], []
-        for each in options:
-            ends = [SYSTEM, SYSTEM + draw.randint(1, 23), SYSTEM + 23 + draw.randint(1, 31)]
-            spans = tuple(Span(a, b) for a, b in zip([0, *ends], ends, strict=False))
-            question = draw.choice((1, 5, 17))
-            ids = [draw.randrange(VOCABULARY) for _ in range(ends[-1] + question)]
-            plan = ContextPlan("compose", "n", strategy, spans, filled_in(each, ends[-1], draw))
-            context = ComposedContext(
-                plan, array("q", ids), tuple(map(str, spans)), partial_selection(plan, ModelShape(LAYERS))
-            )
-            context.decided = context.partial.settle()
-            context.sources = [
-                DocumentOnDevice(torch.tensor([free.pop() for _ in range(s.end - s.start)]), None)
-                for s in spans
-            ]
-            self.contexts.append(context)
-            self.rows.append(torch.tensor([free.pop() for _ in range(context.slots + question)]))
-
-
-def some(end: int, draw: random.Random) -> list[int]:
-    return draw.sample(range(end), draw.randint(1, 11))
-
-
-def holes(end: int, draw: random.Random) -> list[int]:
-    return sorted(draw.sample(range(end), end // 2))
-
-
 def batch_of(case: Case) -> Any:
     return SimpleNamespace(
         input_ids=torch.cat([torch.tensor(c.ids[c.plan.question_start :]) for c in case.contexts])
@@ -120,14 +58,9 @@ def in_two(options: Sequence[dict[str, Any]], seed: int) -> tuple[torch.Tensor, 
         )
         for c, row in zip(case.contexts, case.rows, strict=True)
     ]
-    hidden = recompute(runner, jobs).hidden
+    hidden = recompute(runner, jobs, keep=np.arange(sum(len(job.ids) for job in jobs))).hidden
     assert hidden is not None
     return hidden @ runner.model.lm_head, runner.token_to_kv_pool
-
-
-def assert_same_pools(one: Any, other: Any) -> None:
-    for a, b in zip((*one.k_buffer, *one.v_buffer), (*other.k_buffer, *other.v_buffer), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 MIXES: dict[str, list[dict[str, Any]]] = {
@@ -182,7 +115,7 @@ def test_with_everything_recomputed_the_question_has_its_states_of_a_whole_promp
     prompt = RecomputeJob(
         torch.tensor(context.ids), torch.arange(n), slots, torch.arange(1, n + 1)[None], slots[None], None, 0
     )
-    whole = recompute(runner_of(SLOTS, seed), [prompt]).hidden
+    whole = recompute(runner_of(SLOTS, seed), [prompt], keep=np.arange(n)).hidden
     assert whole is not None
     output = composer.fused_question.output(batch_of(case))
     torch.testing.assert_close(

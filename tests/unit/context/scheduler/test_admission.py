@@ -17,34 +17,45 @@ from sglang_ext.protocol import MISSING_PREFIX, ContextPlan, Span
 from sglang_ext.ranks import Ranks
 
 TOTAL = 12  # tokens of the context: system text and one document
+QUESTION = 3
 
 
 class Engine:
     """SGLang's queue, tree and allocator around one request, with ``free`` slots."""
 
-    def __init__(self, free: int = 100, missing: list[int] | None = None, *, running: bool = False) -> None:
+    def __init__(
+        self, free: int = 100, missing: list[int] | None = None, *, running: bool = False, **options: Any
+    ) -> None:
         self.free, self.missing, self.counted = free, missing or [], []
         self.loading = False
-        plan = ContextPlan("compose", "n", "concat", (Span(0, 4), Span(4, TOTAL)), {})
+        plan = ContextPlan(
+            "compose", "n", options.pop("strategy", "concat"), (Span(0, 4), Span(4, TOTAL)), options
+        )
         partial = partial_selection(plan, ModelShape(2))
-        self.context = ComposedContext(plan, array("q", range(TOTAL + 3)), ("a", "b"), partial)
+        self.context = ComposedContext(plan, array("q", range(TOTAL + QUESTION)), ("a", "b"), partial)
         self.context.decided = partial.settle()
         self.req: Any = SimpleNamespace(
             ragserve=self.context,
             rid="r",
-            origin_input_ids=array("q", [0] * (TOTAL + 3)),
+            origin_input_ids=array("q", [0] * (TOTAL + QUESTION)),
             output_ids=[],
             to_finish=None,
             init_next_round_input=lambda tree: None,
         )
         batch = SimpleNamespace(is_empty=lambda: not running)
         self.adder: Any = SimpleNamespace(
-            can_run_list=[], running_batch=batch, rem_total_tokens=1000, log_hit_tokens=0
+            can_run_list=[],
+            running_batch=batch,
+            rem_total_tokens=1000,
+            log_hit_tokens=0,
+            rem_input_tokens=100,
+            rem_chunk_tokens=50,
+            budget_state=lambda: SimpleNamespace(name=f"{self.adder.rem_chunk_tokens} left"),
         )
         allocator = SimpleNamespace(alloc=self.alloc, free=self.give_back, available_size=lambda: self.free)
         tree: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=4, evict=lambda params: 0)
         tiers: Any = SimpleNamespace(count=lambda tier, n: self.counted.append((tier, n)))
-        self.admission = Admission(tree, tiers, self, None, Ranks())  # type: ignore[arg-type]
+        self.admission = Admission(tree, tiers, self, None, Ranks(), layers=2)  # type: ignore[arg-type]
 
     def alloc(self, count: int) -> torch.Tensor | None:
         if count > self.free:
@@ -121,3 +132,32 @@ def test_without_room_it_waits_for_others_then_leaves_the_device_then_ends() -> 
     engine.resolve = lambda context: []  # type: ignore[method-assign]
     assert engine.admit() == "added"
     assert "more than the pool can give" in engine.req.to_finish.message
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "rows"),
+    [
+        ("concat", {}, 0),
+        ("concat", {"recompute": "all"}, TOTAL),
+        ("concat", {"recompute": "first", "first": 2}, 2),
+        ("concat", {"recompute": "sentences", "share": 0.5}, 4 + QUESTION),
+        ("cacheblend", {"share": 0.5}, 4 + TOTAL),  # all tokens in both layers, and half of the documents'
+    ],
+    ids=["none", "all", "first", "by attention", "by deviation"],
+)
+def test_what_is_recomputed_counts_as_prefilled(strategy: str, options: dict[str, Any], rows: int) -> None:
+    engine = Engine(strategy=strategy, **options)
+    assert engine.admit() == (f"{50 - rows} left" if rows else "added")
+    assert engine.adder.rem_input_tokens == 100 - rows
+    assert engine.adder.rem_chunk_tokens == 50 - rows
+
+
+def test_a_burst_is_spread_over_steps() -> None:
+    engine = Engine(recompute="all")
+    engine.adder.rem_chunk_tokens = TOTAL + QUESTION - 1
+    engine.adder.can_run_list = ["another request"]
+    assert engine.admit() == "OTHER"
+    assert engine.free == 100
+    assert not engine.context.sources
+    engine.adder.can_run_list = []
+    assert engine.admit() == f"{QUESTION - 1} left", "alone it is admitted, however much it recomputes"
