@@ -145,11 +145,12 @@ def _work_until_it_dies(url: str, accepted: set[str]) -> None:
 
 
 def _kill(family: list[psutil.Process], victim: str) -> None:
-    main, *children = family
-    # SGLang's scheduler holds weights and KV, the other processes next to nothing.
-    by_size = sorted(children, key=lambda process: process.memory_info().rss, reverse=True)
-    named = {"scheduler": [by_size[0]], "detokenizer": [by_size[1]], "main": [main], "all": family}
-    for process in named[victim]:
+    """SGLang's processes are named sglang::scheduler and sglang::detokenizer, cut to 15 characters."""
+    chosen = family if victim == "all" else family[:1]
+    if victim not in ("main", "all"):
+        chosen = [process for process in family if process.name().startswith(f"sglang::{victim[:5]}")]
+        assert len(chosen) == 1, f"no {victim} among {[process.name() for process in family]}"
+    for process in chosen:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
 
