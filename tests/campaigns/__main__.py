@@ -22,7 +22,7 @@ for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]
 
 _MOUNTS = "CAMPAIGN_MAY_MOUNT"  # set in the process that has a mount namespace of its own
-NAMES = ("operations", "kill", "damage", "tenants", "disk")
+NAMES = ("operations", "kill", "damage", "tenants", "disk", "api")
 
 
 def main(arguments: list[str]) -> int:

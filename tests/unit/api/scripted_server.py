@@ -201,6 +201,10 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
             }
         )
 
+    async def model(request: Request) -> Response:
+        id_ = request.path_params["id"]
+        return JSONResponse({"id": id_, "object": "model", "created": 1, "upstream": request.url.path})
+
     async def fails(request: Request) -> Response:
         raise RuntimeError("secret detail")
 
@@ -211,6 +215,7 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/models", models),
+            Route("/v1/models/{id:path}", model),
             Route("/ping", fails),
             WebSocketRoute("/v1/realtime", socket),
             Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"]),
