@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import sys
@@ -21,8 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]
 
+_SET = """load: `clients`, and settings of the server, e.g. {"clients": 64, "context_length": 32768}"""
 _MOUNTS = "CAMPAIGN_MAY_MOUNT"  # set in the process that has a mount namespace of its own
-NAMES = ("operations", "kill", "damage", "tenants", "disk", "api")
+NAMES = ("operations", "kill", "damage", "tenants", "disk", "api", "load")
 
 
 def main(arguments: list[str]) -> int:
@@ -32,6 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--operations", type=int, help="end after so many operations")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("campaign-runs"), help="folder of states and data")
+    parser.add_argument("--set", type=json.loads, default={}, metavar="JSON", help=_SET)
     parser.add_argument("--no-record", action="store_true", help="leave the results and the table alone")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR)  # damage and full disks are warnings
@@ -56,12 +59,13 @@ def main(arguments: list[str]) -> int:
     if progress.resumed:
         print(f"going on after operation {progress.operations}", flush=True)
     try:
-        module.run(progress)
+        module.run(progress, **options.set)
     finally:
         progress.save()
     progress.save(finished=True)
     given = [f"{name} {value}" for name in ("minutes", "operations") if (value := getattr(options, name))]
     said = [f"--{each}" for each in given] + [f"--seed {options.seed}"]
+    said += [f"--set '{json.dumps(options.set)}'"] if options.set else []
     row = row_of(progress, " ".join(["scripts/campaign", options.name, *said]))
     print(f"{progress.name}: {progress.operations} operations in {row['minutes']} minutes: {row['kinds']}")
     print(f"{progress.n_violations} violations", *progress.violations, sep="\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns import operations, tenants
+from tests.campaigns import load, operations, tenants
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
 
@@ -23,3 +23,12 @@ def test_tenants(server: Any, tmp_path: Path) -> None:
     with Site(server.running) as site:
         tenants.run(progress, site)
     assert (progress.operations, progress.violations) == (probes, [])
+
+
+def test_load(server: Any, tmp_path: Path) -> None:
+    progress = Progress(tmp_path, "load", seed=1, target=30)
+    with Site(server.running) as site:
+        load.run(progress, site, clients=3)
+    assert progress.violations == []
+    assert {"asked", "left", "replaced", "ended"} <= set(progress.counts)
+    assert progress.data["figures"]["latency ms p50"] > 0

@@ -1,0 +1,275 @@
+"""An hour of mixed load on a real engine: all strategies, sparse and dense decoding; half of the clients
+leave, and documents are replaced meanwhile. No slot or page is left, memory is flat, and answers take as long
+at the end as at the beginning.
+
+Memory is the resident size of all processes of the server, a mean for each minute; its slope is fitted from
+the eleventh minute on, within each life of the server where the campaign was resumed. Latencies are compared
+for each strategy and decode mode by themselves: the mean of the logarithms of the medians' quotients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import random
+import statistics
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.campaigns.operations import SPECS
+from tests.campaigns.progress import Progress
+from tests.campaigns.site import Site
+from tests.campaigns.tenants import COMMON
+
+TARGET = None
+MINUTES = 60.0
+CLIENTS = 6
+SPACE = "campaign-load"
+DOCUMENTS = 60
+WINDOW_MIN = 10.0  # beginning and end that are compared, and what memory has to settle; at most a quarter
+SLOWER = 1.10  # allowed
+SIGMAS = 3.0  # of the slope of the memory, from which on it is no noise
+_SAMPLE_S = 5.0
+_REPLACE_S = 2.0
+_DECODE: tuple[dict[str, Any], ...] = (
+    {"mode": "dense"},
+    {"mode": "hierarchical", "budget": 64, "reuse": 4, "dense_below": 0},
+    {"mode": "progressive", "threshold": 0.9, "dense_below": 0},
+)
+_FLAGS: dict[str, Any] = {
+    "force_strategies": "true",
+    "sparse_attention": "on",
+    "decode_mode": "dense",
+    "decode_page_size": 16,
+    "decode_logical_page": 4,  # a budget of 64 tokens is four pages
+}
+_TAKEN_BACK = "its documents were evicted meanwhile"  # a request that gave its slots to others
+
+
+@dataclass(frozen=True)
+class Done:
+    """One request of a client: how long it took, or how it failed."""
+
+    kind: str
+    label: str = ""
+    seconds: float = 0.0
+    failure: str = ""
+
+
+class Clients:
+    """Threads that ask, each one at a time, and one that replaces documents, until ``stop``."""
+
+    def __init__(self, site: Site, seed: str, clients: int, *, sparse: bool) -> None:
+        self.results: queue.Queue[Done] = queue.Queue()
+        self._site, self._seed, self._sparse = site, seed, sparse
+        self._end = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._client, args=(i,), daemon=True) for i in range(clients)
+        ]
+        self._threads.append(threading.Thread(target=self._writer, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _body(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
+        strategy, options = chance.choice(SPECS)
+        decode = chance.choice(_DECODE) if self._sparse else {}
+        force = {"force": True} if strategy not in ("full", "prefix", "auto") else {}
+        label = f"{strategy} {options} {decode.get('mode', '')}"
+        return label, {
+            "query": f"Who was the keeper of station {chance.randrange(DOCUMENTS)}?",
+            "namespace": SPACE,
+            "k": 4,
+            "strategy": strategy,
+            "strategy_options": options | force,
+            "decode": decode,
+            "max_new_tokens": 16,
+            "stream": chance.random() < 0.5,
+        }
+
+    def _client(self, number: int) -> None:
+        chance = random.Random(f"{self._seed} client {number}")
+        with httpx.Client(base_url=self._site.url, timeout=300) as client:
+            while not self._end.is_set():
+                label, body = self._body(chance)
+                try:
+                    if chance.random() < 0.5:
+                        self._site.leave(chance.uniform(0, 1.0), **body)
+                        self.results.put(Done("left"))
+                        continue
+                    began = time.monotonic()
+                    answer = client.post("/rag/query", json=body)
+                    self.results.put(self._done(answer, label, time.monotonic() - began))
+                except (httpx.HTTPError, OSError) as error:
+                    self.results.put(Done("asked", failure=repr(error)))
+                    self._end.wait(1.0)
+
+    def _done(self, answer: httpx.Response, label: str, seconds: float) -> Done:
+        if _TAKEN_BACK in answer.text:
+            return Done("taken back")
+        whole = answer.is_success and "event: error" not in answer.text
+        return Done("asked", label, seconds, "" if whole else f"{answer.status_code}: {answer.text[-400:]}")
+
+    def _writer(self) -> None:
+        chance = random.Random(f"{self._seed} writer")
+        while not self._end.wait(_REPLACE_S):
+            try:
+                self._site.put(SPACE, dict([_document(chance.randrange(DOCUMENTS), chance.randrange(10**6))]))
+                self.results.put(Done("replaced"))
+            except (AssertionError, httpx.HTTPError) as error:
+                self.results.put(Done("replaced", failure=repr(error)))
+
+
+def _document(number: int, edition: int) -> tuple[str, str]:
+    text = COMMON["station 0"].replace("number 0", f"number {number}")
+    return f"station {number}", f"Edition {edition} of the log of station {number}. {text}"
+
+
+class Watch:
+    """Memory and latencies by minute, kept in the campaign's state."""
+
+    def __init__(self, progress: Progress, site: Site) -> None:
+        self._progress, self._site = progress, site
+        data = progress.data
+        self._lives: list[list[list[float]]] = data.setdefault("memory", [])  # life, sample: minute, MiB
+        self._latencies: list[list[Any]] = data.setdefault("latencies", [])  # minute, label, ms
+        self._lives.append([])
+        self._began = self._sampled = time.monotonic()
+
+    def took(self, done: Done) -> None:
+        minute = round(self._progress.seconds / 60, 2)
+        self._latencies.append([minute, done.label, round(1000 * done.seconds)])
+
+    def sample(self) -> None:
+        now = time.monotonic()
+        if now - self._sampled >= _SAMPLE_S:
+            self._sampled = now
+            resident = self._site.running.resident_bytes() / 2**20
+            self._lives[-1].append([round((now - self._began) / 60, 3), round(resident, 2)])
+
+    def figures(self, minutes: float) -> dict[str, Any]:
+        window = min(WINDOW_MIN, minutes / 4)
+        slope, error = slope_of([_by_minute(life, window) for life in self._lives])
+        last = [mib for life in self._lives for _, mib in life][-1:]
+        first, end = (self._medians(low, high) for low, high in ((0, window), (minutes - window, minutes)))
+        both = sorted(set(first) & set(end))
+        slower = math.exp(statistics.fmean(math.log(end[x] / first[x]) for x in both)) if both else None
+        every = [ms for _, _, ms in self._latencies]
+        return {
+            "window, minutes": round(window, 1),
+            "memory MiB": round(last[0]) if last else None,
+            "memory slope MiB/h": _rounded(slope),
+            "its standard error": _rounded(error),
+            "latency ms p50": statistics.median(every) if every else None,
+            "latency last/first": None if slower is None else round(slower, 3),
+            "compared": len(both),
+            "server starts": len(self._lives),
+        }
+
+    def _medians(self, low: float, high: float) -> dict[str, float]:
+        by_label: defaultdict[str, list[float]] = defaultdict(list)
+        for minute, label, ms in self._latencies:
+            if low <= minute < high:
+                by_label[label].append(ms)
+        return {label: statistics.median(ms) for label, ms in by_label.items() if len(ms) >= 3}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def _by_minute(samples: list[list[float]], after: float) -> list[tuple[float, float]]:
+    """Means by minute of the samples that are later than ``after``: neighbours are not independent."""
+    minutes: defaultdict[int, list[float]] = defaultdict(list)
+    for minute, mib in samples:
+        if minute >= after:
+            minutes[int(minute)].append(mib)
+    return [(minute, statistics.fmean(values)) for minute, values in sorted(minutes.items())]
+
+
+def slope_of(lives: list[list[tuple[float, float]]]) -> tuple[float | None, float | None]:
+    """The common slope of several series of (minute, value), per hour, and its standard error; each series
+    has its own level. None for fewer than four points."""
+    x: list[float] = []
+    y: list[float] = []
+    for life in filter(None, lives):
+        mean_x, mean_y = (statistics.fmean(column) for column in zip(*life, strict=True))
+        x += [minute / 60 - mean_x / 60 for minute, _ in life]
+        y += [value - mean_y for _, value in life]
+    spread = sum(each * each for each in x)
+    freedom = len(x) - 1 - sum(map(bool, lives))
+    if freedom < 2 or not spread:
+        return None, None
+    slope = sum(a * b for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    return slope, math.sqrt(rest / freedom / spread)
+
+
+def assert_nothing_left(site: Site) -> None:
+    """No request runs, no slot is locked, no page pinned, and every tier can be emptied."""
+    site.settled()
+    text = site.client.get("/metrics").text
+    for gauge in ("ragserve_queries_in_flight", "sglang:num_running_reqs", "sglang:num_queue_reqs"):
+        values = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(gauge)]
+        assert values, f"{gauge} is not among the metrics"
+        assert sum(values) == 0, f"{gauge} is {sum(values)} although nobody asks"
+    site.call("DELETE", "/rag/cache")
+    figures = site.settled()
+    left = figures["device"]["tokens"], figures["host"]["pages"], figures["disk"]["documents"]
+    assert left == (0, 0, 0), f"{left} device tokens, host pages, files are left of an empty cache"
+
+
+def run(progress: Progress, site: Site | None = None, clients: int = CLIENTS, **flags: Any) -> None:
+    """``flags`` are settings of the server, e.g. ``context_length``."""
+    with contextlib.ExitStack() as stack:
+        if site is None:
+            flags = _FLAGS | flags
+            site = stack.enter_context(Site(folder=progress.folder / "data", **flags))
+        descriptors = _descriptors(site)
+        site.put(SPACE, dict(_document(number, 0) for number in range(DOCUMENTS)))
+        watch = Watch(progress, site)
+        seed = f"load {progress.seed} {progress.operations}"
+        crowd = Clients(site, seed, clients, sparse=site.own)
+        try:
+            while progress.goes_on() and site.is_up:
+                with contextlib.suppress(queue.Empty):
+                    done = crowd.results.get(timeout=1.0)
+                    with progress.operation(done.kind):
+                        assert not done.failure, done.failure
+                        if done.label:
+                            watch.took(done)
+                watch.sample()
+        finally:
+            crowd.stop()
+        with progress.operation("ended"):
+            assert site.is_up, f"the server ended:\n{site.running.log.read_text()[-3000:]}"
+            assert_nothing_left(site)
+        figures = watch.figures(progress.seconds / 60)
+        figures["file descriptors more"] = _descriptors(site) - descriptors
+        progress.data["figures"] = figures
+        _judge(progress, figures)
+
+
+def _judge(progress: Progress, figures: dict[str, Any]) -> None:
+    slope, error = figures["memory slope MiB/h"], figures["its standard error"]
+    if slope is not None and slope > SIGMAS * error:
+        progress.violation(f"memory grows by {slope} MiB/h, standard error {error}")
+    slower = figures["latency last/first"]
+    if slower is not None and progress.minutes and progress.minutes >= 4 * WINDOW_MIN and slower > SLOWER:
+        progress.violation(f"latencies at the end are {slower} times those at the beginning")
+
+
+def _descriptors(site: Site) -> int:
+    """Open files of all processes of the server."""
+    main = psutil.Process(site.running.process.pid)
+    return sum(process.num_fds() for process in [main, *main.children(recursive=True)])
