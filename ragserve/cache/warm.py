@@ -31,6 +31,7 @@ KIND = "warm"
 _GROUP_TOKENS = 4096
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
+_RETRY_S = 1.0  # an engine that has died takes its server along within seconds
 T = TypeVar("T")
 
 
@@ -122,7 +123,17 @@ class Warmer:
             )
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call of the engine."""
+        """Wait for a call of the engine. Raises ``Interrupted`` if the engine has died: the next server
+        resumes the job."""
+        try:
+            return self._wait_for(work)
+        except RagserveError as error:
+            if self._wait_for(self.engine.ready()):
+                raise
+            time.sleep(_RETRY_S)
+            raise Interrupted from error
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 

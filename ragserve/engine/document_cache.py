@@ -59,6 +59,10 @@ class CachingEngine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    async def ready(self) -> bool:
+        """As that of `Engine`: False after the engine has died."""
+        ...
+
     async def warm(self, request: GenerateRequest) -> None:
         """Compute each span of the request alone, into all tiers.
 

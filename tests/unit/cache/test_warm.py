@@ -47,9 +47,15 @@ class Cache:
         self.groups = 0
         self.hold = threading.Event()
         self.hold.set()
+        self.died: Exception | None = None
+
+    async def ready(self) -> bool:
+        return self.died is None
 
     async def warm(self, request: GenerateRequest) -> None:
         self.groups += 1
+        if self.died is not None:
+            raise self.died
         while not self.hold.is_set():
             await asyncio.sleep(0.005)
         for span in request.spans:
@@ -214,6 +220,19 @@ def test_writes_are_waited_for_and_a_stuck_disk_is_an_error(
     monkeypatch.setattr(warm, "_STALLED_S", 0.2)
     with pytest.raises(Unavailable, match="Nothing was written"):
         warmer.run(submit_warm(store, "n").job_id)
+
+
+def test_a_job_whose_engine_dies_is_resumed_by_the_next_server(
+    warmer: Warmer, store: IndexStore, engine: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_RETRY_S", 0.0)
+    job = submit_warm(store, "n")
+    for died in (Unavailable("The engine has died."), EngineError("aborted")):
+        engine.died = died
+        assert warmer.run(job.job_id).state == "interrupted"
+        assert warmer.jobs.get(job.job_id).counts["failed"] == 0
+    engine.died = None
+    assert warmer.run(job.job_id).progress.warmed == 4
 
 
 def test_a_job_is_interrupted_resumed_and_cancelled(

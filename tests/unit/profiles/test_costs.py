@@ -105,6 +105,9 @@ class Cache:
             dtype="float32",
         )
 
+    async def ready(self) -> bool:
+        return True
+
     async def warm(self, request: GenerateRequest) -> None: ...
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
