@@ -21,72 +21,69 @@ _DEFAULT_HOST_BYTES = 256 * 2**20
 
 
 def create_cache(context: Any) -> Any:
-    """`RadixCacheFactory`. Raises ValueError for engine settings that composed contexts do not work with."""
+    """`RadixCacheFactory`. SGLang's own cache serves exact strategies where documents cannot be kept."""
+    from sglang.srt.mem_cache.registry import default_radix_cache_factory
+
+    from sglang_ext.context.scheduler.composition import AnalysisConfig
     from sglang_ext.context.scheduler.runtime import ContextRuntime
+    from sglang_ext.documents.exact_only import NO_DOCUMENTS, ExactTree, why_no_documents
     from sglang_ext.documents.radix import DocumentRadixCache
     from sglang_ext.documents.tier_store import TierStore
-    from sglang_ext.documents.types import DiskConfig, KvShape
+    from sglang_ext.documents.types import KvShape
 
-    args = context.server_args
-    for flag, wanted, why in (
-        ("disable_radix_cache", False, "documents live in the radix cache"),
-        ("speculative_algorithm", None, "a draft model has no KV for composed slots"),
-        ("pp_size", 1, "the recompute pass runs all layers in one process"),
-        ("enable_dp_attention", False, "a pass on one rank would wait for the others for ever"),
-        ("disaggregation_mode", "null", "composed slots are not transferred"),
-    ):
-        if getattr(args, flag) != wanted:
-            raise ValueError(f"the ragserve cache does not work with {flag}={getattr(args, flag)!r}: {why}")
-    if context.is_hybrid_swa or context.is_hybrid_ssm or context.enable_hierarchical_cache:
-        raise ValueError(
-            "the ragserve cache needs plain multi-head attention and replaces the hierarchical cache: "
-            "turn that off"
-        )
-    config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
-    runner = context.tp_worker.model_runner
+    args, runner = context.server_args, context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
-    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
-        raise ValueError("the ragserve cache needs KV laid out token by token: unset SGLANG_USE_HND_KVCACHE")
-    shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
+    config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
     fingerprint = model_fingerprint(
         args.model_path,
         f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}",
         options=vars(args),
     )
-    folder = config.get("disk_dir")
-    disk = (
-        DiskConfig(
-            Path(folder),
-            int(config.get("disk_bytes", 16 * 2**30)) // context.tp_size,
-            backend=config.get("backend", "file"),
-            extra=config.get("extra"),
+    if (reason := why_no_documents(context)) is None:
+        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
+        tiers = TierStore(
+            shape,
+            fingerprint=fingerprint,
+            host_bytes=int(config.get("host_bytes", _DEFAULT_HOST_BYTES)) // context.tp_size,
+            disk=_disk_config(config, context.tp_size),
+            pin=torch.device(runner.device).type == "cuda",
+            rank=context.tp_rank,
+            world=context.tp_size,
         )
-        if folder
-        else None
-    )
-    tiers = TierStore(
-        shape,
-        fingerprint=fingerprint,
-        host_bytes=int(config.get("host_bytes", _DEFAULT_HOST_BYTES)) // context.tp_size,
-        disk=disk,
-        pin=torch.device(runner.device).type == "cuda",
-        rank=context.tp_rank,
-        world=context.tp_size,
-    )
-    tree = DocumentRadixCache(params=context.params)
+        kv_heads = runner.model_config.get_total_num_kv_heads()
+        analysis = _analysis_config(config, shape, kv_heads, context.tp_size)
+        cache = tree = DocumentRadixCache(params=context.params)
+    else:
+        log.warning("%s", reason)
+        cache = default_radix_cache_factory(context)
+        tree, analysis = ExactTree(cache), AnalysisConfig()
+        tiers = TierStore(NO_DOCUMENTS, fingerprint=fingerprint, host_bytes=0, disk=None, pin=False)
     current.runtime = tree.observer = ContextRuntime(
         model_runner=runner,
         tree=tree,
         tiers=tiers,
         fingerprint=fingerprint,
         block=BLOCK,
-        analysis=_analysis_config(
-            config, shape, runner.model_config.get_total_num_kv_heads(), context.tp_size
-        ),
+        analysis=analysis,
         texts=lambda: _texts(args, runner.model_config.vocab_size),
         attention=current.attention,
+        unsupported=reason,
     )
-    return tree
+    return cache
+
+
+def _disk_config(config: dict[str, Any], ranks: int) -> Any:
+    """One rank's configuration of the disk tier; None without a folder."""
+    from sglang_ext.documents.types import DiskConfig
+
+    if not config.get("disk_dir"):
+        return None
+    return DiskConfig(
+        Path(config["disk_dir"]),
+        int(config.get("disk_bytes", 16 * 2**30)) // ranks,
+        backend=config.get("backend", "file"),
+        extra=config.get("extra"),
+    )
 
 
 def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int) -> Any:

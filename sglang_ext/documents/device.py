@@ -135,5 +135,6 @@ class DeviceDocuments:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        return int(sum(self._runner.token_to_kv_pool.get_kv_size_bytes()))
+        """Bytes of the KV pool. Some pools count K and V apart."""
+        sizes = self._runner.token_to_kv_pool.get_kv_size_bytes()
+        return int(sum(sizes) if isinstance(sizes, tuple) else sizes)

@@ -45,24 +45,29 @@ class ContextRuntime:
         analysis: AnalysisConfig,
         texts: Callable[[], Texts],
         attention: Any = None,
+        unsupported: str | None = None,
     ) -> None:
         """``block``: tokens of a host page. ``texts`` loads the tokenizer, when it is first needed.
-        ``attention``: sparse decoding's `DecodeRuntime`, None where it is off.
+        ``attention``: sparse decoding's `DecodeRuntime`, None where it is off. ``unsupported``: why nothing
+        can be composed, where that is known already; else the model is tried.
         """
         self.tree = tree
         self.tiers = tiers
         self.fingerprint = fingerprint
         self.profile = analysis.profile
-        self.ranks = Ranks(model_runner.tp_group)
+        # without documents the ranks have nothing to agree on, and may not even run in step
+        self.ranks = Ranks(model_runner.tp_group if unsupported is None else None)
         self.slots = SlotUsage(tree)
         self.documents = DeviceDocuments(model_runner, tree, tiers)
         self.composition: Composition | None = None
-        self.unsupported: str | None = None
+        self.unsupported = unsupported
         self._pool = model_runner.token_to_kv_pool
         # tokens of a prompt that SGLang takes in any case; its limit lies a few tokens higher
         self._longest = min(model_runner.model_config.context_len, model_runner.max_total_num_tokens) - 16
         self._attention = attention
         self._at_ingestion = analysis.at_ingestion
+        if unsupported is not None:
+            return
         try:
             self.composition = Composition(
                 model_runner=model_runner,
@@ -77,7 +82,16 @@ class ContextRuntime:
             self.documents.on_removed = self.composition.stage.forget
         except NotComposable as error:
             self.unsupported = str(error)
-            log.warning("composed contexts are off: %s", error)
+        except Exception as error:  # a model that is built otherwise may fail anywhere
+            log.exception("composed contexts failed with this model")
+            self.unsupported = (
+                f"composed contexts failed with this model when the engine started ({error!r}): use strategy "
+                "'prefix' or 'full', and see the log"
+            )
+        reasons = [reason for reason in self.ranks.gather(self.unsupported) if reason is not None]
+        if reasons:
+            self.unsupported, self.composition = reasons[0], None
+            log.warning("composed contexts are off: %s", reasons[0])
 
     # requests arrive
 
