@@ -88,6 +88,7 @@ class Composition:
         self._tree = tree
         self._tiers = tiers
         self._device = torch.device(model_runner.device)
+        self._context_length = model_runner.model_config.context_len
         # How far positions of each row of the request table are ahead of its slots; 0 for plain requests.
         # Written whenever a row is taken.
         self._offsets = torch.zeros(
@@ -122,6 +123,7 @@ class Composition:
             self.stage.add(context)
         else:
             context.decided = partial.settle()
+        sglang_req.limit_answer(req, self._context_length)
         sglang_req.compact(req, context)
         req.extra_key = f"composed:{req.rid}"
         req.ragserve = context

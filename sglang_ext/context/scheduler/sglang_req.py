@@ -45,6 +45,16 @@ def outside_vocabulary(req: Any) -> str | None:
     return f"token id {bad[0]} is not between 0 and {req.vocab_size - 1}" if len(bad) else None
 
 
+def limit_answer(req: Any, context_length: int) -> None:
+    """Let a request that is about to be compacted generate no further than the context. SGLang itself would
+    count from the compact length, and positions run ahead of that.
+    """
+    room = context_length - len(req.origin_input_ids) - 1
+    params = req.sampling_params
+    if params.max_new_tokens is None or params.max_new_tokens > room:
+        params.max_new_tokens = max(0, room)
+
+
 def compact(req: Any, context: ComposedContext) -> None:
     """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that space."""
     ids = array("q", [0]) * context.slots + context.ids[context.plan.question_start :]
