@@ -132,10 +132,12 @@ class ConcatOptions(KeepOptions):
     )
 
     @model_validator(mode="after")
-    def _compact_needs_one_list(self) -> ConcatOptions:
+    def _fits_compact_positions(self) -> ConcatOptions:
         kept = self.experimental.kept
         if self.kept_positions == "compact" and kept and isinstance(kept[0], list):
             raise ValueError("kept_positions=compact needs the same tokens in every layer")
+        if self.kept_positions == "compact" and not self.experimental.rotate:
+            raise ValueError("experimental.rotate=false needs kept_positions=original; compact moves keys")
         return self
 
 
@@ -196,14 +198,14 @@ class SamKvOptions(ComposedOptions):
         default=None,
         ge=0,
         le=64,
-        description="Tokens of a block: a power of two; 0: about 1/32 of the document. Default: the "
+        description="Tokens of a block: a power of two from 4; 0: about 1/32 of the document. Default: the "
         "server's.",
     )
     initial_blocks: Count = Field(default=1, description="First blocks of a document that are always kept.")
     local_blocks: int | None = Field(
         default=None,
         ge=1,
-        lt=2**63,
+        le=4,  # documents are analysed again for each value
         description="Last blocks of a document that are always kept. Default: the server's.",
     )
     experimental: SamKvExperiment = Field(
@@ -222,8 +224,8 @@ class SamKvOptions(ComposedOptions):
     @field_validator("block_size")
     @classmethod
     def _power_of_two(cls, size: int | None) -> int | None:
-        if size and size & (size - 1):
-            raise ValueError("must be 0 or a power of two up to 64")
+        if size and (size & (size - 1) or size < 4):  # documents are analysed again for each value
+            raise ValueError("must be 0 or a power of two from 4 to 64")
         return size
 
     @model_validator(mode="after")
