@@ -95,7 +95,7 @@ class ContextPlan:
         try:
             raw = json.loads(text)
             version, operation, namespace = raw["v"], raw["op"], raw["namespace"]
-            spans = tuple(Span(int(a), int(b)) for a, b in raw["spans"])
+            spans = tuple(Span(_whole(a), _whole(b)) for a, b in raw["spans"])
             strategy, options = str(raw["strategy"]), dict(raw["options"])
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
@@ -134,6 +134,13 @@ class ContextPlan:
                 f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one "
                 "token"
             )
+
+
+def _whole(number: Any) -> int:
+    """The number of a plan's JSON, unless it only looks like one: ``1.9``, ``"3"`` and ``true``."""
+    if type(number) is not int:
+        raise TypeError(f"a span begins and ends at whole numbers, not at {number!r}")
+    return number
 
 
 def prefix_key(namespace: str) -> str:

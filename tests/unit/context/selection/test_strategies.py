@@ -117,6 +117,11 @@ def test_layers_may_keep_different_tokens_but_as_many() -> None:
             {"experimental": {"kept": [[0, 1], [2, 3]]}, "kept_positions": "compact"},
             "same tokens in every layer",
         ),
+        (
+            "concat",
+            {"experimental": {"rotate": False}, "kept_positions": "compact"},
+            "rotate=false needs kept_positions=original",
+        ),
         ("samkv", {"selection": "layers", "kept_positions": "compact"}, "same tokens in every layer"),
         ("samkv", {"kept_positions": "shut"}, "must be 'original' or 'compact'"),
         ("cacheblend", {"keep": 0.5}, "no option keep"),
@@ -129,6 +134,13 @@ def test_layers_may_keep_different_tokens_but_as_many() -> None:
 def test_bad_options_say_what_is_wrong(strategy: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         select(plan([4, 4], strategy, **options), layers=2)
+
+
+@pytest.mark.parametrize("span", [[0, 1.9], ["0", 3], [0, True], [0, 3.0], [0], [0, 3, 5]])
+def test_a_span_is_two_whole_numbers(span: list[Any]) -> None:
+    sent = json.loads(plan([3]).to_json()) | {"spans": [span]}
+    with pytest.raises(PlanError, match="not a context plan"):
+        ContextPlan.from_json(json.dumps(sent), 9)
 
 
 def test_every_option_has_a_description_and_every_rule_its_function() -> None:
