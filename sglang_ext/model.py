@@ -41,6 +41,27 @@ def check_layers(model: Any) -> None:
             )
 
 
+def unlike_plain_attention(model: Any) -> str | None:
+    """Say which layer attends in a way that ragserve's passes do not: in a window, with capped scores, with
+    scales by position. None if all attend to every earlier token by plain softmax.
+    """
+    for number, layer in enumerate(decoder_layers(model)):
+        attn = getattr(getattr(layer, "self_attn", None), "attn", None)
+        if attn is None:
+            return f"layer {number} has no self_attn.attn"
+        for differs, how in (
+            (attn.logit_cap, f"caps its attention scores at {attn.logit_cap}"),
+            (
+                attn.sliding_window_size not in (None, -1),
+                f"attends to a window of {attn.sliding_window_size} tokens",
+            ),
+            (attn.use_irope, "scales its queries by their positions"),
+        ):
+            if differs:
+                return f"layer {number} {how}"
+    return None
+
+
 def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
     """A batch with what decoder layers and communicators read; slots and rows belong to the pass, not to
     SGLang's pools.
@@ -65,6 +86,28 @@ def forward_batch(ids: torch.Tensor, positions: torch.Tensor) -> Any:
     batch.extend_seq_lens_cpu = [n]
     batch.extend_prefix_lens_cpu = [0]
     batch.num_token_non_padded_cpu = n
+    return batch
+
+
+def prompt_batch(ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> Any:
+    """A batch of one request for `ModelRunner.forward`: tokens ``ids`` [n] at ``positions`` [n] go to the
+    last n of ``slots``, int64; the slots before them hold their prefix. The request's row is SGLang's
+    padding row, 0, which has to hold the slots.
+    """
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    batch = forward_batch(ids, positions)
+    prefix = len(slots) - len(ids)
+    batch.seq_lens = torch.full_like(batch.seq_lens, len(slots))
+    batch.seq_lens_sum = len(slots)
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+    batch.out_cache_loc = slots[prefix:]
+    batch.extend_prefix_lens = torch.full_like(batch.extend_prefix_lens, prefix)
+    batch.extend_prefix_lens_cpu = [prefix]
+    batch.extend_start_loc = torch.zeros_like(batch.extend_prefix_lens)
+    batch.capture_hidden_mode = CaptureHiddenMode.NULL
+    batch.lora_ids, batch.rids = [None], ["ragserve"]
     return batch
 
 

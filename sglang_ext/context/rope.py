@@ -50,14 +50,29 @@ class Rotation:
 
 
 def rotation_of(model: Any) -> Rotation:
-    """Return an SGLang model's rotation. Raises NotComposable, with its kind, if positions cannot be
-    shifted.
+    """Return an SGLang model's rotation. Raises NotComposable, with its kind, if positions cannot be shifted,
+    or not by the same angles in every layer.
     """
     layers = decoder_layers(model)
     embeddings = [getattr(getattr(layer, "self_attn", None), "rotary_emb", None) for layer in layers]
-    rope = embeddings[0]
+    first, *others = {id(rope): rope for rope in embeddings}.values()
+    rotation = _rotation_by(first)
+    for rope in others:
+        other = _rotation_by(rope)
+        if (other.rotary_dim, other.neox) != (rotation.rotary_dim, rotation.neox) or not torch.equal(
+            other.frequencies, rotation.frequencies
+        ):
+            raise NotComposable(
+                "composed contexts need the same rotary angles in every layer, and this model's layers "
+                "differ: use strategy 'prefix' or 'full'"
+            )
+    return rotation
+
+
+def _rotation_by(rope: Any) -> Rotation:
+    """The rotation of one rotary embedding of SGLang's, None for a layer without. Raises NotComposable."""
     kind = type(rope).__name__
-    if rope is None or kind not in _LINEAR or any(type(e).__name__ != kind for e in embeddings):
+    if kind not in _LINEAR:
         raise NotComposable(
             "composed contexts need rotary angles that are linear in the position (plain, linear or llama3 "
             f"scaling); this model has {kind}: use strategy 'prefix' or 'full'"

@@ -19,7 +19,7 @@ from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.model import decoder_layers
+from sglang_ext.model import unlike_plain_attention
 from sglang_ext.ranks import Ranks
 
 # Most slots of a context of which nothing is recomputed. For 5,120 the pass takes two thirds of SGLang's
@@ -128,13 +128,6 @@ def _ends_plainly(model_runner: Any) -> bool:
 
 
 def _attends_plainly(model_runner: Any) -> bool:
-    """True if our attention is the model's and its KV is stored as computed: no window, no cap on scores, no
-    other dtype in the pool.
-    """
-    if model_runner.token_to_kv_pool.get_key_buffer(0).dtype != model_runner.dtype:
-        return False
-    layers = [getattr(layer.self_attn, "attn", None) for layer in decoder_layers(model_runner.model)]
-    return all(
-        attn is not None and not attn.logit_cap and attn.sliding_window_size == -1 and not attn.use_irope
-        for attn in layers
-    )
+    """True if our attention is the model's and its KV is stored as computed, in its own dtype."""
+    same = model_runner.token_to_kv_pool.get_key_buffer(0).dtype == model_runner.dtype
+    return same and unlike_plain_attention(model_runner.model) is None

@@ -20,6 +20,7 @@ from sglang_ext.context.rope import rotation_of
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.scheduler.metrics import context_metrics
+from sglang_ext.context.scheduler.model_check import check_composition
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
@@ -84,6 +85,7 @@ class Composition:
         check_layers(model_runner.model)
         rotation = rotation_of(model_runner.model)
         self.composer = Composer(model_runner, rotation, tiers, block)
+        check_composition(model_runner, self.composer.gather, tree.token_to_kv_pool_allocator)
         self.releases = ReleaseQueue()
         self._tree = tree
         self._tiers = tiers

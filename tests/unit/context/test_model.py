@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.model import NotComposable, check_layers
+from sglang_ext.model import NotComposable, check_layers, unlike_plain_attention
 
 
 class Plain:
@@ -32,6 +32,24 @@ class OneMore:
     def forward(
         self, positions: Any, hidden_states: Any, forward_batch: Any, residual: Any, mask: Any
     ) -> None: ...
+
+
+def attending(**differs: Any) -> Any:
+    plain = {"logit_cap": 0.0, "sliding_window_size": -1, "use_irope": False}
+    return SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(**plain | differs)))
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        ({"logit_cap": 50.0}, "layer 1 caps its attention scores at 50"),
+        ({"sliding_window_size": 128}, "layer 1 attends to a window of 128 tokens"),
+        ({"use_irope": True}, "layer 1 scales its queries"),
+    ],
+)
+def test_attention_of_another_kind_is_named(differs: dict[str, Any], says: str) -> None:
+    assert unlike_plain_attention(model_of(attending(), attending(sliding_window_size=None))) is None
+    assert says in str(unlike_plain_attention(model_of(attending(), attending(**differs))))
 
 
 def model_of(*layers: Any) -> Any:

@@ -14,12 +14,12 @@ from sglang_ext.model import NotComposable
 HEAD, POSITIONS = 16, 512
 
 
-def model_with(rope: dict[str, Any] | None, layers: int = 2) -> Any:
+def model_with(rope: dict[str, Any] | None, layers: int = 2, base: int = 10_000) -> Any:
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
-    embedding = get_rope(HEAD, HEAD, POSITIONS, 10000, True, rope)
+    embedding = get_rope(HEAD, HEAD, POSITIONS, base, True, rope)
     return SimpleNamespace(
         model=SimpleNamespace(
             layers=[SimpleNamespace(self_attn=SimpleNamespace(rotary_emb=embedding))] * layers
@@ -79,5 +79,9 @@ def test_a_model_that_mixes_kinds_or_is_laid_out_otherwise_is_refused() -> None:
     mixed.model.layers = [*mixed.model.layers, *model_with(LLAMA3).model.layers]
     with pytest.raises(NotComposable):
         rotation_of(mixed)
+    other_base = model_with(None)
+    other_base.model.layers = [*other_base.model.layers, *model_with(None, base=500_000).model.layers]
+    with pytest.raises(NotComposable, match="same rotary angles in every layer"):
+        rotation_of(other_base)
     with pytest.raises(NotComposable, match=r"model\.model\.layers"):
         rotation_of(SimpleNamespace(model=SimpleNamespace()))

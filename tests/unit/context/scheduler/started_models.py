@@ -1,0 +1,138 @@
+"""Starts small random models in one process, as a scheduler does, and prints what each can compose, as JSON.
+
+Run as ``python -m tests.unit.context.scheduler.started_models FOLDER``: SGLang's process-wide state must not
+meet other tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def skip_rotation(model: Any) -> None:
+    """Let the second layer leave its queries and keys where they are, as NoPE layers do."""
+    attention = model.model.layers[1].self_attn
+    attention.rotary_emb = copy.copy(attention.rotary_emb)
+    attention.rotary_emb.forward = lambda positions, q, k, *args, **kwargs: (q, k)
+
+
+def fail(model: Any) -> None:
+    """Let the second layer raise in our passes, but not in SGLang's."""
+    layer = model.model.layers[1]
+    original = layer.forward
+
+    def forward(positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
+        if forward_batch.rids is None:
+            raise AttributeError("a field that only the scheduler fills")
+        return original(positions, hidden_states, forward_batch, residual)
+
+    layer.forward = forward
+
+
+Change = Callable[[Any], None]
+
+
+def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
+    """Configuration, engine arguments and change of the loaded model, by name."""
+    import transformers as hf
+
+    llama = hf.LlamaConfig(**COMMON)
+    caps = {"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 16, "hidden_act": "gelu"}
+    no_windows = {"layer_types": ["full_attention"] * COMMON["num_hidden_layers"]}
+    scaled = {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
+    return {
+        "llama": (llama, {}, None),
+        "llama in bfloat16": (llama, {"dtype": "bfloat16"}, None),
+        "qwen3": (hf.Qwen3Config(**COMMON), {}, None),
+        "llama with a layer without positions": (llama, {}, skip_rotation),
+        "llama with a layer that fails": (llama, {}, fail),
+        "granite": (hf.GraniteConfig(**COMMON, **scaled), {}, None),
+        "gemma 2": (hf.Gemma2Config(**COMMON, **caps), {}, None),
+        "cohere 2 without windows": (
+            hf.Cohere2Config(**COMMON, **no_windows),
+            {},
+            None,
+        ),
+    }
+
+
+def started(folder: Path, arguments: dict[str, Any], change: Change | None) -> Any:
+    """A worker as SGLang's scheduler makes it, with pools and attention."""
+    from ragserve.config import load
+    from ragserve.engine.ports import hold_port, port_of
+    from ragserve.engine.server_args import server_args
+    from sglang_ext.in_process import model_worker
+
+    settings = load(model=str(folder), data_dir=folder / "data", kv_host_bytes=2**20, kv_disk_bytes=0)
+    options = {"skip_tokenizer_init": True, "max_total_tokens": 2048} | arguments
+    args = server_args(settings.model_copy(update={"engine_args": options}))
+    with hold_port() as held:
+        return model_worker(args, port_of(held), loaded=change)
+
+
+def tried(worker: Any) -> dict[str, Any]:
+    """What ragserve's cache makes of the engine, and the state that it leaves it in."""
+    from sglang_ext.control import answer
+    from sglang_ext.in_process import document_cache
+    from sglang_ext.state import current
+
+    runner = worker.model_runner
+    allocator = runner.token_to_kv_pool_allocator
+    free = allocator.available_size()
+    document_cache(worker)
+    (info,) = answer(current.runtime, {"op": "info"})["response"]
+    (stat,) = answer(current.runtime, {"op": "stat"})["response"]
+    return {
+        "strategies": info["strategies"],
+        "unsupported": info["unsupported"],
+        "slots left": free - allocator.available_size(),
+        "row left": int(runner.req_to_token_pool.req_to_token[0].abs().sum()),
+        "documents": stat["device"]["documents"] + stat["host"]["documents"],
+    }
+
+
+def main(folder: Path) -> None:
+    import logging
+
+    from ragserve.engine.compat import prepare
+
+    prepare()
+    import torch
+    from sglang.srt.distributed import parallel_state
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for name, (config, arguments, change) in models().items():
+        torch.manual_seed(0)
+        place = folder / name.replace(" ", "-")
+        AutoModelForCausalLM.from_config(config).save_pretrained(place)
+        found[name] = tried(started(place, arguments, change))
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

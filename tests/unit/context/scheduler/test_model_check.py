@@ -1,0 +1,61 @@
+"""At start the engine composes only with models whose composed KV is their own, tried on real ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPO
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.unit.context.scheduler.started_models",
+            str(tmp_path_factory.mktemp("models")),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama in bfloat16", "qwen3"])
+def test_plain_models_compose(found: dict[str, Any], name: str) -> None:
+    assert found[name]["unsupported"] is None
+    assert "samkv" in found[name]["strategies"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("llama with a layer without positions", "moved keys and values differ from its own prefill"),
+        ("cohere 2 without windows", "moved keys and values differ from its own prefill"),
+        ("granite", "analysed keys and values differ from its own prefill"),
+        ("gemma 2", "layer 0 caps its attention scores at 50"),
+        ("llama with a layer that fails", "a field that only the scheduler fills"),
+    ],
+)
+def test_others_only_answer_exactly_and_say_why(found: dict[str, Any], name: str, says: str) -> None:
+    assert says in found[name]["unsupported"]
+    assert "'prefix' or 'full'" in found[name]["unsupported"]
+    assert found[name]["strategies"] == []
+
+
+def test_the_trial_leaves_nothing_behind(found: dict[str, Any]) -> None:
+    left = {
+        name: [tried[each] for each in ("slots left", "row left", "documents")]
+        for name, tried in found.items()
+    }
+    assert left == {name: [0, 0, 0] for name in found}
