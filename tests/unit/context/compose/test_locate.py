@@ -86,7 +86,8 @@ def test_blocks_that_are_evicted_again_and_again_end_as_misses(tmp_path: Path) -
     with opened(tmp_path) as store:
         on_disk(store, [document])
         context, locator = context_of([document], [[0, 20]]), locator_of(store)
-        missing, loads = None, 0
+        missing: list[int] | None = None
+        loads = 0
         while loads < 100:
             missing = locator.resolve(context)
             locator.unlock(context)
