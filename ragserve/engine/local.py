@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -21,7 +22,9 @@ from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES, document_key
 
+_FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
 _PENDING_S = 0.05  # between two looks at an operation that waits for the disk
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -256,12 +259,21 @@ class LocalEngine:
             self._on_stop()
 
     async def close(self) -> None:
-        """Abort running requests."""
+        """Abort running requests, and write what the document cache has queued, for five seconds at most."""
         if self._crash is not None:
             self._crash.close()
-        if self._pumps and self.crash is None:
+        if self.crash is not None:
+            return
+        if self._pumps:
             _manager().abort_request(abort_all=True)
             await asyncio.wait(self._pumps, timeout=5)
+        if self._info is None:
+            return
+        try:
+            async with asyncio.timeout(_FLUSH_S):
+                await self.control("flush", timeout_s=_FLUSH_S)
+        except (RagserveError, TimeoutError) as error:
+            log.warning("KV that was not on disk yet will be computed again: %r", error)
 
 
 def _dtype(weights: Any, kv: str) -> str:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -126,6 +126,9 @@ class DiskTier:
     def sweep(self) -> None:
         """Free the space of removed namespaces. Slow: runs in an IO thread."""
 
+    def sync_removals(self, namespaces: Collection[str]) -> None:
+        """Let removals in these namespaces survive a power cut. Slow, for an IO thread. Raises OSError."""
+
     def touch(self, key: str, namespace: str) -> None:
         """Record a use, so that the order of eviction survives a restart."""
 
@@ -234,6 +237,9 @@ class FileTier(DiskTier):
 
     def sweep(self) -> None:
         self.files.sweep_trash()
+
+    def sync_removals(self, namespaces: Collection[str]) -> None:
+        self.files.sync_removals(namespaces)
 
     def touch(self, key: str, namespace: str) -> None:
         self.files.touch(namespace, key)

@@ -17,7 +17,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +81,8 @@ class DocumentFiles:
 
     def sweep(self) -> None:
         """Delete what killed writers and removed namespaces left, and empty folders. Owner only."""
-        for name in (".tmp", ".trash"):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for left in (*self.folder.glob(".tmp"), *self.folder.glob(".trash*")):
+            shutil.rmtree(left, ignore_errors=True)
         for name in self.namespaces():
             with suppress(OSError):  # it holds documents
                 (self.folder / name).rmdir()
@@ -260,7 +260,20 @@ class DocumentFiles:
 
     def sweep_trash(self) -> None:
         """Delete the files of removed namespaces."""
-        shutil.rmtree(self.folder / ".trash", ignore_errors=True)
+        with self._lock:  # a namespace removed from now on finds a folder of its own
+            self._serial += 1
+            swept = self.folder / f".trash.{self._serial}"
+            try:
+                os.rename(self.folder / ".trash", swept)
+            except FileNotFoundError:
+                return
+        shutil.rmtree(swept, ignore_errors=True)
+
+    def sync_removals(self, namespaces: Collection[str]) -> None:
+        """Let removals in these namespaces survive a power cut."""
+        for folder in (*(self.folder / name for name in namespaces), self.folder):
+            with suppress(FileNotFoundError):  # it went with its last document
+                _fsync_folder(folder)
 
     def touch(self, namespace: str, key: str) -> None:
         """Record a use in the file's time, so that the order of eviction survives a restart."""

@@ -294,6 +294,7 @@ class TierStore:
                 tiers.faults("io", f"removing namespace {namespace}: {error}")
             for key in keys:
                 self._remove(key)
+            tiers.note_removal(namespace)
             tiers.note_trash()
             return len(keys)
 
@@ -315,7 +316,10 @@ class TierStore:
         if not tiers.disk.has_folder and key in tiers.index.entries:
             tiers.record(key)  # other backends delete page by page
         was_writing = self._writes.cancel(key)
+        known = entry or tiers.index.entries.get(key)
         on_disk = tiers.forget(key)
+        if known is not None:
+            tiers.note_removal(known.namespace)
         if entry is not None:
             tiers.host.remove(entry)
         return entry is not None or was_writing or on_disk

@@ -54,6 +54,7 @@ class Tiers:
         self.closed = False
         self._trashed = self._swept = 0  # removals of whole namespaces; those whose space has been freed
         self._host_evictions = 0
+        self._removed: set[str] = set()  # namespaces with removals that are not synced yet
 
     @contextmanager
     def open(self, *, changing: bool = False) -> Iterator[Tiers]:
@@ -205,6 +206,20 @@ class Tiers:
     def trash(self) -> bool:
         """True while removed namespaces take space that no budget counts."""
         return self._trashed != self._swept
+
+    def note_removal(self, namespace: str) -> None:
+        """Sync a removal, in an IO thread; several at once where they come fast."""
+        if not self._removed:
+            self.io.write(self._sync_removals)
+        self._removed.add(namespace)
+
+    def _sync_removals(self) -> None:
+        with self.lock:
+            namespaces, self._removed = self._removed, set()
+        try:
+            self.disk.sync_removals(namespaces)
+        except OSError as error:
+            self.faults("io", f"syncing removals: {error}")
 
     def note_trash(self) -> None:
         """Delete a namespace that was moved aside, in an IO thread."""

@@ -167,7 +167,7 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
         ),
         (
             '{"v":1,"op":"document","namespace":"n","strategy":"","spans":[],"options":{"analyse":1}}',
-            "one option, analyse",
+            "two options, analyse",
         ),
         (
             '{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,Infinity]],"options":{}}',

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,31 @@ def test_a_namespace_goes_at_once_and_its_space_later(files: DocumentFiles) -> N
     assert [found.namespace for found in files.scan()] == ["stays"]
     files.sweep_trash()
     assert not (files.folder / ".trash").exists()
+
+
+def test_a_namespace_removed_during_the_sweep_is_gone(
+    files: DocumentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep must not take the trash away between its making and the move into it."""
+    for name in ("first", "second"):
+        files.write(name, KEY, [b"x"], fsync=False)
+    files.remove_namespace("first")
+    make, sweeps = Path.mkdir, []
+
+    def swept_meanwhile(path: Path, *args: Any, **options: Any) -> None:
+        make(path, *args, **options)
+        sweeps.append(threading.Thread(target=files.sweep_trash))
+        sweeps[-1].start()
+        sweeps[-1].join(0.3)
+
+    monkeypatch.setattr(Path, "mkdir", swept_meanwhile)
+    assert files.remove_namespace("second") == [KEY]
+    monkeypatch.undo()
+    for sweep in sweeps:
+        sweep.join()
+    files.sweep_trash()
+    assert files.namespaces() == []
+    assert list(files.folder.glob(".trash*")) == []
 
 
 def test_only_the_pages_asked_for_are_read_in_runs(

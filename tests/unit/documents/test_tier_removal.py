@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,34 @@ def test_an_empty_folder_does_not_keep_its_namespaces_name(tmp_path: Path) -> No
     with opened(tmp_path) as store:
         assert kept.found(store)
         assert not (tmp_path / "rank-0-of-1" / "left-by-an-earlier-version").exists()
+
+
+def test_removals_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder that a removal changed is synced."""
+    folder = tmp_path / "rank-0-of-1"
+    documents = [Sample(1, 16), Sample(2, 16), Sample(3, 16, namespace="other")]
+    synced, sync = [], os.fsync
+
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    with opened(tmp_path) as store:
+        for document in documents:
+            document.put(store)
+        flushed(store)
+        monkeypatch.setattr(os, "fsync", recorded)
+        store.remove(documents[0].key)
+        flushed(store)
+        assert folder / "default" in synced
+        synced.clear()
+        store.remove_namespace("other")
+        flushed(store)
+        assert synced == [folder]
+        synced.clear()
+        store.set_budget(disk_bytes=0)
+        flushed(store)
+        assert synced == [], "evictions need not last"
 
 
 def test_clear_empties_both_tiers(tmp_path: Path) -> None:

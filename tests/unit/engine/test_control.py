@@ -27,6 +27,27 @@ def test_a_pending_operation_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
     assert asked == [{"op": "verify"}, {"op": "verify", "pending": 3}, {"op": "verify", "pending": 3}]
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+def test_the_write_queue_is_flushed_at_the_end(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    """And an engine that never answers holds nobody."""
+    asked: list[str] = []
+
+    async def dumper_control(request: Any) -> list[Any]:
+        asked.append(request.body["op"])
+        if stuck:
+            await asyncio.Event().wait()
+        found = {} if len(asked) == 3 else {"pending": 1}
+        return [SimpleNamespace(success=True, response=[found], error="")]
+
+    manager = SimpleNamespace(dumper_control=dumper_control)
+    monkeypatch.setattr("ragserve.engine.local._manager", lambda: manager)
+    monkeypatch.setattr("ragserve.engine.local._FLUSH_S", 0.2 if stuck else 30)
+    engine = LocalEngine(load())
+    monkeypatch.setattr(engine, "_info", object())  # it has started
+    asyncio.run(asyncio.wait_for(engine.close(), 20))
+    assert asked == ["flush"] * (1 if stuck else 3)
+
+
 def test_a_caller_that_leaves_takes_its_reply_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own communicator hands each reply to the caller that waits, in order."""
     from sglang.srt.managers.communicator import FanOutCommunicator
