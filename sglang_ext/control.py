@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import stages
 from sglang_ext.protocol import PlanError, prefix_key
 from sglang_ext.state import current
 
@@ -33,6 +34,8 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     found: Answer = {}
     error = ""
     try:
+        if operation is not _fault:
+            stages.reach("control")
         found = operation(runtime, body)
     except Exception as raised:
         log.exception("control operation %r failed", body.get("op"))
@@ -213,6 +216,14 @@ def _probe(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
+def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Make a stage fail once, where the server allows it; without a stage, withdraw what was not reached."""
+    if "stage" not in body:
+        return {"withdrawn": stages.withdraw()}
+    stages.inject(str(body["stage"]), str(body.get("kind", "")))
+    return {}
+
+
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
     "prefix": _prefix,
@@ -225,6 +236,7 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "remove_namespace": _remove_namespace,
     "clear": _clear,
     "evict": _evict,
+    "fault": _fault,
     "budget": _budget,
     "check": _check,
     "flush": _flush,

@@ -12,9 +12,11 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal
 
-from sglang_ext import weight_updates
+from sglang_ext import stages, weight_updates
 from sglang_ext.state import current
 
 
@@ -22,22 +24,32 @@ from sglang_ext.state import current
 class Hook:
     """Runs ``function`` before, after or around SGLang's ``target``, whose leading ``parameters`` it relies
     on.
+
+    ``stages``: those of `sglang_ext.stages` that it runs; empty for a hook that runs at the start only, and
+    whose error must end the process.
     """
 
     target: str
     parameters: tuple[str, ...]
     function: Callable[..., Any]
     kind: Literal["before", "after", "around"]
+    stages: tuple[str, ...] = ()
 
 
 def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     if current.runtime is not None:
-        current.runtime.on_request(req)
+        failed = partial(current.runtime.refuse, req, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        stages.run("request", failed, current.runtime.on_request, req)
         if current.attention is not None:
-            reason = current.attention.on_request(req)
+            reason = stages.run("decode options", failed, current.attention.on_request, req)
             if reason is not None and req.to_finish is None:
                 current.runtime.refuse(req, reason)
     return result
+
+
+def _before_schedule(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    if current.composition is not None:
+        stages.run("queue", stages.nobody, current.composition.drop_gone, scheduler)
 
 
 def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,35 +61,60 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    if current.runtime is None or batch is None:
+    runtime, attention = current.runtime, current.attention
+    if runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
-    extend = batch.forward_mode.is_extend()
-    composition = current.composition if extend else None
-    current.runtime.slots.count()
-    if current.attention is not None:
-        current.attention.before_forward(batch)
+    composition = current.composition if batch.forward_mode.is_extend() else None
+    failed = stages.ending(batch.reqs)
+
+    def forget_step(message: str) -> None:
+        attention.forget_step()
+        failed(message)
+
+    stages.run("usage", stages.nobody, runtime.slots.count)
+    if attention is not None:
+        stages.run("decode plan", forget_step, attention.before_forward, batch)
     if composition is not None:
         composition.before_forward(batch)
-    if extend:
-        current.batch = batch
+    current.batch = batch
     try:
-        result = original(worker, batch, *args, **kwargs)
+        if runtime.ranks.alone:
+            result = stages.run("forward", failed, lambda: original(worker, batch, *args, **kwargs))
+        else:  # ranks that do not fail alike would wait for each other for ever
+            result = original(worker, batch, *args, **kwargs)
     finally:
         current.batch = None
         if composition is not None:
             composition.end_forward()
     if composition is not None:
         composition.after_forward(batch)
-    if current.attention is not None:
-        current.attention.after_forward()
-    return result
+    if attention is not None:
+        stages.run("statistics", forget_step, attention.after_forward)
+    return _no_result(batch) if result is None else result
 
 
-def _before_sampling(runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
-    if current.batch is not None:
-        from sglang_ext.distribution import capture
+def _no_result(batch: Any) -> Any:
+    """The result of a forward pass that has failed: any token for requests that end with an error."""
+    import torch
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.utils import GenerationBatchResult
 
-        capture(current.batch, logits_output.next_token_logits)
+    for req in batch.reqs:
+        req.return_logprob = req.return_hidden_states = req.return_sampling_mask = False
+        req.grammar = None
+    batch.return_logprob = batch.return_hidden_states = False
+    tokens = torch.zeros(len(batch.reqs), dtype=torch.int64, device=batch.seq_lens.device)
+    return GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None), next_token_ids=tokens)
+
+
+def _before_sampling(runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    current.sampled = getattr(forward_batch, "ragserve_reqs", ())
+    batch = current.batch
+    if batch is not None and batch.forward_mode.is_extend():
+        from sglang_ext.distribution import capture, wanted
+
+        failed = stages.ending(filter(wanted, batch.reqs))
+        stages.run("distribution", failed, capture, batch, logits_output.next_token_logits)
 
 
 def _around_model(
@@ -85,7 +122,8 @@ def _around_model(
 ) -> Any:
     output = None
     if current.batch is not None and current.composition is not None:
-        output = current.composition.output_of(forward_batch)
+        # a failure takes nothing: the model runs and computes the same
+        output = stages.run("output", stages.nobody, current.composition.output_of, forward_batch)
     return original(runner, forward_batch, *args, **kwargs) if output is None else output
 
 
@@ -98,12 +136,17 @@ def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_
         return
     from xgrammar import apply_token_bitmask_inplace
 
-    apply_token_bitmask_inplace(logits, vocab_mask)
+    failed = stages.ending(req for req in current.sampled if req.grammar is not None)
+    stages.run("grammar", failed, apply_token_bitmask_inplace, logits, vocab_mask)
 
 
-def _after_batch(result: Any, *args: Any, **kwargs: Any) -> Any:
+def _after_batch(result: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    result.ragserve_reqs = batch.reqs
     if current.composition is not None:
-        current.composition.shift_positions(result)
+        from sglang_ext.context.compose.request import is_composed
+
+        failed = stages.ending(filter(is_composed, batch.reqs))
+        stages.run("positions", failed, current.composition.shift_positions, result)
     return result
 
 
@@ -158,7 +201,10 @@ def _around_capture(
 
 
 def _around_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
-    label = None if current.attention is None else current.attention.backend.variant.value
+    label = None
+    if (attention := current.attention) is not None:
+        failed = stages.ending(getattr(forward_batch, "ragserve_reqs", ()))
+        label = stages.run("graph", failed, lambda: attention.backend.variant.value)
     return original(runner, forward_batch) if label is None else label
 
 
@@ -202,54 +248,76 @@ HOOKS = (
         ("self", "rid", "origin_input_text", "origin_input_ids", "sampling_params"),
         _after_request,
         "after",
+        ("request", "decode options"),
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        ("self", "running_batch"),
+        _before_schedule,
+        "before",
+        ("queue",),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         ("self", "req", "has_chunked_req", "truncation_align_size"),
         _around_admission,
         "around",
+        (
+            *("admission", "accounting", "load"),
+            *("analysis", "stored analysis", "new analysis", "query", "selection"),
+        ),
     ),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("self", "batch", "forward_batch"),
         _around_forward,
         "around",
+        (
+            *("usage", "decode plan", "offsets", "composition", "gather", "question", "recompute"),
+            *("unlock", "forward", "extended", "document", "statistics"),
+        ),
     ),
     Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         ("batch", "model_runner"),
         _after_batch,
         "after",
+        ("positions",),
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
         ("self", "batch", "result"),
         _around_result,
         "around",
+        ("report",),
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control",
         ("self", "recv_req"),
         _around_control,
         "around",
+        ("control",),
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.sample",
         ("self", "logits_output", "forward_batch"),
         _before_sampling,
         "before",
+        ("distribution",),
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
         ("self", "forward_batch", "pp_proxy_tensors"),
         _around_model,
         "around",
+        ("output",),
     ),
     Hook(
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         ("self", "logits", "vocab_mask"),
         _around_mask,
         "around",
+        ("grammar",),
     ),
     Hook(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
@@ -262,6 +330,7 @@ HOOKS = (
         ("self", "forward_batch"),
         _around_variant,
         "around",
+        ("graph",),
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,14 @@ from typing import Any
 @dataclass(slots=True)
 class ProcessState:
     """``runtime``: set by the cache factory; None in a process whose cache is not ours. ``attention``: sparse
-    decoding, None where it is off. ``batch``: the extend batch whose forward pass is running.
+    decoding, None where it is off. ``batch``: the batch whose forward pass is running. ``sampled``: the
+    requests that are sampled for.
     """
 
     runtime: Any = None
     attention: Any = None
     batch: Any = None
+    sampled: Sequence[Any] = ()
 
     @property
     def composition(self) -> Any:

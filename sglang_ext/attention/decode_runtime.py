@@ -97,6 +97,11 @@ class DecodeRuntime:
             self._planner.after(step)
             self.backend.begin(IDLE)
 
+    def forget_step(self) -> None:
+        """Let the step at hand be dense and leave its pages without statistics: its requests have failed."""
+        self._spans, self._step = [], None
+        self.backend.begin(IDLE)
+
     def on_finished(self, req: Any, tokens: int) -> None:
         """Report on a request whose KV of ``tokens`` tokens goes to the cache or is freed.
 

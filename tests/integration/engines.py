@@ -120,6 +120,7 @@ def stress(folder: Path) -> Iterator[Server]:
             {"chunked_prefill_size": STRESS_CHUNK, "enable_return_hidden_states": True}
         ),
         "max_total_tokens": 6144,
+        "control_routes": True,  # for /dumper
         "kv_host_bytes": 2**26,
         "kv_storage": "dynamic",
         "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)}),
@@ -129,6 +130,8 @@ def stress(folder: Path) -> Iterator[Server]:
         # the scheduler dies when a slot is lost or counted twice
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        "DUMPER_SERVER_PORT": "reuse",  # the control operations, over HTTP
+        "RAGSERVE_FAULTS": "1",  # a test may make a stage of the scheduler fail
         "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
     }
     with started(folder / "data", storage=storage, env=env, **flags) as server:

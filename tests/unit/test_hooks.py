@@ -10,6 +10,7 @@ import torch
 
 from sglang_ext import hooks
 from sglang_ext.protocol import SGLANG_VERSION
+from sglang_ext.ranks import Ranks
 from sglang_ext.state import current
 
 
@@ -46,6 +47,7 @@ class Runtime:
         self.slots = SimpleNamespace(count=lambda: None)
         self.output: str | None = None
         self.composition = self
+        self.ranks: Any = Ranks()
 
     def before_forward(self, batch: Any) -> None:
         self.output = "computed already"
@@ -77,13 +79,9 @@ def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_g
     def failing(worker: Any, batch: Any) -> None:
         raise MemoryError
 
-    extend, decode = (
-        SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda is_it=is_it: is_it))
-        for is_it in (True, False)
-    )
+    extend, decode = batch_of(extends=True), batch_of(extends=False)
     assert forward(generate, None, extend) == ["computed already", "run"]
-    with pytest.raises(MemoryError):
-        forward(failing, None, extend)
+    forward(failing, None, extend)
     assert forward(generate, None, decode) == ["run", "run"]
 
 
@@ -97,3 +95,28 @@ def test_requests_with_and_without_token_ids_may_share_a_step() -> None:
     assert [value.tolist() for value in values] == [[2.0, 0.0], []]
     assert ids == [[2, 0], []]
     assert hooks._after_token_ids(([[], []], [[], []]), logprobs) is None
+
+
+def batch_of(*, extends: bool) -> Any:
+    req = SimpleNamespace(to_finish=None, finished=lambda: False, return_logprob=True, grammar="a grammar")
+    mode = SimpleNamespace(is_extend=lambda: extends)
+    return SimpleNamespace(forward_mode=mode, reqs=[req], seq_lens=torch.zeros(1), return_logprob=True)
+
+
+@pytest.mark.parametrize("extends", [True, False], ids=["extend", "decode"])
+def test_a_forward_pass_that_fails_ends_its_requests(monkeypatch: pytest.MonkeyPatch, extends: bool) -> None:
+    runtime, batch = Runtime(), batch_of(extends=extends)
+    monkeypatch.setattr(current, "runtime", runtime)
+    (forward,) = (h.function for h in hooks.HOOKS if h.target.endswith("forward_batch_generation"))
+
+    def failing(worker: Any, batch: Any) -> None:
+        raise MemoryError
+
+    result = forward(failing, None, batch)
+    assert result.next_token_ids.tolist() == [0], "SGLang gets a token for a request that ends"
+    (req,) = batch.reqs
+    assert "out of memory at stage 'forward'" in req.to_finish.message
+    assert (req.return_logprob, req.grammar, batch.return_logprob) == (False, None, False), "no logits"
+    runtime.ranks = SimpleNamespace(alone=False)  # the other ranks may be in a collective
+    with pytest.raises(MemoryError):
+        forward(failing, None, batch)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_ext import stages
 from sglang_ext.context.buffers import upload
 from sglang_ext.context.compose.fused_question import FusedQuestion
 from sglang_ext.context.compose.gather import Filling, Gather
@@ -53,11 +54,14 @@ class Composer:
                 questions, too, and `fused_question` has the forward pass's output.
         """
         timer = StageTimer(self._device)
+        stages.reach("gather")
         self.gather([filling_of(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)])
         timer.mark("compose", self.gather.loading)
+        stages.reach("question")
         self._choose_by_attention(contexts, rows)
         timer.mark("ask")
         jobs = [self._job(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
+        stages.reach("recompute")
         loading = self.gather.loading is not None
         passed = self.fused_question.run(contexts, rows, jobs, loading=loading) if whole else None
         fused = passed is not None

@@ -58,8 +58,9 @@ class Locator:
         device = self._on_device(context, span, key)
         if device is not None:
             parts, node = device
+            found = DocumentOnDevice(parts[0] if len(parts) == 1 else torch.cat(parts), node)
             self._tree.inc_lock_ref(node)
-            return DocumentOnDevice(parts[0] if len(parts) == 1 else torch.cat(parts), node)
+            return found
         pages = self._tiers.host_pages(key, context.ids_32[span.start : span.end], context.plan.namespace)
         if pages is None:
             return None
@@ -106,9 +107,9 @@ class Locator:
 
     def unlock(self, context: ComposedContext) -> None:
         """Unlock and forget the sources."""
-        for source in context.sources:
+        while context.sources:
+            source = context.sources.pop()
             if isinstance(source, DocumentOnDevice):
                 self._tree.dec_lock_ref(source.node)
             else:
                 self._tiers.unpin(source.key)
-        context.sources = []

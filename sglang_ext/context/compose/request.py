@@ -53,6 +53,7 @@ class ComposedContext:
     tickets: dict[str, Any] = field(default_factory=dict)  # last load from disk, by key
     loads: Counter[tuple[str, int]] = field(default_factory=Counter)  # of each block (key, number), so far
     ids_32: array[int] = field(init=False)  # int32, as the tiers compare them
+    failure: str | None = None  # the message that the request ends with
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     below_device: bool = False  # take documents from host or disk even where the device has them
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
@@ -71,6 +72,10 @@ class ComposedContext:
 
     def __post_init__(self) -> None:
         self.ids_32 = token_array(self.ids)
+
+    def fail(self, message: str) -> None:
+        """Let the request end with this message when SGLang asks for it next; the first one counts."""
+        self.failure = self.failure or message
 
     @property
     def selection(self) -> ContextSelection:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext import stages
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
 from sglang_ext.context.scheduler import sglang_req
@@ -33,7 +34,11 @@ class Decision(Enum):
     WAIT = auto()  # for its selection, or for a load from disk
     MISSING = auto()  # some documents are in no tier
     NO_ROOM = auto()  # the pool cannot give it its slots now
+    FAILED = auto()  # a stage of it has failed, on some rank
     NEXT_STEP = auto()  # other requests have taken this step's token budget
+
+
+_VOTES = (Decision.FAILED, Decision.WAIT, Decision.READY)  # the first of any rank decides
 
 
 class Admission:
@@ -53,14 +58,28 @@ class Admission:
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
         """Run around `PrefillAdder.add_one_req`; ``add`` calls the original."""
+        context: ComposedContext = req.ragserve
+        if req.to_finish is not None:  # it has failed, and was taken back before it could be reported
+            self._stage.drop(context)
+            return self._end(req, add, req.to_finish.message, HTTPStatus(req.to_finish.status_code or 500))
+        result = stages.run("admission", context.fail, self._admit, adder, req, context, add)
+        if result is not None and context.failure is None:
+            return result
+        self._locator.unlock(context)
+        message = f"ragserve: {context.failure}"
+        return self._end(req, add, message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _admit(self, adder: Any, req: Any, context: ComposedContext, add: Callable[[], Any]) -> Any:
+        """Return SGLang's result for the request; None if a stage of it has failed."""
         from sglang.srt.managers.schedule_policy import AddReqResult
 
-        context: ComposedContext = req.ragserve
         decision, slots = self._decide(adder, req, context)
         if slots is not None:
             return self._add(adder, req, context, slots, add)
         locks_device = any(isinstance(source, DocumentOnDevice) for source in context.sources)
         self._locator.unlock(context)
+        if decision is Decision.FAILED:
+            return None
         if decision is Decision.WAIT:
             return self._later(adder)
         if decision is Decision.NEXT_STEP:
@@ -87,14 +106,20 @@ class Admission:
         """Return the decision, the same on every rank, and the reserved slots, int64, if it is READY."""
         if context.decided is None:
             self._stage.advance(adder)
+        if context.failure is not None:
+            return Decision.FAILED, None
         if context.decided is None:
             return (Decision.MISSING if context.missing else Decision.WAIT), None
         sglang_req.shrink(req, context, self._tree)
         if self._step_is_full(adder, context):
             return Decision.NEXT_STEP, None
-        missing = self._locator.resolve(context)
-        if not self._ranks.all_agree(missing is not None):
-            return Decision.WAIT, None
+        missing = stages.run("load", context.fail, self._locator.resolve, context)
+        vote = Decision.WAIT if missing is None else Decision.READY
+        found = self._ranks.min_votes([_VOTES.index(Decision.FAILED if context.failure else vote)])[0]
+        if _VOTES[found] is Decision.FAILED:
+            context.fail(stages.ELSEWHERE)
+        if _VOTES[found] is not Decision.READY:
+            return _VOTES[found], None
         context.missing = self._ranks.any_missing(missing or [], len(context.keys))
         if context.missing:
             return Decision.MISSING, None
@@ -110,7 +135,7 @@ class Admission:
         req.already_computed = context.slots
         req._cache_breakdown_computed = True
         context.filled = False
-        hits = adder.log_hit_tokens
+        hits, rows = adder.log_hit_tokens, context.recompute_rows(self._layers)
         try:
             result = add()
         except BaseException:
@@ -121,16 +146,19 @@ class Admission:
             self._release(context, slots)
             return result
         adder.log_hit_tokens = hits
-        for tier, documents in Counter(map(tier_of, context.sources)).items():
-            self._tiers.count(tier, documents)
         context.tickets.clear()
         context.loads.clear()
-        if rows := context.recompute_rows(self._layers):
+        stages.run("accounting", stages.ending([req]), self._account, context)
+        if rows:
             adder.rem_input_tokens -= rows
             if adder.rem_chunk_tokens is not None:
                 adder.rem_chunk_tokens -= rows
             return adder.budget_state()
         return result
+
+    def _account(self, context: ComposedContext) -> None:
+        for tier, documents in Counter(map(tier_of, context.sources)).items():
+            self._tiers.count(tier, documents)
 
     def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:
         """True if what the request recomputes has to wait for a step with more of its token budget left. A

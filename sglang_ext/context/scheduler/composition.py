@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext import stages
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.texts import Texts
@@ -87,6 +88,7 @@ class Composition:
         self.composer = Composer(model_runner, rotation, tiers, block)
         check_composition(model_runner, self.composer.gather, tree.token_to_kv_pool_allocator)
         self.releases = ReleaseQueue()
+        self._ranks = ranks
         self._tree = tree
         self._tiers = tiers
         self._device = torch.device(model_runner.device)
@@ -134,21 +136,42 @@ class Composition:
         """Before an extend batch: note each row's position offset and fill the slots of its new composed
         requests. Runs on the stream of the forward pass.
         """
-        self.releases.poll()
+        stages.run("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
+        new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
+        if not new:
+            return
+        failures: list[str] = []
+        stages.run("composition", failures.append, self._compose, batch, new)
+        if not self._ranks.all_agree(not failures):
+            self.composer.fused_question.drop()
+            stages.ending(new)(failures[0] if failures else stages.ELSEWHERE)
+        contexts = [r.ragserve for r in new]
+        for context in contexts:
+            context.filled = True
+
+        def unlock_now(message: str) -> None:
+            stages.ending(new)(message)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # nothing reads or writes any more
+            for context in contexts:
+                self._locator.unlock(context)
+
+        stages.run("unlock", unlock_now, self._unlock, contexts, self.composer.gather.loading)
+
+    def _note_offsets(self, batch: Any) -> None:
         offsets = [r.ragserve.delta if is_composed(r) else 0 for r in batch.reqs]
         self._offsets[batch.req_pool_indices] = torch.tensor(offsets, dtype=torch.int64).to(
             self._device, non_blocking=True
         )
-        new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
-        if not new:
-            return
+        self.releases.poll()
+
+    def _compose(self, batch: Any, new: Sequence[Any]) -> None:
         table = self._tree.req_to_token_pool.req_to_token
         rows = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
         # no other extended request and no decoding row beside them
         whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"
         self._timer = self.composer.fill(contexts, rows, whole=whole)
-        self._unlock(contexts, self.composer.gather.loading)
 
     def output_of(self, forward_batch: Any) -> Any:
         """Return, once, the model's output that `before_forward` has computed already; None if the model has
@@ -164,25 +187,43 @@ class Composition:
         """After the extend batch's forward pass (launched, on CUDA): analyse the documents that are complete
         in it.
         """
-        self.composer.gather.finish()  # attention has waited in every layer; what did not ask the pool must
-        if self._timer is not None:
-            self._timer.mark("extend")
-            self._timer = None
+
+        def finish(message: str) -> None:
+            stages.ending(filter(is_composed, batch.reqs))(message)
+            self.composer.gather.finish()  # or loads would write to slots that are free again
+
+        stages.run("extended", finish, self._extended)
         for req in batch.reqs:
             document = getattr(req, "ragserve", None)
             if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
                 continue  # an ordinary request, or a document that was removed meanwhile
             if document.analyse and req.extend_range.end >= len(document.ids):
-                document.analysis = self.stage.analyse(document.key, document.ids)
+                stages.run("document", stages.ending([req]), self._analyse, document)
+
+    def _extended(self) -> None:
+        timer, self._timer = self._timer, None
+        self.composer.gather.finish()  # attention has waited in every layer; what did not ask the pool must
+        if timer is not None:
+            timer.mark("extend")
+
+    def _analyse(self, document: DocumentRequest) -> None:
+        document.analysis = self.stage.analyse(document.key, document.ids)
 
     def before_result(self, batch: Any) -> None:
         """Send the reports of an extend batch with its tokens, which SGLang is about to wait for anyway."""
-        for r in batch.reqs:
-            if is_composed(r) and r.ragserve.timer is not None:
-                report = report_of(r.ragserve)
-                r.ragserve.timer = None
-                r.customized_info = {**(r.customized_info or {}), PLAN_FIELD: [report.to_json()]}
-                context_metrics().observe(report)
+        for req in batch.reqs:
+            if is_composed(req) and req.ragserve.timer is not None:
+                stages.run("report", stages.ending([req]), self._report, req)
+
+    def _report(self, req: Any) -> None:
+        report, req.ragserve.timer = report_of(req.ragserve), None
+        req.customized_info = {**(req.customized_info or {}), PLAN_FIELD: [report.to_json()]}
+        context_metrics().observe(report)
+
+    def drop_gone(self, scheduler: Any) -> None:
+        """Before a prefill batch is made: forget the requests that SGLang has taken off its queues."""
+        if self.stage.waits:
+            self.stage.drop_gone([*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue])
 
     def shift_positions(self, forward_batch: Any) -> None:
         """After `ForwardBatch.init_new`: positions follow the full length of composed contexts."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import torch
 
+from sglang_ext import stages
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.request import is_composed
 from sglang_ext.context.scheduler import sglang_req
@@ -128,9 +130,9 @@ class ContextRuntime:
             log.exception("a context plan failed")
             self.refuse(req, f"the plan cannot be carried out: {error!r}")
 
-    def refuse(self, req: Any, reason: str) -> None:
+    def refuse(self, req: Any, reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         """End a new request that asks for something that cannot be served."""
-        sglang_req.end(req, f"ragserve: {reason}")
+        sglang_req.end(req, f"ragserve: {reason}", status)
 
     # the tree's observer
 
@@ -141,13 +143,15 @@ class ContextRuntime:
     def before_release(self, req: Any, tokens: int) -> None:
         """A request has ended and still has its row and slots."""
         if self._attention is not None:
-            self._attention.on_finished(req, tokens)
+            stages.run("release", stages.ending([req]), self._attention.on_finished, req, tokens)
 
     def on_document(self, req: Any, slots: torch.Tensor) -> None:
         """Copy an ended document request's KV to the other tiers before the tree takes its slots."""
         document = getattr(req, "ragserve", None)
-        if not isinstance(document, DocumentRequest) or len(slots) < len(document.ids):
-            return
+        if isinstance(document, DocumentRequest) and len(slots) >= len(document.ids):
+            stages.run("save", stages.ending([req]), self._save, document, slots)
+
+    def _save(self, document: DocumentRequest, slots: torch.Tensor) -> None:
         from sglang_ext.documents.types import DocumentMeta
 
         slots = slots[: len(document.ids)].to(torch.int64)
@@ -163,7 +167,7 @@ class ContextRuntime:
 
     def on_finished(self) -> None:
         """A request has ended and its slots are free or in the tree."""
-        self.documents.request_ended()
+        stages.run("ended", stages.nobody, self.documents.request_ended)
 
     # order
 

@@ -15,18 +15,21 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_ext import stages
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.analysis_cache import AnalysisCache
 from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler.query_pass import QueryPass
+from sglang_ext.context.selection.base import ContextSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.model import forward_stream
 from sglang_ext.ranks import Ranks
@@ -35,7 +38,7 @@ from sglang_ext.request_options import QuestionQuery
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
 _QUESTION_TOKENS = 8192  # rows of one query pass
-_MISSING, _WAIT, _READY = range(3)  # votes; the lowest of any rank decides
+_FAILED, _MISSING, _WAIT, _READY = range(4)  # votes; the lowest of any rank decides
 AnalysisName = tuple[str, int, int]
 """Identifies an analysis: the document's key, block size and number of local blocks."""
 
@@ -91,19 +94,40 @@ class SelectionStage:
         for context, vote in zip(self._waiting, votes, strict=True):
             if vote != _READY:
                 self._locator.unlock(context)  # found here, but not on every rank
+            if vote == _FAILED:
+                context.fail(stages.ELSEWHERE)
             if vote == _MISSING:
                 context.missing = self._ranks.any_missing(context.missing, len(context.keys))
         try:
             with forward_stream(self._runner):
-                self._select(self._analyse(found))
+                stages.run("analysis", failing(found), self._analyse, found)
+                self._select([context for context in found if self._is_analysed(context)])
         finally:
             for context in found:
                 self._locator.unlock(context)
         self._waiting = [
             context
             for context, vote in zip(self._waiting, votes, strict=True)
-            if vote != _MISSING and context.decided is None
+            if vote != _MISSING and context.decided is None and context.failure is None
         ]
+
+    @property
+    def waits(self) -> bool:
+        """True while a request waits for its selection."""
+        return bool(self._waiting)
+
+    def drop(self, context: ComposedContext) -> None:
+        """Forget a request that has ended."""
+        self._waiting = [other for other in self._waiting if other is not context]
+
+    def drop_gone(self, queued: Iterable[Any]) -> None:
+        """Forget the requests that are not among SGLang's ``queued`` ones. It takes those of clients that
+        left and those that waited too long off its queue without a word.
+        """
+        there = {id(getattr(req, "ragserve", None)) for req in queued}
+        self._waiting = [context for context in self._waiting if id(context) in there]
+        wanted = {key for context in self._waiting for key in context.keys}
+        self._reads = {key: read for key, read in self._reads.items() if key in wanted}
 
     def analyse(self, key: str, ids: Sequence[int]) -> Analysis:
         """Return a document's analysis with the server's cut; computes it unless it is in memory."""
@@ -136,41 +160,60 @@ class SelectionStage:
 
     def _locate(self, context: ComposedContext) -> int:
         """Find and lock what the query pass reads, or everything where there is none."""
-        missing = self._locator.resolve(context)
+        missing = stages.run("load", context.fail, self._locator.resolve, context)
+        if context.failure is not None:
+            return _FAILED
         if missing is None:
             return _WAIT
         context.missing = missing
         return _MISSING if missing else _READY
 
-    def _analyse(self, contexts: Sequence[ComposedContext]) -> list[ComposedContext]:
-        """Find or compute the documents' analyses; return the contexts that have all of them now."""
+    def _is_analysed(self, context: ComposedContext) -> bool:
+        return context.failure is None and not self._analyses_of(context)
+
+    def _analyse(self, contexts: Sequence[ComposedContext]) -> None:
+        """Find or compute the documents' analyses. A document that fails fails the requests that have it."""
         wanted: dict[AnalysisName, tuple[Any, Cut]] = {}
         for context in contexts:
             for number, name in self._analyses_of(context).items():
                 span = context.plan.spans[number]
                 wanted.setdefault(name, (context.ids[span.start : span.end], context.partial.cut))
         heads = self._analyser.heads if wanted else []  # asked here, where all ranks are
-        have = {name: self._known(name, len(ids), heads) for name, (ids, _) in wanted.items()}
-        votes = self._ranks.min_votes(
-            [known if isinstance(known, int) else _READY for known in have.values()]
-        )
+
+        def fail(name: AnalysisName, message: str) -> None:
+            failing([c for c in contexts if name in self._analyses_of(c).values()])(message)
+
+        have = {
+            name: stages.run("stored analysis", partial(fail, name), self._known, name, len(ids), heads)
+            for name, (ids, _) in wanted.items()
+        }
+        votes = self._ranks.min_votes([_vote_of(known) for known in have.values()])
         found: dict[AnalysisName, Analysis] = {}
         room, started = _ANALYSED_TOKENS, time.perf_counter()
         for (name, (ids, cut)), vote in zip(wanted.items(), votes, strict=True):
             known = have[name]
             if vote == _READY and isinstance(known, Analysis):
                 found[name] = known
+            elif vote == _FAILED:
+                fail(name, stages.ELSEWHERE)
             elif vote == _MISSING and (room == _ANALYSED_TOKENS or room >= len(ids)):
                 room -= len(ids)
-                found[name] = self._compute(name[0], ids, cut)
-                if cut == self._analyser.cut:
-                    self._tiers.put_summary(name[0], found[name].encode())
+                made = stages.run(
+                    "new analysis", partial(fail, name), self._compute_and_keep, name[0], ids, cut
+                )
+                if made is not None:
+                    found[name] = made
         spent = (time.perf_counter() - started) * 1e3
         for context in contexts:
             names = self._analyses_of(context)
             context.analyses.update({number: found[name] for number, name in names.items() if name in found})
             context.analysis_ms += spent if names else 0.0
-        return [context for context in contexts if not self._analyses_of(context)]
+
+    def _compute_and_keep(self, key: str, ids: Sequence[int], cut: Cut) -> Analysis:
+        analysis = self._compute(key, ids, cut)
+        if cut == self._analyser.cut:
+            self._tiers.put_summary(key, analysis.encode())
+        return analysis
 
     def _analyses_of(self, context: ComposedContext) -> dict[int, AnalysisName]:
         """Analyses that a context needs and does not have yet, by span number."""
@@ -224,7 +267,7 @@ class SelectionStage:
             while questions and (not batch or rows + questions[0].question_tokens <= _QUESTION_TOKENS):
                 rows += questions[0].question_tokens
                 batch.append(questions.pop(0))
-            self._query(batch)
+            stages.run("query", failing(batch), self._query, batch)
         for context in contexts:
             if context.decided is None and not context.partial.needs_query:
                 self._settle(context, None)
@@ -246,6 +289,15 @@ class SelectionStage:
         The first rank's counts. Stored analyses of two ranks may come from two computations, and a score that
         differs in its last bit chooses other tokens, perhaps another number of them.
         """
+        failures: list[str] = []
+        chosen = stages.run("selection", failures.append, self._choose, context, queries)
+        context.decided = self._ranks.first(chosen)
+        if context.decided is None:
+            context.fail(failures[0] if failures else stages.ELSEWHERE)
+
+    def _choose(
+        self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None
+    ) -> ContextSelection:
         partial, analyses = context.partial, context.in_order
         query = (
             None
@@ -254,4 +306,20 @@ class SelectionStage:
         )
         ids = torch.from_numpy(np.array(context.ids))
         kept = self._selector.select(partial, analyses, query, ids, self._stable)
-        context.decided = self._ranks.first(partial.settle(analyses, kept))
+        return partial.settle(analyses, kept)
+
+
+def failing(contexts: Sequence[ComposedContext]) -> Callable[[str], None]:
+    """Return what fails these requests with a message."""
+
+    def fail(message: str) -> None:
+        for context in contexts:
+            context.fail(message)
+
+    return fail
+
+
+def _vote_of(known: Analysis | int | None) -> int:
+    if known is None:
+        return _FAILED
+    return known if isinstance(known, int) else _READY

@@ -15,6 +15,12 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.documents.types import whole_pages
 
+_KINDS = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "Unavailable",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+}
+
 
 @dataclass(slots=True)
 class DocumentRequest:
@@ -92,5 +98,4 @@ def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> 
     req.origin_input_ids = req.origin_input_ids_unpadded = array("q", [0])
     req.full_untruncated_fill_ids = array("q")
     req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
-    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "Unavailable"
-    req.to_finish = FINISH_ABORT(message, status, kind)
+    req.to_finish = FINISH_ABORT(message, status, _KINDS.get(status, "InternalServerError"))
