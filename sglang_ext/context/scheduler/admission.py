@@ -98,8 +98,8 @@ class Admission:
         return self._end(
             req,
             add,
-            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give: keep less, "
-            "or raise max_total_tokens",
+            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give beside the "
+            "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens",
         )
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
@@ -123,7 +123,7 @@ class Admission:
         context.missing = self._ranks.any_missing(missing or [], len(context.keys))
         if context.missing:
             return Decision.MISSING, None
-        slots = self._reserve(adder, context.slots)
+        slots = self._reserve(adder, req, context.slots)
         return (Decision.NO_ROOM if slots is None else Decision.READY), slots
 
     def _add(
@@ -161,12 +161,18 @@ class Admission:
             self._tiers.count(tier, documents)
 
     def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:
-        """True if what the request recomputes has to wait for a step with more of its token budget left. A
-        step takes one request of any size.
+        """True if the request has to wait for a step with more of its token budget left: SGLang would decline
+        it, or it recomputes more than that. A step takes one request of any size.
         """
+        admitted, most, left = len(adder.can_run_list), adder.prefill_max_requests, adder.rem_input_tokens
+        if adder.rem_chunk_tokens is not None:
+            if adder.rem_chunk_tokens < self._tree.page_size:
+                return True
+            left = min(left, adder.rem_chunk_tokens)
+        if most is not None and admitted >= most:
+            return True
         rows = context.recompute_rows(self._layers)
-        left = min(adder.rem_input_tokens, adder.rem_chunk_tokens or adder.rem_input_tokens)
-        return bool(rows and adder.can_run_list) and rows + context.question_tokens > left
+        return bool(rows and admitted) and rows + context.question_tokens > left
 
     def _end(
         self,
@@ -192,13 +198,17 @@ class Admission:
             time.sleep(_POLL_S)
         return AddReqResult.CONTINUE
 
-    def _reserve(self, adder: Any, count: int) -> torch.Tensor | None:
+    def _reserve(self, adder: Any, req: Any, count: int) -> torch.Tensor | None:
         """Slots int64 for ``count`` tokens in whole pages, evicting from the tree if that helps; None if they
-        do not fit.
+        do not fit, or if SGLang would find no room for the rest of the prompt and the answer beside them.
         """
-        page = self._tree.page_size
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+        page, made = self._tree.page_size, len(req.output_ids)
         wanted = -(-count // page) * page
-        if wanted >= adder.rem_total_tokens:
+        rest = len(req.origin_input_ids) + made - count
+        answer = min(max(req.sampling_params.max_new_tokens - made, 0), CLIP_MAX_NEW_TOKENS)
+        if wanted + rest + answer + page >= adder.rem_total_tokens:
             return None
         if self._allocator.available_size() < wanted:
             from sglang.srt.mem_cache.base_prefix_cache import EvictParams

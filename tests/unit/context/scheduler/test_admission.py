@@ -17,7 +17,7 @@ from sglang_ext.protocol import MISSING_PREFIX, ContextPlan, Span
 from sglang_ext.ranks import Ranks
 
 TOTAL = 12  # tokens of the context: system text and one document
-QUESTION = 3
+QUESTION, ANSWER, PAGE = 3, 10, 4
 
 
 class Engine:
@@ -27,7 +27,7 @@ class Engine:
         self, free: int = 100, missing: list[int] | None = None, *, running: bool = False, **options: Any
     ) -> None:
         self.free, self.missing, self.counted = free, missing or [], []
-        self.loading = False
+        self.loading, self.evictable, self.evicted = False, 0, 0
         plan = ContextPlan(
             "compose", "n", options.pop("strategy", "concat"), (Span(0, 4), Span(4, TOTAL)), options
         )
@@ -39,6 +39,7 @@ class Engine:
             rid="r",
             origin_input_ids=array("q", [0] * (TOTAL + QUESTION)),
             output_ids=[],
+            sampling_params=SimpleNamespace(max_new_tokens=ANSWER),
             to_finish=None,
             init_next_round_input=lambda tree: None,
         )
@@ -50,10 +51,11 @@ class Engine:
             log_hit_tokens=0,
             rem_input_tokens=100,
             rem_chunk_tokens=50,
+            prefill_max_requests=None,
             budget_state=lambda: SimpleNamespace(name=f"{self.adder.rem_chunk_tokens} left"),
         )
         allocator = SimpleNamespace(alloc=self.alloc, free=self.give_back, available_size=lambda: self.free)
-        tree: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=4, evict=lambda params: 0)
+        tree: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, evict=self.evict)
         tiers: Any = SimpleNamespace(count=lambda tier, n: self.counted.append((tier, n)))
         self.admission = Admission(tree, tiers, self, None, Ranks(), layers=2)  # type: ignore[arg-type]
 
@@ -62,6 +64,11 @@ class Engine:
             return None
         self.free -= count
         return torch.arange(count)
+
+    def evict(self, params: Any) -> None:
+        count = min(params.num_tokens, self.evictable)
+        self.evicted += count
+        self.free += count
 
     def give_back(self, slots: torch.Tensor) -> None:
         self.free += len(slots)
@@ -161,3 +168,75 @@ def test_a_burst_is_spread_over_steps() -> None:
     assert not engine.context.sources
     engine.adder.can_run_list = []
     assert engine.admit() == f"{QUESTION - 1} left", "alone it is admitted, however much it recomputes"
+
+
+def declined(engine: Engine, why: str) -> None:
+    if why == "chunk":
+        engine.adder.rem_chunk_tokens = PAGE - 1
+    elif why == "requests":
+        engine.adder.prefill_max_requests, engine.adder.can_run_list = 1, ["another request"]
+    else:  # the slots would fit, but not the question and the answer beside them
+        engine.adder.rem_total_tokens = TOTAL + QUESTION + ANSWER + PAGE
+
+
+@pytest.mark.parametrize("why", ["chunk", "requests", "total"])
+def test_nothing_is_evicted_for_a_request_that_sglang_would_decline(why: str) -> None:
+    engine = Engine(free=4, running=True)
+    engine.evictable = 100
+    declined(engine, why)
+    assert engine.admit() == ("NO_TOKEN" if why == "total" else "OTHER")
+    assert (engine.evicted, engine.free) == (0, 4)
+    assert not engine.context.sources
+    engine.adder.rem_chunk_tokens, engine.adder.prefill_max_requests = 50, None
+    engine.adder.rem_total_tokens += 1
+    assert engine.admit() == "added"
+    assert engine.evicted == TOTAL - 4
+
+
+def test_a_request_that_can_never_fit_beside_its_answer_ends_instead_of_waiting_for_ever() -> None:
+    engine = Engine()
+    declined(engine, "total")
+    assert engine.admit() == "CONTINUE"
+    engine.resolve = lambda context: []  # type: ignore[method-assign]
+    assert engine.admit() == "added"
+    assert "ask for fewer tokens" in engine.req.to_finish.message
+
+
+def failing_engine(where: str) -> Engine:
+    def broken(*args: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    engine = Engine()
+    if where == "load":
+        engine.resolve = broken  # type: ignore[method-assign]
+    elif where == "alloc":
+        engine.admission._allocator.alloc = broken
+    return engine
+
+
+@pytest.mark.parametrize("where", ["load", "alloc", "add"])
+def test_an_admission_that_fails_ends_the_request_and_gives_everything_back(where: str) -> None:
+    engine, calls = failing_engine(where), []
+
+    def add() -> Any:
+        calls.append(engine.req.to_finish)
+        if where == "add" and len(calls) == 1:
+            raise RuntimeError("SGLang is at a loss")
+        return SimpleNamespace(name="added")
+
+    assert engine.admission.admit(engine.adder, engine.req, add).name == "added"
+    assert engine.req.to_finish.status_code == 500
+    assert calls[-1] is engine.req.to_finish, "SGLang admits the request once more to report its end"
+    assert engine.free == 100
+    assert not engine.context.sources
+
+
+def test_a_failed_request_that_was_taken_back_is_not_composed_again() -> None:
+    engine, dropped = Engine(), []
+    engine.admission._stage = SimpleNamespace(drop=dropped.append)  # type: ignore[assignment]
+    engine.req.to_finish = SimpleNamespace(message="ragserve: stage 'forward' failed", status_code=500)
+    assert engine.admit() == "added"
+    assert dropped == [engine.context]
+    assert engine.free == 100
+    assert engine.req.to_finish.message == "ragserve: stage 'forward' failed"
+    assert engine.req.ragserve is None
