@@ -19,12 +19,14 @@ from sglang_ext.context.recompute.job import LastQueries
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.request_options import QuestionQuery
 
+_BYTES = 2**30  # KV of one pass: 8,192 tokens of an 8B model in bfloat16 on one GPU
+
 
 class QueryPass:
     """Runs the pass. Per rank.
 
     The KV that questions attend to, and their own, lie in free slots of the pool meanwhile, so that the
-    recompute pass's graphs can run it; if the pool is full, in memory beside it.
+    recompute pass's graphs can run it; if the pool is full, in memory beside it. `batches` bounds that.
     """
 
     def __init__(self, model_runner: Any, composer: Composer, allocator: Any) -> None:
@@ -33,6 +35,22 @@ class QueryPass:
         self._composer = composer
         self._allocator = allocator
         self._device = torch.device(model_runner.device)
+        token_bytes = 2 * self._pool.layer_num * self._pool.get_key_buffer(0)[0].nbytes
+        self._tokens = max(1, _BYTES // token_bytes)
+
+    def batches(self, contexts: Sequence[ComposedContext]) -> Iterator[list[ComposedContext]]:
+        """Cut the requests, in their order, into passes whose KV takes at most 1 GiB, or one request each."""
+        batch: list[ComposedContext] = []
+        room = self._tokens
+        for context in contexts:
+            needed = len(context.partial.kept) + context.question_tokens
+            if batch and needed > room:
+                yield batch
+                batch, room = [], self._tokens
+            batch.append(context)
+            room -= needed
+        if batch:
+            yield batch
 
     def __call__(self, contexts: Sequence[ComposedContext]) -> list[dict[QuestionQuery, torch.Tensor]]:
         """Return each question's query of its last token and, where the request wants it, its mean query: f32

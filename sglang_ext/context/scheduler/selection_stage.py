@@ -37,7 +37,6 @@ from sglang_ext.request_options import QuestionQuery
 
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
-_QUESTION_TOKENS = 8192  # rows of one query pass
 _FAILED, _MISSING, _WAIT, _READY = range(4)  # votes; the lowest of any rank decides
 AnalysisName = tuple[str, int, int]
 """Identifies an analysis: the document's key, block size and number of local blocks."""
@@ -259,15 +258,11 @@ class SelectionStage:
         return found
 
     def _select(self, contexts: Sequence[ComposedContext]) -> None:
-        """Run one query pass for the contexts that need it, then the selections."""
+        """Run query passes for the contexts that need them, then the selections."""
         questions = [context for context in contexts if context.partial.needs_query]
-        while questions:
-            batch: list[ComposedContext] = []
-            rows = 0
-            while questions and (not batch or rows + questions[0].question_tokens <= _QUESTION_TOKENS):
-                rows += questions[0].question_tokens
-                batch.append(questions.pop(0))
-            stages.run("query", failing(batch), self._query, batch)
+        if questions:
+            for batch in self._query_pass.batches(questions):
+                stages.run("query", failing(batch), self._query, batch)
         for context in contexts:
             if context.decided is None and not context.partial.needs_query:
                 self._settle(context, None)

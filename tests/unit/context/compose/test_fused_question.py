@@ -218,3 +218,13 @@ def test_states_are_given_once_to_their_batch_and_no_other_pass_touches_them() -
     composer.fill(case.contexts, case.rows, whole=True)
     composer.fused_question.drop()
     assert composer.fused_question.output(batch) is None, "the forward has failed"
+
+
+def test_analyses_are_let_go_once_the_slots_are_filled() -> None:
+    runner, case = runner_of(SLOTS), Case([{"recompute": "all"}], 5)
+    (context,) = case.contexts
+    context.analyses = {1: object(), 2: object()}  # type: ignore[dict-item]
+    composer = composer_of(runner)
+    composer.fill(case.contexts, case.rows)
+    assert context.analyses == {}
+    composer.fill(case.contexts, case.rows)

@@ -16,6 +16,7 @@ from sglang_ext.context.compose.gather import Gather
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.recompute.recompute_pass import warm
 from sglang_ext.context.rope import Rotation
+from sglang_ext.context.scheduler import query_pass
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
@@ -72,6 +73,23 @@ def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
         torch.testing.assert_close(one[ask], other[ask])
     assert not torch.equal(beside[0]["last"], beside[1]["last"])
     assert len(set(roomy.free_slots)) == 96
+
+
+def test_a_pass_holds_no_more_kv_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_bytes = 2 * LAYERS * KV_HEADS * DIM * 4
+    monkeypatch.setattr(query_pass, "_BYTES", 50 * token_bytes + token_bytes // 2)
+    passes = QueryPass(runner_of(SLOTS), SimpleNamespace(graphs=None), None)  # type: ignore[arg-type]
+
+    def waiting(*tokens: int) -> list[Any]:
+        """Requests with so much KV each, their questions included."""
+        partial = [SimpleNamespace(kept=range(n - QUESTION)) for n in tokens]
+        return [SimpleNamespace(partial=each, question_tokens=QUESTION) for each in partial]
+
+    requests = waiting(20, 30, 1 + QUESTION, 46, 200, 10)
+    batches = list(passes.batches(requests))
+    assert [len(batch) for batch in batches] == [2, 2, 1, 1]
+    assert [request for batch in batches for request in batch] == requests
+    assert list(passes.batches([])) == []
 
 
 def test_warming_up_writes_to_the_padding_slot_only() -> None:
