@@ -1,0 +1,111 @@
+"""Requests that wait for their selection: those that have left SGLang's queue, and those that fail."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.selection.base import ModelShape
+from sglang_ext.context.selection.strategies import partial_selection
+from sglang_ext.documents.summaries import SummaryTicket
+from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.ranks import Ranks
+
+
+class Bench:
+    """A stage over tiers that are still reading every stored analysis."""
+
+    def __init__(self, *names: str) -> None:
+        self.located: list[str] = []
+        self.read: list[str] = []
+        self.broken: set[str] = set()
+        locator: Any = SimpleNamespace(resolve=self.resolve, unlock=lambda context: None)
+        tiers: Any = SimpleNamespace(summary=self.summary)
+        analyser: Any = SimpleNamespace(heads=[], cut=None, block_of=lambda n, cut: 4)
+        nothing: Any = SimpleNamespace(batches=lambda contexts: iter(contexts))
+        self.stage = SelectionStage(
+            SimpleNamespace(device="cpu"),
+            locator=locator,
+            tiers=tiers,
+            analyser=analyser,
+            query_pass=nothing,
+            selector=nothing,
+            ranks=Ranks(),
+            memory_bytes=2**20,
+        )
+        plan = ContextPlan("compose", "n", "samkv", (Span(0, 4), Span(4, 20)), {})
+        self.requests = {}
+        for name in names:
+            context = ComposedContext(
+                plan, array("q", range(23)), ("system", name), partial_selection(plan, ModelShape(2))
+            )
+            self.requests[name] = SimpleNamespace(ragserve=context)
+            self.stage.add(context)
+
+    def resolve(self, context: ComposedContext) -> list[int]:
+        self.located.append(context.keys[1])
+        if context.keys[1] in self.broken:
+            raise OSError("the disk is gone")
+        return []
+
+    def summary(self, key: str) -> SummaryTicket:
+        self.read.append(key)
+        if key in self.broken:
+            raise OSError("the disk is gone")
+        return SummaryTicket()
+
+    def step(self) -> None:
+        self.located.clear()
+        self.read.clear()
+        self.stage.advance(Step())
+
+
+class Step:
+    """A scheduler step."""
+
+
+def test_requests_that_left_the_queue_are_worked_for_no_longer() -> None:
+    bench = Bench("stays", "leaves")
+    bench.step()
+    assert bench.located == bench.read == ["stays", "leaves"]
+    bench.stage.drop_gone([bench.requests["stays"], SimpleNamespace()])
+    bench.step()
+    assert bench.located == ["stays"]
+    bench.stage.drop_gone([SimpleNamespace()])
+    assert not bench.stage.waits, "nothing keeps what nobody waits for"
+
+
+def test_a_read_that_only_they_wanted_is_forgotten() -> None:
+    bench = Bench("shared", "shared", "alone")
+    bench.step()
+    assert bench.read == ["shared", "alone"]
+    bench.stage.drop_gone([bench.requests["shared"]])
+    assert set(bench.stage._reads) == {"shared"}
+
+
+@pytest.mark.parametrize("where", ["documents", "analyses"])
+def test_a_request_that_fails_leaves_the_others_alone(where: str) -> None:
+    bench = Bench("good", "bad")
+    bench.broken = {"bad"}
+    if where == "analyses":
+        bench.resolve = lambda context: []  # type: ignore[method-assign]
+        bench = bench_with_documents(bench)
+    bench.step()
+    good, bad = (bench.requests[name].ragserve for name in ("good", "bad"))
+    assert good.failure is None
+    assert "the disk is gone" in str(bad.failure)
+    bench.stage.drop_gone(bench.requests.values())
+    bench.step()
+    assert "bad" not in bench.located, "a failed request is not worked for again"
+    assert bench.stage.waits
+
+
+def bench_with_documents(bench: Bench) -> Bench:
+    """The same, with documents that are found."""
+    bench.stage._locator.resolve = lambda context: bench.located.append(context.keys[1]) or []  # type: ignore[func-returns-value,method-assign]
+    return bench
