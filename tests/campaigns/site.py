@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 
+from ragserve.errors import Unavailable
 from ragserve.measuring.server import RunningServer, running_server
 
 WAIT_S = 120.0
+_LEAVES_S = 60.0
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -39,7 +41,7 @@ class Site:
         self._folder, self._flags = folder, flags
         self._stack = contextlib.ExitStack()
         if running is None:
-            self.up()
+            self._begin()
         else:
             self._attach(running)
 
@@ -54,6 +56,17 @@ class Site:
     def _attach(self, running: RunningServer) -> None:
         self.running = running
         self.client = self._stack.enter_context(running.client())
+
+    def _begin(self) -> None:
+        """Start it for the first time. A killed campaign's server takes a moment to leave the folder."""
+        deadline = time.monotonic() + _LEAVES_S
+        while True:
+            try:
+                return self.up()
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(1.0)
 
     def up(self) -> None:
         self._attach(
