@@ -63,7 +63,11 @@ def main(arguments: list[str]) -> int:
     finally:
         progress.save()
     progress.save(finished=True)
-    given = [f"{name} {value}" for name in ("minutes", "operations") if (value := getattr(options, name))]
+    given = [
+        f"{name} {str(value).removesuffix('.0')}"
+        for name in ("minutes", "operations")
+        if (value := getattr(options, name))
+    ]
     said = [f"--{each}" for each in given] + [f"--seed {options.seed}"]
     said += [f"--set '{json.dumps(options.set)}'"] if options.set else []
     row = row_of(progress, " ".join(["scripts/campaign", options.name, *said]))

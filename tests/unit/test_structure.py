@@ -303,6 +303,7 @@ def test_readme_tables_are_in_sync() -> None:
         "README.md",
         "CONTRIBUTING.md",
         "docs/testing.md",
+        "docs/reliability.md",
         "examples/results/README.md",
         "docs/composed-contexts.md",
         "examples/results/answers.md",
