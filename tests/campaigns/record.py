@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench import readme
+from ragserve.files import write_json
 from ragserve.measuring.report import environment
-from ragserve.measuring.report import save as save_report
 from tests.campaigns.progress import Progress
 
 REPO = Path(__file__).resolve().parents[2]
@@ -51,6 +51,6 @@ def record(row: dict[str, Any], results: Path = RESULTS, page: Path = PAGE) -> N
         "rows": sorted(rows, key=lambda each: str(each["campaign"])),
         "note": "Machine and versions of each campaign are in the JSON.",
     }
-    save_report(report, results)
+    write_json(results, report)
     text = page.read_text(encoding="utf-8")
     page.write_text(readme.rewritten(text, results.parent), encoding="utf-8")
