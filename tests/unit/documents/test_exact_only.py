@@ -65,7 +65,7 @@ def engine(pool: Any, *, hybrid: bool = False, **flags: Any) -> Any:
     rows = ReqToTokenPool(size=4, max_context_len=64, device="cpu", enable_memory_saver=False)
     runner = SimpleNamespace(
         token_to_kv_pool=pool, tp_group=None, device="cpu", server_args=args, req_to_token_pool=rows,
-        model=SimpleNamespace(), dtype=torch.float32,
+        model=SimpleNamespace(), dtype=torch.float32, max_total_num_tokens=64,
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2, vocab_size=100, context_len=64),
     )  # fmt: skip
     return SimpleNamespace(

@@ -58,8 +58,6 @@ def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
     import transformers as hf
 
     llama = hf.LlamaConfig(**COMMON)
-    caps = {"attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 16, "hidden_act": "gelu"}
-    no_windows = {"layer_types": ["full_attention"] * COMMON["num_hidden_layers"]}
     scaled = {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
     return {
         "llama": (llama, {}, None),
@@ -68,12 +66,6 @@ def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
         "llama with a layer without positions": (llama, {}, skip_rotation),
         "llama with a layer that fails": (llama, {}, fail),
         "granite": (hf.GraniteConfig(**COMMON, **scaled), {}, None),
-        "gemma 2": (hf.Gemma2Config(**COMMON, **caps), {}, None),
-        "cohere 2 without windows": (
-            hf.Cohere2Config(**COMMON, **no_windows),
-            {},
-            None,
-        ),
     }
 
 

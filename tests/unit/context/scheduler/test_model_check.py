@@ -41,9 +41,7 @@ def test_plain_models_compose(found: dict[str, Any], name: str) -> None:
     ("name", "says"),
     [
         ("llama with a layer without positions", "moved keys and values differ from its own prefill"),
-        ("cohere 2 without windows", "moved keys and values differ from its own prefill"),
         ("granite", "analysed keys and values differ from its own prefill"),
-        ("gemma 2", "layer 0 caps its attention scores at 50"),
         ("llama with a layer that fails", "a field that only the scheduler fills"),
     ],
 )
