@@ -39,6 +39,7 @@ def create_cache(context: Any) -> Any:
         f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}",
         options=vars(args),
     )
+    tree: Any
     if (reason := why_no_documents(context)) is None:
         shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
         tiers = TierStore(
