@@ -30,6 +30,9 @@ class Engine:
         self.asked: list[tuple[str, str]] = []
         self.info = SimpleNamespace(device="cpu")
 
+    async def ready(self) -> bool:
+        return True
+
     async def warm(self, request: GenerateRequest) -> None:
         assert request.spans[-1].end == len(request.input_ids)
         self.tier = "device"

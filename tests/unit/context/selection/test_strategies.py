@@ -111,7 +111,7 @@ def test_layers_may_keep_different_tokens_but_as_many() -> None:
             {"experimental": {"rotate": "no"}},
             "option experimental.rotate .* is 'no': must be a valid boolean",
         ),
-        ("concat", {"depth": 1}, "no option depth: it has .*keep, kept_positions, experimental.rotate"),
+        ("concat", {"depth": 1}, "no option depth .*: it has .*keep, kept_positions, experimental.rotate"),
         (
             "concat",
             {"experimental": {"kept": [[0, 1], [2, 3]]}, "kept_positions": "compact"},
