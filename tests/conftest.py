@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Set before torch is imported: with more threads than cores, spinning threads are ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Commands under test would inherit what a shell ignores for `scripts/test`'s background processes, and nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]  # tests must not depend on the developer's own settings
 

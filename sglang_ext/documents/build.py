@@ -53,7 +53,7 @@ def create_cache(context: Any) -> Any:
         )
         kv_heads = runner.model_config.get_total_num_kv_heads()
         analysis = _analysis_config(config, shape, kv_heads, context.tp_size)
-        tree: Any = DocumentRadixCache(params=context.params)
+        tree = DocumentRadixCache(params=context.params)
         cache = tree
     else:
         log.warning("%s", reason)

@@ -58,7 +58,7 @@ def test_fifty_clients_of_which_half_leave(server: Any) -> None:
         stream = number % 4 == 1
         data = json.dumps(body(number, stream)).encode()
         head = (
-            "POST /rag/query HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "POST /rag/query HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n"
         )
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:

@@ -212,7 +212,7 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
 
 
 def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
-    many(folder, 500)
+    many(folder, 300)
     process = start("ingest", "docs", "--json", cwd=tmp_path)
     wait_for_documents(tmp_path / "ragserve-data", 1, process)
     process.send_signal(signal.SIGINT)
@@ -220,10 +220,10 @@ def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, 
     assert process.returncode == 130, err
     report = json.loads(out)
     assert report["state"] == "interrupted"
-    assert 0 < report["files"]["indexed"] < 502
+    assert 0 < report["files"]["indexed"] < 302
     done = ragserve("ingest", "--resume", report["job_id"], "--json")
     assert done.returncode == 0, done.stderr
-    assert len(contents(tmp_path / "ragserve-data")) == 502
+    assert len(contents(tmp_path / "ragserve-data")) == 302
 
 
 def test_following_changes(folder: Path, tmp_path: Path) -> None:
