@@ -25,8 +25,8 @@ class Hook:
     """Runs ``function`` before, after or around SGLang's ``target``, whose leading ``parameters`` it relies
     on.
 
-    ``stages``: those of `sglang_ext.stages` that it runs; empty for a hook within another's stage, and for one
-    that runs at the start only, whose error must end the process.
+    ``stages``: those of `sglang_ext.stages` that it runs; empty for a hook within another's stage, and for
+    one that runs at the start only, whose error must end the process.
     """
 
     target: str
