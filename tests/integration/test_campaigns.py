@@ -26,7 +26,7 @@ def test_tenants(server: Any, tmp_path: Path) -> None:
 
 
 def test_load(server: Any, tmp_path: Path) -> None:
-    progress = Progress(tmp_path, "load", seed=1, target=12)
+    progress = Progress(tmp_path, "load", seed=1, target=8)
     with Site(server.running) as site:
         load.run(progress, site, clients=3)
     assert progress.violations == []
