@@ -46,18 +46,18 @@ class PoolStorage(HiCacheStorage):
     # failure of the test.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        raise NotImplementedError("by pool index only")
+        raise AssertionError("a backend of this kind is called by pool index only")
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        raise NotImplementedError("by pool index only")
+        raise AssertionError("a backend of this kind is called by pool index only")
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError("by pool index only")
+        raise AssertionError("a backend of this kind is called by pool index only")
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        raise NotImplementedError("by pool index only")
+        raise AssertionError("a backend of this kind is called by pool index only")
 
 
 class KeepingStorage(PoolStorage):

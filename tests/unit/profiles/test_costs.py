@@ -111,7 +111,7 @@ class Cache:
     async def warm(self, request: GenerateRequest) -> None: ...
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        raise AssertionError(f"choosing a strategy asked for control operation {operation!r}")
 
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
         return self._prefix
