@@ -28,13 +28,17 @@ MAX_IDLE = 32
 _MIN_FREE_BYTES = 1 << 20
 
 
+class _Connection(sqlite3.Connection):
+    writable = True
+
+
 class Database:
     """The registry file. Thread-safe; a connection serves one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Raises RegistryDamaged, StorageFull, Unavailable."""
         self.path = path
-        self._idle: list[sqlite3.Connection] = []  # list.append and list.pop are atomic
+        self._idle: list[_Connection] = []  # list.append and list.pop are atomic
         # threads of this process queue here instead of polling for the lock among processes
         self._writing = Lock()
         self._closed = False
@@ -72,13 +76,14 @@ class Database:
                 code="registry_format",
             )
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> _Connection:
         connection = sqlite3.connect(
             self.path,
             timeout=BUSY_TIMEOUT_S,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=256,
+            factory=_Connection,
         )
         try:
             # five vectors of 384 components to a page; without effect on an existing file
@@ -88,6 +93,8 @@ class Database:
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA temp_store = MEMORY")
             connection.execute("PRAGMA journal_size_limit = 67108864")
+            # opened while the disk is read-only, it could only read for ever
+            connection.writable = os.access(self.path, os.W_OK)
         except BaseException:
             connection.close()
             raise
@@ -98,7 +105,8 @@ class Database:
         """A connection from the pool in a transaction. A failure closes it, which rolls back."""
         if self._closed:
             raise _closed()
-        connection: sqlite3.Connection | None = None
+        connection: _Connection | None = None
+        failed = True
         try:
             with suppress(IndexError):
                 connection = self._idle.pop()
@@ -106,11 +114,12 @@ class Database:
             connection.execute(begin)
             yield connection
             connection.execute("COMMIT")
+            failed = False
         except sqlite3.Error as error:
             raise self._failure(error) from error
         finally:
             if connection is not None:
-                if connection.in_transaction or self._closed or len(self._idle) >= MAX_IDLE:
+                if failed or self._closed or not connection.writable or len(self._idle) >= MAX_IDLE:
                     connection.close()
                 else:
                     self._idle.append(connection)

@@ -16,6 +16,7 @@ import pytest
 from ragserve.errors import RagserveError, StorageFull
 from ragserve_index import IndexStore
 from ragserve_index.errors import RegistryDamaged
+from tests.campaigns.disk import Volume
 from tests.unit.index.index_samples import assert_clean, fill, item, make, texts, vectors_of
 
 
@@ -149,6 +150,26 @@ def test_file_size_limit(tmp_path: Path) -> None:
     written = fill_disk(tmp_path, 3 << 20)
     assert written > 10
     assert_usable_again(tmp_path, written)
+
+
+def test_writes_go_on_when_a_read_only_disk_can_be_written_again(tmp_path: Path) -> None:
+    try:
+        volume = Volume(tmp_path / "disk")
+    except subprocess.CalledProcessError:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        with make(volume.path / "data") as store:
+            fill(store, 50)
+            with store.database.read():  # it keeps the idle connection, so that others are opened
+                with volume.read_only():
+                    assert store.documents("n")
+                    with pytest.raises(RagserveError, match="cannot be opened for writing"):
+                        store.replace_documents("n", [item("new", 2)])
+                    assert store.documents("n")
+                store.replace_documents("n", [item("new", 2)])
+            assert "new" in {document.source for document in store.documents("n")}
+    finally:
+        subprocess.run(["umount", str(volume.path)], check=True)
 
 
 def test_full_disk(tmp_path: Path) -> None:
