@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_ext import processes
+from sglang_ext.imports import without_collection
 
 GRACEFUL_SHUTDOWN_S = 10
 
@@ -29,8 +30,9 @@ class Launcher:
 
     def run(self, server_args: Any) -> None:
         """Start the scheduler and detokenizer processes and serve until stopped. Ends all child processes."""
-        from sglang.srt.entrypoints import http_server
-        from sglang.srt.utils import kill_process_tree
+        with without_collection():
+            from sglang.srt.entrypoints import http_server
+            from sglang.srt.utils import kill_process_tree
 
         os.environ[processes.PARENT_VARIABLE] = str(os.getpid())  # read by the children
         original = http_server.uvicorn

@@ -12,6 +12,7 @@ has finished its requests.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 
 from sglang_ext import quiet
 from sglang_ext.cpu.torchvision import prepare
+from sglang_ext.imports import collect_again
 
 PARENT_VARIABLE = "RAGSERVE_ENGINE_PID"
 
@@ -27,8 +29,7 @@ PARENT_VARIABLE = "RAGSERVE_ENGINE_PID"
 def _end_with_parent() -> None:
     """Have Linux kill this process when its parent ends. SGLang asks for that only once all is imported."""
     parent = os.environ.get(PARENT_VARIABLE)
-    spawned = multiprocessing.current_process().name != "MainProcess"
-    if parent is None or not spawned or sys.platform != "linux":
+    if parent is None or sys.platform != "linux":
         return
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for children of this one
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -36,7 +37,9 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-_end_with_parent()
+if multiprocessing.current_process().name != "MainProcess":
+    _end_with_parent()
+    gc.disable()  # unpickling the target's arguments imports most of SGLang; `collect_again` ends it
 if quiet.QUIET_VARIABLE in os.environ:
     quiet.silence()
 prepare()
@@ -49,6 +52,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    collect_again()
     from sglang_ext.plugin import require_loaded
 
     require_loaded()
@@ -60,4 +64,5 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
+    collect_again()
     run(*args, **kwargs)

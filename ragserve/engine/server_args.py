@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from ragserve.config import Settings
+from sglang_ext.imports import without_collection
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
     CACHE_BACKEND,
@@ -36,12 +37,13 @@ def server_args(settings: Settings) -> Any:
         # SGLang would size the pool by the memory left after graph capture, when page statistics are already
         # allocated for the reserved pool.
         os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
-    prepare()
-    import torch
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs
+    with without_collection():
+        prepare()
+        import torch
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import ServerArgs
 
-    load_plugins()  # registers our cache, which ServerArgs checks by name
+        load_plugins()  # registers our cache, which ServerArgs checks by name
 
     options: dict[str, Any] = {
         "model_path": settings.model,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.errors import InvalidRequest
+from sglang_ext.imports import without_collection
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,10 +78,11 @@ def _load(name: str, device: str) -> Any:
     # libgomp's threads spin at every barrier. If another process needs the core (engine, parser, worker), two
     # spinning threads took 80 ms for a question that two sleeping ones embed in 11. Read at torch's import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prepare()  # transformers imports torchvision, which fails as a CUDA build on a machine without CUDA
-    import torch
-    from sentence_transformers import SentenceTransformer
-    from transformers.utils import logging as transformers_logging
+    with without_collection():
+        prepare()  # transformers imports torchvision, which fails as a CUDA build on a machine without CUDA
+        import torch
+        from sentence_transformers import SentenceTransformer
+        from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # its progress bar would disturb ours
     if device == "auto":
