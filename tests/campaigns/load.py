@@ -122,12 +122,13 @@ class Clients:
 
     def _writer(self) -> None:
         chance = random.Random(f"{self._seed} writer")
-        while not self._end.wait(_REPLACE_S):
+        while not self._end.is_set():
             try:
                 self._site.put(SPACE, dict([_document(chance.randrange(DOCUMENTS), chance.randrange(10**6))]))
                 self.results.put(Done("replaced"))
             except (AssertionError, httpx.HTTPError) as error:
                 self.results.put(Done("replaced", failure=repr(error)))
+            self._end.wait(_REPLACE_S)
 
 
 def _document(number: int, edition: int) -> tuple[str, str]:
@@ -243,14 +244,12 @@ def run(progress: Progress, site: Site | None = None, clients: int = CLIENTS, **
         try:
             while progress.goes_on() and site.is_up:
                 with contextlib.suppress(queue.Empty):
-                    done = crowd.results.get(timeout=1.0)
-                    with progress.operation(done.kind):
-                        assert not done.failure, done.failure
-                        if done.label:
-                            watch.took(done)
+                    _count(progress, watch, crowd.results.get(timeout=1.0))
                 watch.sample()
         finally:
             crowd.stop()
+        while not crowd.results.empty():  # what was under way at the end
+            _count(progress, watch, crowd.results.get())
         with progress.operation("ended"):
             assert site.is_up, f"the server ended:\n{site.running.log.read_text()[-3000:]}"
             assert_nothing_left(site)
@@ -258,6 +257,13 @@ def run(progress: Progress, site: Site | None = None, clients: int = CLIENTS, **
         figures["file descriptors more"] = _descriptors(site) - descriptors
         progress.data["figures"] = figures
         _judge(progress, figures)
+
+
+def _count(progress: Progress, watch: Watch, done: Done) -> None:
+    with progress.operation(done.kind):
+        assert not done.failure, done.failure
+        if done.label:
+            watch.took(done)
 
 
 def _judge(progress: Progress, figures: dict[str, Any]) -> None:
