@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 COMMON: dict[str, Any] = {
@@ -74,25 +75,69 @@ def started(folder: Path, arguments: dict[str, Any], change: Change | None) -> A
     from ragserve.config import load
     from ragserve.engine.ports import hold_port, port_of
     from ragserve.engine.server_args import server_args
-    from sglang_ext.in_process import model_worker
 
     settings = load(model=str(folder), data_dir=folder / "data", kv_host_bytes=2**20, kv_disk_bytes=0)
     options = {"skip_tokenizer_init": True, "max_total_tokens": 2048} | arguments
     args = server_args(settings.model_copy(update={"engine_args": options}))
     with hold_port() as held:
-        return model_worker(args, port_of(held), loaded=change)
+        return _model_worker(args, port_of(held), change)
+
+
+def _model_worker(server_args: Any, port: int, loaded: Change | None) -> Any:
+    """SGLang's `TpModelWorker` of one rank with pools and attention, as a scheduler makes it. ``port``: of
+    torch's rendezvous. ``loaded`` is called with the model before the pools are made.
+    """
+    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    worker = TpModelWorker(server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=port)
+    if loaded is not None:
+        loaded(worker.model_runner.model)
+    worker.alloc_memory_pool()
+    worker.init_attention_backends()
+    worker.init_cuda_graphs()
+    return worker
+
+
+def _document_cache(worker: Any) -> Any:
+    """Our cache over a worker's pools; `sglang_ext.state.current` has its runtime."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_ext.documents.build import create_cache
+
+    runner = worker.model_runner
+    return create_cache(
+        SimpleNamespace(
+            server_args=runner.server_args,
+            params=CacheInitParams(
+                disable=False,
+                req_to_token_pool=runner.req_to_token_pool,
+                token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+                page_size=runner.page_size,
+            ),
+            is_hybrid_swa=False,
+            is_hybrid_ssm=False,
+            enable_hierarchical_cache=False,
+            disable_radix_cache=False,
+            effective_chunked_prefill_size=None,
+            tp_worker=worker,
+            model_config=runner.model_config,
+            tp_size=1,
+            tp_rank=0,
+            tp_group=None,
+        )
+    )
 
 
 def tried(worker: Any) -> dict[str, Any]:
     """What ragserve's cache makes of the engine, and the state that it leaves it in."""
     from sglang_ext.control import answer
-    from sglang_ext.in_process import document_cache
     from sglang_ext.state import current
 
     runner = worker.model_runner
     allocator = runner.token_to_kv_pool_allocator
     free = allocator.available_size()
-    document_cache(worker)
+    _document_cache(worker)
     (info,) = answer(current.runtime, {"op": "info"})["response"]
     (stat,) = answer(current.runtime, {"op": "stat"})["response"]
     return {
