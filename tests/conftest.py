@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from sglang_ext.imports import collect_again
 
 EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
 """True under ``scripts/test --exhaustive``: every kill point, long histories, more random examples."""
@@ -27,6 +30,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]  # tests must not depend on the developer's own settings
 
+gc.disable()  # until all test modules are imported: `pytest_collection_finish`
+
 REPO = Path(__file__).resolve().parent.parent
 MODEL = REPO / "examples" / "models" / "ragserve-tiny"
 
@@ -35,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from ragserve.engine.compat import prepare
 
     prepare()  # transformers, imported by several tests, imports torchvision
+
+
+def pytest_collection_finish() -> None:
+    collect_again()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
