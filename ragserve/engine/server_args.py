@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 from ragserve.config import Settings
-from sglang_ext.imports import without_collection
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
     CACHE_BACKEND,
@@ -22,7 +21,7 @@ _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only
 
 def server_args(settings: Settings) -> Any:
     """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything."""
-    from ragserve.engine.compat import prepare
+    from ragserve.engine.compat import prepare, without_collection
     from sglang_ext import quiet
 
     os.environ.pop(quiet.QUIET_VARIABLE, None)

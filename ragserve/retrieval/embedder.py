@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.errors import InvalidRequest
-from sglang_ext.imports import without_collection
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +72,7 @@ class Embedder:
 
 
 def _load(name: str, device: str) -> Any:
-    from ragserve.engine.compat import prepare
+    from ragserve.engine.compat import prepare, without_collection
 
     # libgomp's threads spin at every barrier. If another process needs the core (engine, parser, worker), two
     # spinning threads took 80 ms for a question that two sleeping ones embed in 11. Read at torch's import.
