@@ -186,7 +186,8 @@ def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
                     asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 60)))
                     for ids, spans in prompts
                 ]
-                await asyncio.sleep(0.5)
+                while not (await http.post("/dumper/ragserve", json={"op": "slots"})).json()[0]["now"]:
+                    assert not any(task.done() for task in asking)
                 assert (await http.delete("/rag/cache")).status_code == 200
                 return await asyncio.gather(*asking)
 
