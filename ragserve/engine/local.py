@@ -23,7 +23,8 @@ from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavaila
 from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES, document_key
 
 _FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
-_PENDING_S = 0.05  # between two looks at an operation that waits for the disk
+# Between two looks at an operation that waits for the disk: doubled from the first to the second time.
+_FIRST_LOOK_S, _NEXT_LOOK_S = 0.002, 0.05
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -146,9 +147,11 @@ class LocalEngine:
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`; `sglang_ext.control` lists the operations. Asks again while one is pending."""
+        wait = _FIRST_LOOK_S
         while "pending" in (answer := await self._ask(operation, arguments)):
             arguments["pending"] = answer["pending"]
-            await asyncio.sleep(_PENDING_S)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _NEXT_LOOK_S)
         return answer
 
     async def _ask(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:

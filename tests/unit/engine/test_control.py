@@ -27,6 +27,29 @@ def test_a_pending_operation_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
     assert asked == [{"op": "verify"}, {"op": "verify", "pending": 3}, {"op": "verify", "pending": 3}]
 
 
+def test_a_short_operation_is_asked_for_soon_and_a_long_one_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def dumper_control(request: Any) -> list[Any]:
+        asked.append(request)
+        found = {"pending": 1} if len(asked) <= 10 else {}
+        return [SimpleNamespace(success=True, response=[found], error="")]
+
+    async def slept(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    manager = SimpleNamespace(dumper_control=dumper_control)
+    monkeypatch.setattr("ragserve.engine.local._manager", lambda: manager)
+    monkeypatch.setattr("ragserve.engine.local.asyncio.sleep", slept)
+    assert asyncio.run(LocalEngine(load()).control("verify")) == {}
+    assert waits == sorted(waits)
+    assert waits[0] < 0.005
+    assert waits[-1] == 0.05
+
+
 @pytest.mark.parametrize("stuck", [False, True])
 def test_the_write_queue_is_flushed_at_the_end(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
     """And an engine that never answers holds nobody."""
