@@ -2,8 +2,9 @@
 found, the same prompt has the same answer whichever tier its documents come from, and after every operation
 the accounts of all tiers are right.
 
-The documents are a line each and answers have a few tokens, so that an hour has many operations. A run that
-goes on after a kill begins with empty namespaces."""
+So that an hour has many operations, model and embedder are small ones with random weights, documents have a
+line each and answers a few tokens. A fault of a tier or a context changes answers all the same: they depend
+on every token. A run that goes on after a kill begins with empty namespaces."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ import httpx
 from ragserve.cache.evictions import GRACE_S
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
+from tests.integration.models import random_embedder, random_llama
 
 TARGET = 100_000
 SPACES = ("campaign-left", "campaign-right")
@@ -38,13 +41,15 @@ SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("samkv", {"selection": "shared"}),
     ("auto", {}),
 )
+KV_HEADS = 2
+TOKEN_BYTES = 2 * 2 * KV_HEADS * 16 * 4  # KV of a token: layers, K and V, heads, head size, float32
 FLAGS: dict[str, Any] = {
     "force_strategies": "true",
     "max_total_tokens": 1024,  # about three contexts
-    "kv_host_bytes": 5 * 2**20,
-    "kv_disk_bytes": 12 * 2**20,
+    "kv_host_bytes": 512 * TOKEN_BYTES,  # about half of what both namespaces have
+    "kv_disk_bytes": 1600 * TOKEN_BYTES,  # a little more than that: replaced documents are evicted
 }
-RESTART_EVERY = 2500
+RESTART_EVERY = 5000
 _ANSWERS = 20_000  # known ones that are kept
 
 
@@ -176,11 +181,21 @@ OPERATIONS: tuple[tuple[Callable[[World, random.Random], None], int], ...] = (
 )
 
 
+def _models(folder: Path) -> dict[str, Any]:
+    """Settings of a server with small random models."""
+    return {
+        "model": random_llama(folder / "model", kv_heads=KV_HEADS),
+        "embedder": random_embedder(folder / "embedder"),
+    }
+
+
 def run(progress: Progress, site: Site | None = None) -> None:
     """Run to the end on ``site``, or on a server of our own."""
     with contextlib.ExitStack() as stack:
         if site is None:
-            site = stack.enter_context(Site(folder=progress.folder / "data", **FLAGS))
+            site = stack.enter_context(
+                Site(folder=progress.folder / "data", **_models(progress.folder), **FLAGS)
+            )
         world = World(site)
         kinds, weights = zip(*OPERATIONS, strict=True)
         while progress.goes_on():

@@ -55,3 +55,17 @@ def random_llama(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, folder)
     return folder
+
+
+def random_embedder(folder: Path, width: int = 64) -> Path:
+    """Write an embedder of random token vectors: texts with the same words are near each other."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import StaticEmbedding
+    from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    vectors = torch.randn(tokenizer.get_vocab_size(), width)
+    SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=vectors)]).save(str(folder))
+    return folder
