@@ -127,6 +127,15 @@ def test_the_parsing_process_loads_neither_torch_nor_sglang(tmp_path: Path) -> N
     assert subprocess.run([sys.executable, "-c", script], check=False, cwd=tmp_path).returncode == 0
 
 
+def test_the_parsing_process_does_not_start_with_the_index(tmp_path: Path) -> None:
+    """Each ingestion starts one: numpy, pydantic and the store took half of that time."""
+    script = (
+        "import sys, ragserve.ingest.parsing.parse_worker, ragserve.ingest.chunking\n"
+        "sys.exit(bool({'numpy', 'pydantic', 'ragserve_index.store'} & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, cwd=tmp_path).returncode == 0
+
+
 def test_files_of_the_working_directory_are_not_imported(
     tokenizer: TokenizerSource, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
