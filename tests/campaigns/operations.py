@@ -47,7 +47,7 @@ FLAGS: dict[str, Any] = {
     "force_strategies": "true",
     "max_total_tokens": 1024,  # about three contexts
     "kv_host_bytes": 512 * TOKEN_BYTES,  # about half of what both namespaces have
-    "kv_disk_bytes": 1600 * TOKEN_BYTES,  # a little more than that: replaced documents are evicted
+    "kv_disk_bytes": 1200 * TOKEN_BYTES,  # most of it, with the files' records
 }
 RESTART_EVERY = 5000
 _ANSWERS = 20_000  # known ones that are kept
@@ -103,7 +103,7 @@ class World:
 
     def leave(self, chance: random.Random) -> None:
         self.site.leave(
-            chance.uniform(0, 0.3), **self._question(chance, new=200), stream=chance.random() < 0.5
+            chance.uniform(0, 0.1), **self._question(chance, new=100), stream=chance.random() < 0.5
         )
 
     def _question(self, chance: random.Random, new: int | None = None) -> dict[str, Any]:

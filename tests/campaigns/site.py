@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,12 @@ class Site:
 
     def finished(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Wait for a job."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
+        for last in _looks():
             now = dict(self.call("GET", f"/rag/jobs/{job['job_id']}"))
             if now["state"] in ENDED:
                 return now
-            assert time.monotonic() < deadline, f"a job does not end: {now}"
-            time.sleep(0.005)
+            assert not last, f"a job does not end: {now}"
+        raise AssertionError
 
     def put(self, space: str, texts: Mapping[str, str], **fields: Any) -> dict[str, Any]:
         """Add or replace documents and wait; every one must be indexed or unchanged."""
@@ -160,17 +159,26 @@ class Site:
     def settled(self) -> dict[str, Any]:
         """Wait until no request holds a slot or a page, check the accounts of all tiers and every page on
         disk, and return the cache's figures."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
+        for last in _looks():
             figures = dict(self.call("GET", "/rag/cache"))
             held = figures["device"]["locked_tokens"], figures["host"]["pinned_documents"]
             if held == (0, 0):
                 break
-            assert time.monotonic() < deadline, f"{held[0]} slots stay locked, {held[1]} documents pinned"
-            time.sleep(0.01)
+            assert not last, f"{held[0]} slots stay locked, {held[1]} documents pinned"
         bad = self.call("POST", "/rag/cache/verify", json={})["bad"]
         assert bad == [], f"damaged pages: {bad}"
         return figures
+
+
+def _looks() -> Iterator[bool]:
+    """Wait before all but the first of several looks at something, longer each time: a look costs as much as
+    a small query. True for the last one."""
+    deadline, wait = time.monotonic() + WAIT_S, 0.005
+    while time.monotonic() < deadline:
+        yield False
+        time.sleep(wait)
+        wait = min(1.5 * wait, 0.1)
+    yield True
 
 
 def events_of(text: str) -> list[tuple[str, Any]]:
