@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import psutil
+
 from ragserve.errors import EngineError, Unavailable
 
 T = TypeVar("T")
@@ -102,10 +104,12 @@ class CrashHandler:
 
 
 def end_now(status: int = EXIT_CODE) -> None:
-    """End this process and its children without an orderly end."""
-    from sglang.srt.utils import kill_process_tree
+    """End this process and its children without an orderly end.
 
-    kill_process_tree(os.getpid(), include_parent=False)
+    Imports nothing: the main thread may be importing SGLang, and an import here would wait for it."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     os._exit(status)
 
 

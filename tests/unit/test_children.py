@@ -68,6 +68,22 @@ if __name__ == "__main__":
 """
 
 
+# a command whose main thread is importing SGLang, with a child of its own
+IMPORTING = """
+import subprocess, sys, threading, time
+from importlib.abc import MetaPathFinder
+from ragserve.engine.crash import end_now
+class Slow(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "sglang":
+            print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+            threading.Timer(0.1, end_now, (143,)).start()
+            time.sleep(600)
+sys.meta_path.insert(0, Slow())
+import sglang
+"""
+
+
 def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
@@ -129,4 +145,17 @@ def test_processes_of_an_engine_end_with_it_while_they_are_loading(tmp_path: Pat
     wait_for(ready, process)
     process.kill()
     process.communicate()
+    assert_all_end([child])
+
+
+def test_a_command_ends_while_it_is_importing_sglang() -> None:
+    process = subprocess.Popen([sys.executable, "-c", IMPORTING], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        child = psutil.Process(int(process.stdout.readline()))
+        status = process.wait(60)  # it took as long as the import
+    finally:
+        process.kill()
+        process.communicate()
+    assert status == 143
     assert_all_end([child])
