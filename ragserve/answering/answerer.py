@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve.answering.accounting import Clock, context_use, observe
@@ -78,35 +77,40 @@ class FinalAnswer:
 Event = SearchResults | MessageDelta | Citation | FinalAnswer
 
 
+@dataclass(eq=False)
+class InFlight:
+    """A query in flight: when it began (``time.time``), and the token ids of the documents in its prompt."""
+
+    namespace: str
+    began: float
+    documents: list[list[int]] = field(default_factory=list)
+
+
 class QueryLimiter:
     """Bounds the queries in flight over all routes. A query over the limit is refused at once, not queued."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._begun: dict[object, float] = {}
+        self.queries: set[InFlight] = set()
 
     @property
     def in_flight(self) -> int:
-        return len(self._begun)
-
-    def oldest(self) -> float:
-        """The time (``time.time``) at which the oldest query in flight began; infinity without one."""
-        return min(self._begun.values(), default=math.inf)
+        return len(self.queries)
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
+    def slot(self, namespace: str = "") -> Iterator[InFlight]:
         """Occupy a slot for the block. Raises TooManyRequests if none is free."""
         if self.in_flight >= self._limit:
             raise TooManyRequests(
                 f"{self._limit} queries are already being answered.", hint="Retry in a moment."
             )
-        query = object()
-        self._begun[query] = time.time()
+        query = InFlight(namespace, time.time())
+        self.queries.add(query)
         metrics().in_flight.inc()
         try:
-            yield
+            yield query
         finally:
-            del self._begun[query]
+            self.queries.discard(query)
             metrics().in_flight.dec()
 
 
@@ -137,21 +141,22 @@ class Answerer:
         cancelling aborts the generation. Raises any RagserveError; those caused by the request come before
         the first event."""
         try:
-            with self._limiter.slot():
-                async with aclosing(self._events(query)) as events:
+            with self._limiter.slot(query.request.namespace) as slot:
+                async with aclosing(self._events(query, slot)) as events:
                     async for event in events:
                         yield event
         except (asyncio.CancelledError, GeneratorExit):
             metrics().aborted.inc()
             raise
 
-    async def _events(self, query: Query) -> AsyncGenerator[Event, None]:
+    async def _events(self, query: Query, slot: InFlight) -> AsyncGenerator[Event, None]:
         clock = Clock()
         request = query.request
         self._check(request)
         found, version, retrieval = await self._retrieved(query)
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
+        slot.documents = [prompt.input_ids[span.start : span.end] for span in prompt.spans[1:]]
         _check_room(query, prompt, len(found))
         if prompt.cut_to is not None:
             whole = found[prompt.documents_kept - 1]

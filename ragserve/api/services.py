@@ -168,7 +168,7 @@ async def _evictions(
     """Follow the eviction log with a local engine; with a remote one, only remove files of earlier runs."""
     if info.kind == "local":
         await asyncio.to_thread(note_engine, settings, info.tokenizer)
-        evictor = Evictor(store, engine, prompts, limiter.oldest)
+        evictor = Evictor(store, engine, prompts, limiter.queries)
         async with evictor.running():
             yield evictor.drain
     else:

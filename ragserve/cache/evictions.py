@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache import folder, lock
@@ -26,6 +25,9 @@ from ragserve.errors import RagserveError, Unavailable
 from ragserve.files import write_json
 from ragserve_index import Eviction, EvictionLog, IndexStore
 from ragserve_index.evictions import by_namespace
+
+if TYPE_CHECKING:
+    from ragserve.answering.answerer import InFlight
 
 __all__ = ["Evictor", "clean_files", "note_engine"]
 
@@ -42,17 +44,17 @@ _NOTE = "engine.json"
 class Evictor:
     """A server's reader of the log. Runs on the server's event loop.
 
-    ``oldest_query`` gives the time at which the oldest query in flight began; it may hold texts that were
-    removed since."""
+    ``queries`` are those in flight, a set that changes: they may hold texts that were removed since."""
 
     def __init__(
         self,
         store: IndexStore,
         engine: Engine,
         prompts: PromptBuilder,
-        oldest_query: Callable[[], float] = lambda: math.inf,
+        queries: Set[InFlight] = frozenset(),
     ) -> None:
-        self._oldest_query = oldest_query
+        self._queries = queries
+        self._left_behind: dict[int, list[InFlight]] = {}  # by row of a dropped namespace
         self._store = store
         self._log = EvictionLog(store.database)
         self._engine = engine
@@ -100,7 +102,7 @@ class Evictor:
         now = time.time()
         try:
             async with self._lock:
-                before = min(now - GRACE_S, self._oldest_query())
+                before = min([now - GRACE_S, *(query.began for query in self._queries)])
                 self._second = await self._act(self._second, before=before)
                 if self._second:
                     await asyncio.to_thread(self._log.forget, self._second, before=now - 2 * GRACE_S)
@@ -111,15 +113,30 @@ class Evictor:
         """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
             for namespace, gone in by_namespace(rows).items():
-                if any(row.text is None for row in gone):
-                    infos = await asyncio.to_thread(self._store.namespaces)
-                    if before is None or namespace not in {info.name for info in infos}:
-                        await self._engine.forget(namespace, None)
+                if drops := [row.id for row in gone if row.text is None]:
+                    await self._act_on_drops(namespace, drops, again=before is not None)
                 if texts := [row for row in gone if row.text is not None]:
                     ids = await asyncio.to_thread(_token_ids, self._prompts, texts)
                     await self._engine.forget(namespace, ids)
             last_id = rows[-1].id
         return last_id
+
+    async def _act_on_drops(self, namespace: str, rows: list[int], *, again: bool) -> None:
+        """Evict all of a namespace. If it was made anew meanwhile, its new KV stays when rows are acted on
+        ``again``, and only what queries of before the drop had in their prompts is evicted."""
+        if not again:
+            in_flight = [query for query in self._queries if query.namespace == namespace]
+            self._left_behind.setdefault(rows[-1], in_flight)  # as it was at the first attempt
+            await self._engine.forget(namespace, None)
+            return
+        ended = [query for row in rows for query in self._left_behind.get(row, ())]
+        infos = await asyncio.to_thread(self._store.namespaces)
+        if namespace not in {info.name for info in infos}:
+            await self._engine.forget(namespace, None)
+        elif documents := [ids for query in ended for ids in query.documents]:
+            await self._engine.forget(namespace, documents)
+        for row in rows:
+            self._left_behind.pop(row, None)
 
 
 def _log_failure(what: str, error: Exception) -> None:

@@ -51,7 +51,10 @@ def test_a_client_that_leaves_aborts_its_generation(
     live.engine.hold.clear()
     with raw_request(live, path, {**body, "stream": stream}) as connection:
         eventually(lambda: bool(live.engine.running), "generation")
-        assert live.services.limiter.in_flight == 1
+        (query,) = live.services.limiter.queries
+        assert query.namespace == docs
+        text = live.engine.requests[-1]
+        assert query.documents == [text.input_ids[span.start : span.end] for span in text.spans[1:]] != []
         if stream:
             assert b"event-stream" in connection.recv(4096)
     eventually(lambda: is_idle(live), "the end of the abandoned generation")

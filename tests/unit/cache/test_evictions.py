@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sqlite3
 import subprocess
 import sys
@@ -139,7 +138,7 @@ def test_a_query_that_began_before_a_removal_is_waited_for(
     engine, limiter = Engine(), QueryLimiter(4)
 
     async def scenario() -> None:
-        async with Evictor(store, engine, prompts, limiter.oldest).running():  # type: ignore[arg-type]
+        async with Evictor(store, engine, prompts, limiter.queries).running():  # type: ignore[arg-type]
             with limiter.slot():
                 remove(store, "vole")
                 with limiter.slot():  # a later query cannot have retrieved it
@@ -151,7 +150,31 @@ def test_a_query_that_began_before_a_removal_is_waited_for(
             await until(lambda: len(EvictionLog(store.database)) == 0)
 
     asyncio.run(scenario())
-    assert limiter.oldest() == math.inf
+
+
+def test_a_namespace_made_anew_keeps_its_kv_but_none_of_queries_of_before(
+    store: IndexStore, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a query caches the KV of removed texts when all of the namespace has been evicted already."""
+    monkeypatch.setattr(evictions, "GRACE_S", 0.4)
+    engine, limiter = Engine(), QueryLimiter(4)
+
+    async def scenario() -> None:
+        async with Evictor(store, engine, prompts, limiter.queries).running():  # type: ignore[arg-type]
+            with limiter.slot("birds") as before, limiter.slot("fish") as other:
+                store.drop_namespace("birds")
+                await until(lambda: engine.forgotten)
+                assert engine.forgotten == [("birds", None)]
+                store.ensure_namespace("birds", embedder="e", dim=4)
+                store.replace_documents("birds", [written("vole")])
+                before.documents = [[1, 2], [3]]  # retrieved before the drop, laid out after it
+                other.documents = [[4]]
+                with limiter.slot("birds") as later:
+                    later.documents = [[5]]
+            await until(lambda: len(EvictionLog(store.database)) == 0)
+
+    asyncio.run(scenario())
+    assert {str(each) for each in engine.forgotten[1:]} == {str(("birds", [[1, 2], [3]]))}
 
 
 def test_rows_are_acted_on_again_after_their_grace_and_then_go(
