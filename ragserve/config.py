@@ -164,8 +164,8 @@ class Settings(BaseSettings):
     kv_analysis_bytes: int = Field(
         2**30,
         ge=2**20,
-        description="Memory for document analyses on each of the model's devices, bytes; others are read "
-        "from the tiers.",
+        description="Memory for document analyses on the model's devices, bytes; tensor-parallel ranks share "
+        "it equally. Further ones are read from the tiers.",
     )
     kv_block_tokens: Annotated[Literal[0, 8, 16, 32, 64], BeforeValidator(int)] = Field(
         0,

@@ -75,7 +75,7 @@ def create_cache(context: Any) -> Any:
 
 
 def _disk_config(config: dict[str, Any], ranks: int) -> Any:
-    """One rank's configuration of the disk tier; None without a folder."""
+    """Configuration of a rank's disk tier; None without a folder."""
     from sglang_ext.documents.types import DiskConfig
 
     if not config.get("disk_dir"):
@@ -98,7 +98,7 @@ def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: i
         profile = replace(profile, heads=())
     return AnalysisConfig(
         at_ingestion=config.get("analysis", "ingest") == "ingest",
-        memory_bytes=int(config.get("analysis_bytes", ANALYSIS_BYTES)),
+        memory_bytes=int(config.get("analysis_bytes", ANALYSIS_BYTES)) // ranks,
         cut=Cut(int(config.get("block_tokens", 0))),
         profile=profile,
     )

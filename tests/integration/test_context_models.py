@@ -13,6 +13,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from ragserve.config import Settings
 from sglang_ext.protocol import MISSING_PREFIX
 from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
 from tests.integration.engines import RANKS, Server
@@ -48,6 +49,13 @@ def files(server: Server, rank: int) -> list[Path]:
 def settled(client: Any) -> None:
     """Drop everything from device and host, after it is written to disk."""
     assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
+
+
+def test_budgets_are_of_the_server(client: Any) -> None:
+    figures, defaults = client.get("/rag/cache").json(), Settings()
+    assert figures["host"]["budget_bytes"] == defaults.kv_host_bytes
+    assert figures["disk"]["budget_bytes"] == defaults.kv_disk_bytes
+    assert figures["analyses"]["budget_bytes"] == defaults.kv_analysis_bytes
 
 
 def test_plain_prefill_is_the_references(client: Any, reference: Reference) -> None:
