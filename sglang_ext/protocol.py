@@ -33,8 +33,16 @@ KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # document cache
 ATTENTION_CONFIG_VARIABLE = "RAGSERVE_ATTENTION_CONFIG"  # sparse decoding; absent: off
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also safe as a folder name
 EXACT_STRATEGIES = ("full", "prefix")
+_CHARS_PER_TOKEN = 64  # few tokens have more
+_MIN_CHARS = 2**20
 
 Operation = Literal["compose", "document"]
+
+
+def longest_text(context_length: int) -> int:
+    """Characters of text beyond which no prompt fits into the context, 1 Mi at least. Tokenising more would
+    hold up the event loop for nothing."""
+    return max(_CHARS_PER_TOKEN * context_length, _MIN_CHARS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_ext.protocol import longest_text
+
 # SGLang aborts by prefix: when the client of a request "a" leaves, it would end all whose ids begin with "a".
 MIN_RID_CHARS = 8
 MAX_SEQUENCES = 1024  # prompts times n of one request
@@ -30,9 +32,6 @@ _ANY_JSON = "$$ANY$$"  # SGLang's name for all of JSON
 MAX_BIAS = 1e9
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY = 1e-3
-# A longer prompt cannot fit: few tokens have more characters. Tokenising holds up the event loop.
-_CHARS_PER_TOKEN = 64
-_MIN_CHARS = 2**20
 _INT64 = 2**63
 _CLOCK_SKEW_S = 3600.0
 
@@ -66,6 +65,8 @@ REFUSED = (
 """Fields for a cluster's own traffic, for sessions and for models of other kinds, which ragserve does not
 serve. SGLang checks none of them.
 """
+
+MEDIA = ("image_data", "video_data", "audio_data")
 
 SAMPLING = frozenset(
     {
@@ -144,7 +145,25 @@ def check_request(obj: Any, context_length: int) -> None:
     received = getattr(obj, "received_time", None)
     if received is not None and not abs(received - time.time()) < _CLOCK_SKEW_S:
         obj.received_time = None  # a client's clock must not enter our timings
+    _check_media(obj)
     _check_size(obj, context_length)
+
+
+def _check_media(obj: Any) -> None:
+    """Allow content only. SGLang would fetch any address and open any file that a client names."""
+    for name in MEDIA:
+        values = [getattr(obj, name, None)]
+        while values:
+            value = values.pop()
+            if isinstance(value, (list, tuple)):
+                values += value
+            elif value is not None and not isinstance(value, bytes):
+                url = getattr(value, "url", value)  # chat routes wrap it
+                if not (isinstance(url, str) and url.startswith("data:")):
+                    raise ValueError(
+                        f"{name}: {url!r:.40} is not a data: URL; addresses are not fetched and files not "
+                        "read here, send the content"
+                    )
 
 
 def _check_size(obj: Any, context_length: int) -> None:
@@ -171,8 +190,7 @@ def _check_size(obj: Any, context_length: int) -> None:
         raise ValueError(f"sampling_params has {len(given)} entries for {prompts} prompts")
     if prompts * samples > MAX_SEQUENCES:
         raise ValueError(f"{prompts * samples} sequences are more than the {MAX_SEQUENCES} of one request")
-    longest = max(_CHARS_PER_TOKEN * context_length, _MIN_CHARS)
-    if (size := sum(map(len, texts))) > longest:
+    if (size := sum(map(len, texts))) > (longest := longest_text(context_length)):
         raise ValueError(f"the text has {size} characters, more than the {longest} that are tokenised")
 
 

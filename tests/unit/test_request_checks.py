@@ -1,4 +1,4 @@
-"""What SGLang's routes take as it comes is checked before its scheduler gets it."""
+"""Values that SGLang's routes take as they come are checked before its scheduler gets them."""
 
 from __future__ import annotations
 
@@ -138,6 +138,32 @@ def test_usual_requests_pass() -> None:
     request(rid="request-1", text=["a", "b"], sampling_params=[{"n": 1}, {}], top_logprobs_num=[0, 5])
     request(input_ids=[1, 2], bootstrap_room=None, return_routed_experts=False, routed_experts_start_len=0)
     request(sampling_params={"n": None}, priority=3, logprob_start_len=-1)
+
+
+@pytest.mark.parametrize("name", request_checks.MEDIA)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "HTTPS://example.com/a.png",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "photo.png",
+        "AAAA",  # base64 without data: would be read as a file where it begins with a slash
+        {"url": "data:image/png;base64,AAAA"},
+        5,
+    ],
+    ids=str,
+)
+def test_nothing_is_fetched_or_read_for_a_client(name: str, place: Any) -> None:
+    """The shapes are those that routes make of it."""
+    wrapped = SimpleNamespace(url=place, detail="auto")  # as chats' images arrive
+    content = "data:image/png;base64,AAAA"
+    for given in (place, [place], [[content, place]], [None, [place]], wrapped, [content, wrapped]):
+        with pytest.raises(ValueError, match=rf"{name}.*send the content"):
+            request(**{name: given})
+    for given in (None, [], [None], content, [[content], None], SimpleNamespace(url=content), b"RIFF"):
+        request(**{name: given})
 
 
 @pytest.mark.parametrize("received", [0.0, -1e300, NAN, 1e12])
