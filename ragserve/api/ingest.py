@@ -177,7 +177,7 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> d
     status_code=202,
     response_model=JobView,
     responses=documented(
-        examples.JOB_CANCELLING, (404, 503), success=202, description="It ends after the source at hand"
+        examples.JOB_CANCELLING, (400, 404, 503), success=202, description="It ends after the source at hand"
     ),
 )
 async def cancel(job_id: JobId, svc: Svc) -> Job:

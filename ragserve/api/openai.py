@@ -28,12 +28,14 @@ from ragserve.api.upstream import Upstream
 from ragserve.config import Namespace
 from ragserve.engine.base import Sampling
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
+from sglang_ext.protocol import longest_text
 
 PREFIX = "ragserve/"
 SGLANG_DEFAULT = "default"  # what SGLang's own clients say for "the model that is there"
 _NAMESPACE = TypeAdapter(Namespace)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
-_DONE = b"data: [DONE]\n\n"
+_END = "[DONE]"
+_MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
 
 router = APIRouter(tags=["openai"])
 _BODY = {
@@ -56,6 +58,7 @@ _BODY = {
         (400, 404, 409, 413, 429, 502, 503),
         description="The answer, or with `stream` its chunks",
         sse=(examples.CHAT_SSE, {"": ChatChunk}),
+        sse_end=_END,
     ),
     openapi_extra={"requestBody": _BODY},
 )
@@ -72,11 +75,12 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     svc = await services(request)
     limit = svc.settings.max_body_bytes
     ours = model is not None and model.startswith(PREFIX)
-    if len(raw) > limit and (ours or _text_chars(data) > limit):
+    if ours and len(raw) > limit:
         raise TooLarge(
             f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes."
         )
     if not ours:
+        await _check_text(data, raw, svc)
         return await _replayed(request, model, raw)
     body = validated(ChatRequest, data)
     events = svc.answerer.events(_query(body, svc, request_id))
@@ -88,13 +92,15 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     except NotFound as error:
         raise _no_model(body.model) from error
     chunks = _Chunks(body, request_id)
-    return EventStream(request_id, first, pump, encode=chunks.encode, encode_error=chunks.error, end=_DONE)
+    end = f"data: {_END}\n\n".encode()
+    return EventStream(request_id, first, pump, encode=chunks.encode, encode_error=chunks.error, end=end)
 
 
 async def without_retrieval(request: Request) -> Response:
     """Pass a request for one of SGLang's models on; refuse one for a namespace, which answers chats only."""
     raw = await request.body()
-    model = _model_of(await parse_json(raw))
+    data = await parse_json(raw)
+    model = _model_of(data)
     if model is not None and model.startswith(PREFIX):
         raise InvalidRequest(
             f"Model {model[:128]!r} answers from documents, which this route cannot do.",
@@ -102,20 +108,37 @@ async def without_retrieval(request: Request) -> Response:
             code="unsupported_model",
             param="model",
         )
+    await _check_text(data, raw, await services(request))
     return await _replayed(request, model, raw)
 
 
-for _path in ("completions", "responses", "embeddings", "classify", "score", "rerank"):
+_TEXT_ROUTES = ("completions", "responses", "embeddings", "classify", "score", "rerank")
+for _path in (*_TEXT_ROUTES, "messages", "messages/count_tokens"):
     router.add_api_route(f"/v1/{_path}", without_retrieval, methods=["POST"], include_in_schema=False)
 
 
+async def _check_text(data: Any, raw: bytes, svc: Services) -> None:
+    """Raise TooLarge for more text than fits into the context: SGLang tokenises it in the event loop."""
+    limit = longest_text(svc.engine.info.context_length)
+    if len(raw) > limit and (size := await asyncio.to_thread(_text_chars, data)) > limit:
+        raise TooLarge(
+            f"The request has {size:,} characters of text; the limit of this model is {limit:,}.",
+            hint="Send less.",
+        )
+
+
 def _text_chars(data: Any) -> int:
-    """Characters of a dialogue's text, without images: SGLang tokenises them in the event loop."""
-    messages = data.get("messages") if isinstance(data.get("messages"), list) else []
-    contents = [one.get("content") for one in messages if isinstance(one, dict)]
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    """Characters of all strings, except in parts that are an image, sound or film."""
+    chars, values = 0, [data]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            chars += len(value)
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, dict) and value.get("type") not in _MEDIA_PARTS:
+            values += value.values()
+    return chars
 
 
 def _model_of(data: Any) -> str | None:
@@ -164,6 +187,8 @@ async def model(
     """Show a namespace's model; other names go to SGLang."""
     if not model_id.startswith(PREFIX):
         upstream: Upstream = request.app.state.upstream
+        if model_id not in [one.get("id") for one in await upstream.models()]:
+            raise _no_model(model_id)
         return upstream.replay(b"")
     svc = await services(request)
     known = {PREFIX + one.name for one in await asyncio.to_thread(svc.store.namespaces)}

@@ -63,19 +63,29 @@ def documented(
     success: int = 200,
     description: str,
     sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None,
+    sse_end: str | None = None,
 ) -> dict[int | str, dict[str, Any]]:
     """``responses`` of a route.
 
     Args:
         example: body of a success. statuses: the route's errors, besides `ALWAYS`, which every route has,
         and 408, which every route with a body has. sse: an example of the stream, and the model of each
-        event's data by event name ("" for unnamed events)."""
+        event's data by event name ("" for unnamed events). sse_end: data of the last event, which is no
+        JSON."""
     content: dict[str, Any] = {"application/json": {"example": _swap(example, None, _NULL)}}
     if sse is not None:
         stream, events = sse
+        items = [_event(name, model, sse_end) for name, model in events.items()]
+        if sse_end is not None:
+            end = {"type": "object", "required": ["data"], "properties": {"data": {"const": sse_end}}}
+            items.append({**end, "description": "The end of the stream."})
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Server-sent events; the data of each is JSON."},
-            "itemSchema": {"oneOf": [_event(name, model) for name, model in events.items()]},  # OpenAPI 3.2
+            "schema": {
+                "type": "string",
+                "description": "Server-sent events; the data of each is JSON"
+                + (f", that of the last is {sse_end}." if sse_end else "."),
+            },
+            "itemSchema": {"oneOf": items},  # OpenAPI 3.2
             "example": stream,
         }
     return {success: {"description": description, "content": content}, **failures(statuses)}
@@ -103,11 +113,12 @@ def _swap(value: Any, old: Any, new: Any) -> Any:
     return new if value == old else value
 
 
-def _event(name: str, model: type[BaseModel]) -> dict[str, Any]:
+def _event(name: str, model: type[BaseModel], not_data: str | None) -> dict[str, Any]:
     data = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"$ref": _REF.format(model=model.__name__)},
+        **({} if not_data is None else {"not": {"const": not_data}}),
     }
     named = {"event": {"const": name}} if name else {}
     return {

@@ -178,13 +178,34 @@ def test_a_body_too_large_for_ours_may_be_sglangs(client: httpx.Client, live: Li
         "/v1/chat/completions", json={"model": "ragserve/docs", "messages": MESSAGES, "user": filler}
     )
     assert ours.status_code == 413
-    body = {"model": "tiny", "messages": MESSAGES, "user": filler}
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{filler}"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [image]}]}
     theirs = client.post("/v1/chat/completions", json=body)
     assert theirs.json()["upstream"] == "/v1/chat/completions"
     assert json.loads(live.seen_upstream[-1]["body"]) == body
-    for content in (filler, [{"type": "text", "text": filler}]):
-        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
-        assert client.post("/v1/chat/completions", json=body).status_code == 413, "it would be tokenised"
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_more_text_than_any_context_is_refused_before_it_is_tokenised(
+    client: httpx.Client, live: Live, route: str
+) -> None:
+    filler = "data:" + "x" * (1 << 20)
+    message = {"role": "user", "content": filler}
+    part = {"role": "user", "content": [{"type": "text", "text": filler}]}
+    source = {"type": "tool_result", "content": [{"type": "search_result", "source": {"url": filler}}]}
+    for fields in (
+        {"messages": [message]},
+        {"messages": [part]},
+        {"messages": [{"role": "user", "content": [source]}]},
+        {"input": filler},
+        {"input": [message]},
+        {"instructions": filler},
+        {"system": [{"type": "text", "text": filler}]},
+        {"tools": [{"type": "function", "function": {"description": filler}}]},
+    ):
+        answer = client.post(f"/v1/{route}", json={"model": "tiny", **fields})
+        assert (answer.status_code, live.seen_upstream) == (413, []), fields.keys()
+        assert "characters" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +238,10 @@ def test_what_no_route_of_ours_claims_is_sglangs(client: httpx.Client, live: Liv
     }
 
 
-OPENAI_ROUTES = ("chat/completions", "completions", "responses", "embeddings", "classify", "score", "rerank")
+OPENAI_ROUTES = (
+    *("chat/completions", "completions", "responses", "embeddings", "classify", "score", "rerank"),
+    *("messages", "messages/count_tokens"),
+)
 
 
 @pytest.mark.parametrize("route", OPENAI_ROUTES)
@@ -310,4 +334,13 @@ def test_models_of_both(client: httpx.Client, live: Live, docs: str) -> None:
         with pytest.raises(openai.NotFoundError):
             connection.models.retrieve("ragserve/nowhere")
     assert client.get("/v1/models").json()["data"][-1]["root"] == "x"  # as SGLang wrote it
-    assert client.get("/v1/models/some/other").json()["upstream"] == "/v1/models/some/other"
+    assert client.get("/v1/models/tiny").json()["upstream"] == "/v1/models/tiny"
+
+
+@pytest.mark.parametrize("name", ["nobodys", "some/other", "ragserve/nowhere"])
+def test_an_unknown_model_is_refused_with_a_hint(client: httpx.Client, name: str) -> None:
+    response = client.get(f"/v1/models/{name}")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "model_not_found")
+    assert "GET /v1/models" in error["hint"]
+    assert error["request_id"] == response.headers["x-request-id"]

@@ -109,14 +109,16 @@ def test_the_example_streams_fit_their_events(path: str) -> None:
     seen = set()
     for block in content["example"].strip().split("\n\n"):
         event = dict(line.split(": ", 1) for line in block.split("\n"))
+        validate(event, content["itemSchema"])
         if event["data"] == "[DONE]":
+            assert path == "/v1/chat/completions"
             continue
         seen.add(event.get("event"))
-        validate(event, content["itemSchema"])
         (fits,) = [
             one
             for one in content["itemSchema"]["oneOf"]
             if one["properties"].get("event", {}).get("const") == event.get("event")
+            and "contentSchema" in one["properties"]["data"]
         ]
         validate(json.loads(event["data"]), fits["properties"]["data"]["contentSchema"])
     wanted = (
@@ -142,6 +144,14 @@ def test_options_are_described() -> None:
     for wrong in ({"strategy_options": {"keeps": 0.2}}, {"decode": {"mode": "fast"}}):
         with pytest.raises(ValidationError):
             validate(wrong, options)
+
+
+@pytest.mark.parametrize(("name", "operation"), OPERATIONS, ids=[name for name, _ in OPERATIONS])
+def test_a_route_with_bounded_parameters_may_answer_400(name: str, operation: dict[str, Any]) -> None:
+    bounds = {"maxLength", "minLength", "maximum", "minimum", "enum", "pattern", "format"}
+    schemas = [parameter["schema"] for parameter in operation.get("parameters", [])]
+    bounded = any(bounds & each.keys() for one in schemas for each in (one, *one.get("anyOf", ())))
+    assert "400" in operation["responses"] or not bounded
 
 
 def test_references_lead_somewhere() -> None:
