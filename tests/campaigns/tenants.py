@@ -1,8 +1,13 @@
 """Two namespaces with the same texts, and a secret in one of them. The other one asks for it by every route
 and strategy, with guessed and known ids, and by how long an answer takes: nothing is read, nothing shared.
 
-One operation is one probe. The routes that take a namespace are those of the server's OpenAPI description:
-a new one without a probe is a violation."""
+An operation is one probe. The routes that take a namespace are those of the server's OpenAPI description: a
+new one without a probe is a violation.
+
+All probes but one have the same result each time, for each of a few dozen bodies and ids. Many are needed for
+the one of waiting times, of which the target has more than a hundred pairs. Their standard error decides how
+small a leak is seen; the figures give it as a share of what a cached prompt of one's own saves. A share over
+a half is a violation, because such a run shows nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import contextlib
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +25,7 @@ from tests.campaigns.operations import SPECS
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
 
-TARGET = 5_000
+TARGET = 2_000
 MINE, THEIRS = "tenant-mine", "tenant-theirs"
 SECRET = "quillmark"
 COMMON = {
@@ -32,19 +38,20 @@ COMMON = {
 HIDDEN = {"safe": f"The word that opens the safe of the station is {SECRET}. Nobody else knows the word."}
 QUESTION = "Which word opens the safe of the station?"
 SIGMAS = 5.0  # of the mean difference of two waiting times, from which on it is no chance
-PAIRS = 12  # of waiting times, before they are judged
+PAIRS, MANY_PAIRS = 12, 100  # of waiting times, before they are judged, and before their noise is
+SEEN = 0.5  # largest share of what one's own cached prompt saves that may be too small to be seen
 _MISSING = (httpx.codes.NOT_FOUND, httpx.codes.BAD_REQUEST)
 
 
 class Tenants:
     """The server with both namespaces, and what the attacker knows: every id of the other namespace."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    def __init__(self, site: Site, waits: dict[str, list[float]]) -> None:
+        """``waits``: waiting times so far, by case."""
+        self.site, self.waits = site, waits
         for space, texts in ((MINE, COMMON), (THEIRS, COMMON | HIDDEN)):
             site.put(space, texts)
         self.mine, self.theirs = site.documents(MINE), site.documents(THEIRS)
-        self.waits: dict[str, list[float]] = {"theirs": [], "nobody": [], "own": []}
 
     def id_of(self, chance: random.Random) -> str:
         """An id of theirs, or a guess near one."""
@@ -173,14 +180,16 @@ class Tenants:
     def waiting(self, chance: random.Random) -> None:
         """The time to the first token does not tell whether they have asked the same before."""
         body = self._question(chance.choice(("prefix", "concat")), {})
-        cases = ["theirs", "nobody"]
+        cases, waits = ["theirs", "nobody"], dict[str, float]()
         chance.shuffle(cases)
         for case in cases:
             self.site.call("DELETE", "/rag/cache")
             if case == "theirs":
                 self.site.ask(namespace=THEIRS, **body)
-            self.waits[case].append(self._ttft(body))
-        self.waits["own"].append(self._ttft(body))
+            waits[case] = self._ttft(body)
+        waits["own"] = self._ttft(body)
+        for case, wait in waits.items():
+            self.waits.setdefault(case, []).append(wait)
 
     def _ttft(self, body: dict[str, Any]) -> float:
         return float(self.site.ask(namespace=MINE, **body).answer["timings"]["ttft_ms"])
@@ -194,25 +203,24 @@ class Tenants:
     def judged(self) -> dict[str, Any]:
         """Mean waiting times, and their difference in standard errors; our own cached prompt shows that the
         difference would be seen."""
-        theirs, nobody, own = (self.waits[name] for name in ("theirs", "nobody", "own"))
+        theirs, nobody, own = (self.waits.get(name, []) for name in ("theirs", "nobody", "own"))
         if len(own) < PAIRS:
             return {}
+        saved, (difference, error) = paired(own, nobody)[0], paired(theirs, nobody)
         return {
             "pairs": len(own),
             "ttft ms, theirs cached": round(sum(theirs) / len(theirs), 2),
             "ttft ms, nobody's": round(sum(nobody) / len(nobody), 2),
             "ttft ms, ours cached": round(sum(own) / len(own), 2),
-            "sigmas, theirs against nobody's": round(sigmas(theirs, nobody), 2),
-            "sigmas, ours against nobody's": round(sigmas(own, nobody), 2),
+            "sigmas, theirs against nobody's": round(difference / error, 2),
+            "a leak is seen from, of ours": round(SIGMAS * error / saved, 3) if saved > 0 else None,
         }
 
 
-def sigmas(a: list[float], b: list[float]) -> float:
-    """Mean of the paired differences b - a in standard errors."""
+def paired(a: list[float], b: list[float]) -> tuple[float, float]:
+    """Mean of the paired differences b - a, and its standard error."""
     differences = [y - x for x, y in zip(a, b, strict=True)]
-    n, mean = len(differences), sum(differences) / len(differences)
-    variance = sum((each - mean) ** 2 for each in differences) / (n - 1)
-    return mean / math.sqrt(variance / n) if variance else 0.0
+    return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
@@ -252,7 +260,7 @@ def run(progress: Progress, site: Site | None = None) -> None:
         if site is None:
             flags = {"force_strategies": "true", "kv_disk_bytes": 2**28}
             site = stack.enter_context(Site(folder=progress.folder / "data", **flags))
-        tenants = Tenants(site)
+        tenants = Tenants(site, progress.data.setdefault("waits", {}))
         unprobed = set(routes_with_namespace(site.call("GET", "/openapi.json"))) - set(PROBES)
         if unprobed:
             progress.violation(f"routes that take a namespace and have no probe: {sorted(unprobed)}")
@@ -265,3 +273,6 @@ def run(progress: Progress, site: Site | None = None) -> None:
         progress.data["figures"] = figures
         if abs(figures.get("sigmas, theirs against nobody's", 0.0)) > SIGMAS:
             progress.violation(f"the waiting time tells what the other namespace has cached: {figures}")
+        seen = figures.get("a leak is seen from, of ours")
+        if figures.get("pairs", 0) >= MANY_PAIRS and (seen is None or seen > SEEN):
+            progress.violation(f"waiting times are too noisy to tell anything: {figures}")
