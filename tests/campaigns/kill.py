@@ -18,6 +18,7 @@ import psutil
 
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import ENDED, Site
+from tests.integration.models import small_models
 from tests.integration.processes import assert_gone, family_of
 from tests.unit.commands.test_ingest import contents, many, start, wait_for_documents
 from tests.unit.documents.document_samples import kill_writer, whole_documents
@@ -82,7 +83,7 @@ class Engine:
     """A server that ingests, warms up and answers until one of its processes is killed."""
 
     def __init__(self, folder: Path) -> None:
-        self.site = Site(folder=folder / "engine", force_strategies="true")
+        self.site = Site(folder=folder / "engine", force_strategies="true", **small_models(folder))
 
     def kill(self, victim: str, chance: random.Random) -> None:
         """Kill ``victim`` (scheduler, detokenizer, main, or all of them), start again, and look."""

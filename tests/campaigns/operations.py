@@ -12,7 +12,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ import httpx
 from ragserve.cache.evictions import GRACE_S
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
-from tests.integration.models import random_embedder, random_llama
+from tests.integration.models import small_models
 
 TARGET = 100_000
 SPACES = ("campaign-left", "campaign-right")
@@ -41,8 +40,7 @@ SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("samkv", {"selection": "shared"}),
     ("auto", {}),
 )
-KV_HEADS = 2
-TOKEN_BYTES = 2 * 2 * KV_HEADS * 16 * 4  # KV of a token: layers, K and V, heads, head size, float32
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # KV of a token: layers, K and V, KV heads, head size, float32
 FLAGS: dict[str, Any] = {
     "force_strategies": "true",
     "max_total_tokens": 1024,  # about three contexts
@@ -181,20 +179,12 @@ OPERATIONS: tuple[tuple[Callable[[World, random.Random], None], int], ...] = (
 )
 
 
-def _models(folder: Path) -> dict[str, Any]:
-    """Settings of a server with small random models."""
-    return {
-        "model": random_llama(folder / "model", kv_heads=KV_HEADS),
-        "embedder": random_embedder(folder / "embedder"),
-    }
-
-
 def run(progress: Progress, site: Site | None = None) -> None:
     """Run to the end on ``site``, or on a server of our own."""
     with contextlib.ExitStack() as stack:
         if site is None:
             site = stack.enter_context(
-                Site(folder=progress.folder / "data", **_models(progress.folder), **FLAGS)
+                Site(folder=progress.folder / "data", **small_models(progress.folder), **FLAGS)
             )
         world = World(site)
         kinds, weights = zip(*OPERATIONS, strict=True)

@@ -57,6 +57,15 @@ def random_llama(
     return folder
 
 
+def small_models(folder: Path) -> dict[str, Any]:
+    """Settings of a server with a random model of grouped queries and a random embedder, written to
+    ``folder``."""
+    return {
+        "model": random_llama(folder / "model", kv_heads=2),
+        "embedder": random_embedder(folder / "embedder"),
+    }
+
+
 def random_embedder(folder: Path, width: int = 64) -> Path:
     """Write an embedder of random token vectors: texts with the same words are near each other."""
     import torch
