@@ -1,7 +1,7 @@
 """schemathesis over the whole OpenAPI description: examples, generated requests, and sequences of requests
 that follow from each other's answers (its stateful phase, with links that it infers).
 
-One operation is one request. A server error is a violation, and so is an answer whose status, media type,
+An operation is one request. A server error is a violation, and so is an answer whose status, media type,
 headers or body the description does not have, or one from a document after its removal. Every round has a
 seed of its own, so that rounds differ and each can be repeated."""
 
@@ -35,7 +35,7 @@ _TIMEOUT_S = 120
 def failures(
     url: str, seed: int, phases: tuple[str, ...] = PHASES, examples: int = EXAMPLES
 ) -> Iterator[tuple[str, int, list[str]]]:
-    """One round: the route or scenario, its number of requests, and what was wrong, as it comes."""
+    """Run a round: yield each route or scenario, its number of requests, and what was wrong, as it comes."""
     import schemathesis
     from schemathesis.config import SchemathesisConfig
     from schemathesis.engine import Status, events, from_schema

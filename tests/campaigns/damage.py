@@ -1,7 +1,7 @@
 """Files of documents' KV and summaries, damaged: flipped, cut, or exchanged between documents, tenants and
 models. None of them may be served: after a restart each is a miss, and computed again it is right.
 
-One operation is one damaged file. Half of the files have a summary. No engine runs: the store is what the
+An operation is one damaged file. Half of the files have a summary. No engine runs: the store is what the
 scheduler asks, and all that reads these files."""
 
 from __future__ import annotations

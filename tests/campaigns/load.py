@@ -54,7 +54,7 @@ _TAKEN_BACK = "its documents were evicted meanwhile"  # a request that gave its 
 
 @dataclass(frozen=True)
 class Done:
-    """One request of a client: how long it took, or how it failed."""
+    """Request of a client that has ended: how long it took, or how it failed."""
 
     kind: str
     label: str = ""

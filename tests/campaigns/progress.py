@@ -59,7 +59,7 @@ class Progress:
         return self._before + time.monotonic() - self._began
 
     def goes_on(self) -> bool:
-        """Whether there is an operation left, and time for it."""
+        """Return whether there is an operation left, and time for it."""
         if self.target is not None and self.operations >= self.target:
             return False
         return self.minutes is None or self.seconds < 60 * self.minutes

@@ -1,4 +1,4 @@
-"""One engine for each configuration of `engines`, started when the first test asks for it."""
+"""Engines that tests share, one for each configuration of `engines`, started when a test asks for it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class SlowStorage(HiCacheStorage):
-    """One file for each value in ``extra["folder"]``. A read first sleeps for the seconds that the file
+    """Keeps a file for each value in ``extra["folder"]``. A read first sleeps for the seconds that the file
     ``delay`` in that folder contains, if there is one.
     """
 

@@ -17,7 +17,7 @@ from tests.kernels.reference import attention64
 
 @dataclass
 class Batch:
-    """One layer's decode batch; ``k`` and ``v`` are what the operations get, plain or quantised."""
+    """Decode batch of a layer; ``k`` and ``v`` are what the operations get, plain or quantised."""
 
     q: torch.Tensor
     k: KV
@@ -34,7 +34,7 @@ class Batch:
         return PagedBatch(self.page_table, self.seq_lens, self.page_size, block_size)
 
     def inputs(self, block_size: int = 0) -> tuple[torch.Tensor, KVPair, PagedBatch]:
-        """What the operations take first; a block is a page by default."""
+        """The first arguments of the operations; a block is a page by default."""
         return self.q, self.kv, self.paged(block_size)
 
     def slots(self, request: int, tokens: torch.Tensor) -> torch.Tensor:

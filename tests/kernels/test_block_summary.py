@@ -126,8 +126,8 @@ def test_received_attention_adds_up(device: torch.device) -> None:
 def rising(
     n: int, token: int, power: float, peak: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One head, scale 1: ``token`` has the weight peak * (x / n)^power at distance x, all other keys of a
-    query share the rest equally.
+    """Queries and keys of a head, scale 1. ``token`` has the weight peak * (x / n)^power at distance x; all
+    other keys of a query share the rest equally.
     """
     q, k = torch.zeros(n, 1, 64, device=device), torch.zeros(n, 1, 64, device=device)
     queries = torch.arange(token + 1, n, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_a_token_that_gains_attention_is_the_outlier(device: torch.device) -> No
 
 @pytest.mark.parametrize(("power", "peak"), [(-0.7, 0.02), (0.5, 0.3)])
 def test_exponent_of_a_power_law(device: torch.device, power: float, peak: float) -> None:
-    """One block: its most attended token is the one that was made to follow the law."""
+    """The most attended token of a block is the one that was made to follow the law."""
     plan = BlockPlan.build([100], block_tokens=128, min_queries=60, device=device)
     got = block_summary(*rising(100, 20, power, peak, device), plan, scale=1.0)
     assert got.token.tolist() == [20]

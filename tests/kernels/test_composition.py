@@ -28,7 +28,7 @@ ROTATION = Rotation(1.0 / (10000.0 ** (torch.arange(0, DIM, 2) / DIM)), DIM, neo
 
 
 class Pool:
-    """As much of SGLang's pool as composing needs."""
+    """The part of SGLang's pool that composing needs."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.layer_num = LAYERS
@@ -214,7 +214,7 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
 
 
 def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.device, seed: int) -> None:
-    """On CUDA one captured graph, for passes of different jobs; elsewhere the same without a graph."""
+    """The same captured graph on CUDA for passes of different jobs; elsewhere no graph."""
     draw = random.Random(seed)
     size = 16
     static = StaticRows(size, 80, device)

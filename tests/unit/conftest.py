@@ -1,4 +1,4 @@
-"""What several rooms share: tokenizer, parser process and embedder, each started once, and a scripted server
+"""Fixtures of several rooms: tokenizer, parser process and embedder, each started once, and a scripted server
 (`live`).
 """
 
@@ -76,7 +76,7 @@ def _live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterato
 
 @pytest.fixture
 def live(_live: Live) -> Live:
-    """One server for the tests of a module; its engine and embedder begin afresh for each."""
+    """Server of a module's tests; its engine and embedder begin afresh for each."""
     _live.engine.reset()
     _live.embedder.calls.clear()
     _live.embedder.error = None

@@ -1,4 +1,4 @@
-"""What ragserve relies on inside SGLang is there, and a change of it is named."""
+"""The parts of SGLang that ragserve relies on are there, and a change of one is named."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ for name in {names!r}:
 
 
 def test_sglang_can_be_imported_after_programs() -> None:
-    """And not before, on machines whose torchvision is a CUDA build: that is what the import hook is for."""
+    """The import hook waits until then on machines whose torchvision is a CUDA build."""
     script = (
         "import ragserve.programs, sys; assert 'torch' not in sys.modules; "
         "import sglang; sglang.RuntimeEndpoint"

@@ -1,4 +1,4 @@
-"""What clients send by mistake or malice: each gets an error that says what is wrong and what to do."""
+"""Mistakes and malice of clients: each gets an error that says what is wrong and what to do."""
 
 from __future__ import annotations
 

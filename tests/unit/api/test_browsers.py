@@ -162,7 +162,7 @@ def test_bodies_for_sglang_are_limited(client: httpx.Client, live: Live) -> None
 
 @pytest.mark.parametrize("path", ["/generate", "/rag/query", "/v1/chat/completions"])
 def test_an_upload_that_stalls_is_given_up(opened: Live, path: str) -> None:
-    """Whether SGLang's app would answer the broken body itself or not."""
+    """The broken body is answered alike by routes of ours and of SGLang's app."""
     address = ("127.0.0.1", int(opened.url.rpartition(":")[2]))
     with socket.create_connection(address, timeout=20) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -136,7 +136,7 @@ def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live
 
 
 def test_a_server_answers_by_its_strategy_with_its_options(tmp_path: Path, model_path: Path) -> None:
-    """Where a request names no strategy or the same one; what it says itself wins, over both routes."""
+    """The server's options count if a request names no strategy or the same one; its own options win."""
     with (
         serving(tmp_path, model_path, strategy="epic:share=0.2,first=16", force_strategies=True) as live,
         live.client() as client,

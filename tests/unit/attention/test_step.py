@@ -101,7 +101,7 @@ def test_lengths_and_pages_are_those_of_the_request_table() -> None:
 
 
 class Backend:
-    """What the runtime uses of a backend; ``steps`` are those it was given, but for the idle ones."""
+    """The part of a backend that the runtime uses; ``steps`` are those it was given, without idle ones."""
 
     graph_size = rank = 0
 

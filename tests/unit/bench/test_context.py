@@ -1,4 +1,4 @@
-"""What the context benchmark asks of the engine before each figure, and that it takes no figure from the
+"""Requests of the context benchmark to the engine before each figure; it takes no figure from the
 wrong tier.
 """
 

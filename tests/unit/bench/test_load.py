@@ -1,6 +1,4 @@
-"""What the load benchmark takes for a rate that is served, what it compares, and that one failing strategy
-does not end it.
-"""
+"""The load benchmark: rates that count as served, comparisons, and strategies that fail without ending it."""
 
 from __future__ import annotations
 
@@ -232,8 +230,8 @@ def test_strategies_are_compared_at_the_rate_of_full(tmp_path: Path, monkeypatch
 
 
 def test_no_rate_may_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where full takes longer than the limit even alone, the others are tried from what their own closed loop
-    did.
+    """If full takes longer than the limit even alone, the others are tried from their own closed loop's rate
+    on.
     """
     monkeypatch.setattr(load, "AT_ONCE", 4)
     full, concat = measured(

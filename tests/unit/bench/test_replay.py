@@ -1,4 +1,4 @@
-"""What a trace becomes before any engine sees it, and what is refused."""
+"""Traces before any engine sees them: requests made of them, and traces that are refused."""
 
 from __future__ import annotations
 

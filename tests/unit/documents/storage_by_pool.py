@@ -61,6 +61,6 @@ class PoolStorage(HiCacheStorage):
 
 
 class KeepingStorage(PoolStorage):
-    """One that cannot delete, as SGLang's interface allows."""
+    """Storage that cannot delete, as SGLang's interface allows."""
 
     delete = None  # type: ignore[assignment]

@@ -89,7 +89,7 @@ def test_no_temporary_is_larger_than_a_step(
 
 
 def test_single_blocks_come_from_their_own_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a document lacks on host is filled in, in pages that do not follow each other."""
+    """Blocks that a document lacks on host are filled in, in pages that do not follow each other."""
     monkeypatch.setattr(fill, "COPY_BYTES", 3 * SHAPE.page_bytes)
     document, others = Sample(1, 250, shape=SHAPE), [Sample(i, 16, shape=SHAPE) for i in range(2, 9)]
     with opened(tmp_path, shape=SHAPE, host_pages=40) as store:

@@ -71,7 +71,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Everything written: from now on the disk has what fits and nobody dropped."""
+        """Write everything: from now on the disk has what fits and nobody dropped."""
         assert self.store.flush(60)
         assert (
             bytes_under(self.folder) <= self.disk_bytes

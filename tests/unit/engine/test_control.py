@@ -52,7 +52,7 @@ def test_a_short_operation_is_asked_for_soon_and_a_long_one_seldom(monkeypatch: 
 
 @pytest.mark.parametrize("stuck", [False, True])
 def test_the_write_queue_is_flushed_at_the_end(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
-    """And an engine that never answers holds nobody."""
+    """An engine that never answers holds nobody."""
     asked: list[str] = []
 
     async def dumper_control(request: Any) -> list[Any]:

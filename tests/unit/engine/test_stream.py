@@ -1,4 +1,4 @@
-"""What SGLang streams becomes chunks, timings and errors of ours."""
+"""Streams of SGLang become chunks, timings and errors of ours."""
 
 from __future__ import annotations
 

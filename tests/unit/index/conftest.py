@@ -1,4 +1,4 @@
-"""One FAISS thread: the tests' own threads are what runs at once, and graphs come out the same every time."""
+"""Give FAISS one thread: the tests' own threads run at once, and graphs come out the same every time."""
 
 from __future__ import annotations
 

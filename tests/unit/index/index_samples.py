@@ -1,4 +1,4 @@
-"""What the index tests put in: documents whose vectors follow from their names, so that any process can make
+"""Documents for the index tests, whose vectors follow from their names, so that any process can make
 them again.
 """
 

@@ -112,7 +112,7 @@ def test_searches_go_on_while_the_type_changes(tmp_path: Path) -> None:
 
 
 def test_two_stores_see_each_other_at_once(tmp_path: Path) -> None:
-    """What separate processes do, without their start-up: two stores share nothing but the directory."""
+    """Two stores stand for separate processes, without their start: they share nothing but the directory."""
     with make(tmp_path) as one, IndexStore(tmp_path) as two:
         for edition in range(10):
             writer, reader = (one, two) if edition % 2 else (two, one)

@@ -48,7 +48,7 @@ LISTS = [[], ["a"], ["a", "b"], ["1", "ä"]]
 
 
 def matches(node: Any, fields: Mapping[str, Any]) -> bool:
-    """What the module's docstring promises, without SQL."""
+    """Evaluate a filter as the module's docstring says, without SQL."""
     if isinstance(node, And):
         return all(matches(child, fields) for child in node.filters)
     if isinstance(node, Or):

@@ -75,7 +75,7 @@ def test_recall_before_and_after_removals_and_reopening(
 
 @pytest.mark.parametrize("index_type", TYPES)
 def test_every_vector_finds_itself_after_removals(tmp_path: Path, index_type: str) -> None:
-    """What IVF inside an IDMap2 gets wrong: after removals an id answers for another vector."""
+    """With IVF inside an IDMap2 an id would answer for another vector after removals."""
     n = SIZE[index_type]
     with make(tmp_path, index_type) as store:
         fill(store, n)

@@ -1,4 +1,4 @@
-"""What a command line names: each real file once, whatever links and loops there are."""
+"""Files that a command line names: each real file once, whatever links and loops there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gate lets through, what it refuses and why."""
+"""The gate: strategies that it lets through, and reasons why it refuses others."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _document_cache(worker: Any) -> Any:
 
 
 def tried(worker: Any) -> dict[str, Any]:
-    """What ragserve's cache makes of the engine, and the state that it leaves it in."""
+    """Return what ragserve's cache finds out about the engine, and the state that it leaves it in."""
     from sglang_ext.control import answer
     from sglang_ext.state import current
 

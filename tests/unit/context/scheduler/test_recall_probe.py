@@ -1,4 +1,4 @@
-"""What `ragserve calibrate` measures of a probe, on a model of attention alone: recall as it is defined, by
+"""Probes of `ragserve calibrate`, on a model of attention alone: recall as it is defined, by
 the engine's own selection.
 """
 

@@ -1,4 +1,4 @@
-"""What running requests hold of the pool, as the scheduler is asked for it."""
+"""Slots of the pool that running requests hold, as the scheduler is asked for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each format gives, through the parsing process that ingestion uses."""
+"""Results of each format, through the parsing process that ingestion uses."""
 
 from __future__ import annotations
 

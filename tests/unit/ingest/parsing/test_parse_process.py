@@ -1,4 +1,4 @@
-"""What a file does to the parsing process is that file's failure, and the next file finds a working one."""
+"""Whatever a file does to the parsing process is its own failure; the next file finds a working process."""
 
 from __future__ import annotations
 
