@@ -123,7 +123,9 @@ def show(answer: dict[str, Any]) -> None:
         raise DemoFailed(f"no answer, or no citation: {answer}")
     for citation in answer["citations"]:
         where = Path(citation["source"]).name + (f", page {citation['page']}" if citation["page"] else "")
-        span = f"characters {citation['start']}-{citation['end']}, score {citation['score']:.2f}"
+        span = f"characters {citation['start']}-{citation['end']}"
+        if citation["cosine"] is not None:
+            span += f", cosine {citation['cosine']:.2f}"
         console.print(f"  [cyan]\\[{citation['index']}] {where}[/], {span}")
     usage, timings = answer["usage"], answer["timings"]
     counts = f"{usage['prompt']} prompt, {usage['cached']} cached, {usage['completion']} answer"

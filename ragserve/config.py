@@ -24,6 +24,7 @@ from sglang_ext.request_options import DecodeMode
 
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
+Retrieval = Literal["dense", "lexical", "hybrid"]
 StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
 
 Namespace = Annotated[str, Field(pattern=f"^{NAMESPACE.pattern}$", examples=["default"])]
@@ -213,6 +214,11 @@ class Settings(BaseSettings):
         "them for the model.",
     )
     top_k: int = Field(5, ge=1, le=64, description="Default number of chunks to retrieve.")
+    retrieval: Retrieval = Field(
+        "hybrid",
+        description="Default search. dense: by the embedder. lexical: by words (BM25). hybrid: both, fused "
+        "by reciprocal rank.",
+    )
     max_new_tokens: int = Field(128, ge=1, le=32768, description="Default limit of an answer, tokens.")
     system_prompt: str | None = Field(
         None, max_length=8192, description="Replaces the system text of the model's template, or ours."

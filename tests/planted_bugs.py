@@ -70,6 +70,13 @@ BUGS = (
         "structure, self.version - 1, self._stamp, self.changed,",
         ("tests/unit/index/test_stateful.py",),
     ),
+    Bug(
+        "a removed document stays in the lexical index",
+        "index/ragserve_index",
+        "    lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))\n",
+        "",
+        ("tests/unit/index/test_stateful.py",),
+    ),
 )
 
 

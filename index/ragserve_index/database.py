@@ -64,9 +64,13 @@ class Database:
                 f"{self.path} is an SQLite database, but not ragserve's.", hint="Use another --data-dir."
             )
         elif version in MIGRATIONS:
-            for step in range(version, SCHEMA_VERSION):
-                for statement in MIGRATIONS[step].split(";\n"):
-                    connection.execute(statement)
+            log.info("%s: migrating the registry to format %d", self.path, SCHEMA_VERSION)
+            for step in map(MIGRATIONS.__getitem__, range(version, SCHEMA_VERSION)):
+                if callable(step):
+                    step(connection)
+                else:
+                    for statement in step.split(";\n"):
+                        connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             log.info("%s: the registry was migrated from format %d to %d", self.path, version, SCHEMA_VERSION)
         elif version != SCHEMA_VERSION:
@@ -162,6 +166,18 @@ class Database:
         may_be_full = name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN"))
         if name == "SQLITE_FULL" or (may_be_full and self._is_full()):
             return storage_full(self.path, error)
+        if name == "SQLITE_CORRUPT_VTAB":
+            return RegistryDamaged(
+                f"A lexical index in the registry {self.path} is damaged: {error}.",
+                hint="`ragserve docs check --repair` builds it again.",
+                code="lexical_index_damaged",
+            )
+        if "no such module: fts5" in str(error):
+            return Unavailable(
+                "SQLite of this Python has no FTS5, which lexical search needs.",
+                hint="Use a Python whose sqlite3 module has it; those of Linux distributions do.",
+                code="no_fts5",
+            )
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             return RegistryDamaged(
                 f"The registry {self.path} is damaged: {error}.",

@@ -1,4 +1,4 @@
-"""Integrity of one namespace: SQLite agrees with itself, and FAISS holds exactly what SQLite does."""
+"""Integrity of one namespace: SQLite agrees with itself, and FAISS and FTS5 hold exactly what it does."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import sqlite3
 
 import numpy as np
 
-from ragserve_index import registry
+from ragserve_index import lexical, registry
 from ragserve_index.database import Database
 from ragserve_index.index.namespace_index import NamespaceIndex
 from ragserve_index.types import IndexReport
 
 
-def check_namespace(database: Database, index: NamespaceIndex) -> IndexReport:
-    """Check a namespace at one version. The file is checked before the index is opened, because opening
-    replaces a damaged file in memory.
+def check_namespace(database: Database, index: NamespaceIndex, lexical_damage: str | None) -> IndexReport:
+    """Check a namespace at one version; ``lexical_damage`` is what FTS5's own check found. The file is
+    checked before the index is opened, because opening replaces a damaged file in memory.
     """
     with index.updating, database.read() as connection:
         ns = registry.namespace_by_id(connection, index.namespace_id, index.name)
         file = index.file.status(connection, ns)
         index_bytes = index.file.path.stat().st_size if file != "missing" else 0
         problems, expected = _registry_problems(connection, ns)
+        if lexical_damage is not None:
+            problems.append(lexical_damage)
+        problems += lexical.missing_and_extra(connection, ns.id, expected)
         index.follow(connection)
         structure = index.structure
         n_indexed, tombstones, name = 0, 0, "none"

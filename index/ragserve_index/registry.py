@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
+from ragserve_index import lexical
 from ragserve_index.batch import Prepared
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
@@ -105,6 +106,7 @@ def create_namespace(
     )
     created = namespace(connection, name)
     connection.execute("INSERT INTO versions VALUES (?, 0, ?)", (created.id, _stamp()))
+    lexical.create(connection, created.id)
     return created
 
 
@@ -139,7 +141,8 @@ def write_documents(
     now = time.time()
     version = ns.version + 1
     documents = chunks = tokens = changed = 0  # differences to the version before
-    written = []
+    written, rows = [], []
+    lexical.remove(connection, ns.id, _rows_of(connection, ns, [item.doc_id for item in batch]))
     for item in batch:
         old = _delete(connection, ns, version, item.doc_id)
         if old is not None:
@@ -168,10 +171,12 @@ def write_documents(
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (*row, ns.id, first_id),
         )
+        rows.append(cursor.lastrowid or 0)
         _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)
         unlog_present(connection, ns.name, cursor.lastrowid or 0, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
         written.append(to_document(ns.name, row))
+    lexical.add(connection, ns.id, rows)
     _commit_version(connection, ns, changed, documents, chunks, tokens)
     return written
 
@@ -179,15 +184,26 @@ def write_documents(
 def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
     """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id)
+    lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
     _delete(connection, ns, ns.version + 1, doc_id)
     _commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed
 
 
+def _rows_of(connection: sqlite3.Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:
+    """Row ids of the documents that exist."""
+    rows = connection.execute(
+        "SELECT id FROM documents WHERE namespace_id = ? AND doc_id IN (SELECT value FROM json_each(?))",
+        (ns.id, json.dumps(doc_ids)),
+    )
+    return [row[0] for row in rows]
+
+
 def _delete(
     connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str
 ) -> tuple[int, int, float] | None:
-    """Remove a document if it exists. Returns its (chunks, tokens, created_at)."""
+    """Remove a document if it exists, except from the lexical index. Returns its (chunks, tokens,
+    created_at)."""
     log_document(connection, ns.name, ns.id, doc_id)
     row = connection.execute(
         "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ?"

@@ -1,9 +1,15 @@
-"""The registry's tables, with a comment on each. :mod:`ragserve_index.database` creates them."""
+"""The registry's tables, with a comment on each. :mod:`ragserve_index.database` creates them, and
+:mod:`ragserve_index.lexical` one more for each namespace."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable
+
+from ragserve_index import lexical
+
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
@@ -82,7 +88,8 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _EVICTIONS
 )
 
-MIGRATIONS = {1: _EVICTIONS}
-"""The statements that bring a registry from one format to the next."""
+MIGRATIONS: dict[int, str | Callable[[sqlite3.Connection], None]] = {1: _EVICTIONS, 2: lexical.build_all}
+"""The statements, or the function, that bring a registry from one format to the next. All steps are one
+transaction: a migration that is killed leaves the old format."""
 
 VECTORS_PER_ROW = 1024

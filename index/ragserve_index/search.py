@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
-from ragserve_index import registry
+from ragserve_index import lexical_search, registry
 from ragserve_index.database import Database
 from ragserve_index.filters import AnyFilter, compile_filter
+from ragserve_index.fusion import DEPTH, Ranked, by_reciprocal_rank
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.selection_cache import SelectionCache
@@ -41,6 +42,7 @@ class Searcher:
         self._database = database
         self._pool = pool
         self._selections = SelectionCache()
+        self._counts = lexical_search.WordCounts()
         # namespace -> (commit mark, time of the check, index, version): right while the mark is the same
         self._located: dict[str, tuple[int, float, NamespaceIndex, int]] = {}
 
@@ -79,6 +81,50 @@ class Searcher:
                 self._pool.after_search(index)
         with index.updating, self._database.read() as connection:
             return self._search_pinned(connection, index, checked, k, condition)
+
+    def search_text(
+        self, namespace: str, text: str, k: int, filter: AnyFilter | None, vector: np.ndarray | None
+    ) -> SearchResult:
+        """See :meth:`IndexStore.search_text`. FTS5 is read at the version of a transaction, so the dense
+        search is repeated until it is of that version, and at last made inside the transaction."""
+        k, condition = _checked_k(k), _compile(filter)
+        depth = k if vector is None else max(k, DEPTH)
+        for _ in range(_TRIES):
+            dense = None if vector is None else self.search_ids(namespace, vector[None], depth, filter)
+            with self._database.read() as connection:
+                ns = registry.namespace(connection, namespace)
+                if dense is None or dense[2] == ns.version:
+                    return self._fused(connection, ns, text, k, condition, dense)
+        with self._database.read() as connection:
+            index = self._pool.of(registry.namespace(connection, namespace))
+        with index.updating, self._database.read() as connection:
+            ns = registry.namespace(connection, namespace)
+            queries = _checked(np.atleast_2d(vector), index.dim)
+            dense = self._search_pinned(connection, index, queries, depth, condition)
+            return self._fused(connection, ns, text, k, condition, dense)
+
+    def _fused(
+        self,
+        connection: sqlite3.Connection,
+        ns: registry.Namespace,
+        text: str,
+        k: int,
+        condition: Condition | None,
+        dense: Scored | None,
+    ) -> SearchResult:
+        """Search FTS5 in this transaction, fuse with the dense search of the same version, read the rows."""
+        selection = None if condition is None else self._select(connection, ns, condition)
+        depth = k if dense is None else max(k, DEPTH)
+        found = lexical_search.search(connection, ns, text, depth, selection, self._counts)
+        if dense is None:
+            ranked = [Ranked(chunk, score, None, score) for chunk, score in found]
+        else:
+            scores, ids, _ = dense
+            near = [(i, s) for i, s in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if i >= 0]
+            ranked = by_reciprocal_rank(near, found)[:k]
+        rows = registry.chunks_by_id(connection, ns, [one.chunk_id for one in ranked])
+        hits = [Hit(rows[one.chunk_id], one.score, one.cosine, one.bm25) for one in ranked]
+        return SearchResult([hits], ns.version)
 
     def _search_pinned(
         self,
@@ -142,7 +188,7 @@ def _hits(connection: sqlite3.Connection, namespace: str, scores: Floats, ids: I
     if len(found) < len(wanted):
         return None
     return [
-        [Hit(found[i], score) for i, score in zip(row, values, strict=True) if i >= 0]
+        [Hit(found[i], score, cosine=score) for i, score in zip(row, values, strict=True) if i >= 0]
         for row, values in zip(ids.tolist(), scores.tolist(), strict=True)
     ]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve_index import batch as batches
-from ragserve_index import registry, structures
+from ragserve_index import lexical, registry, structures
 from ragserve_index.database import Database, is_full, storage_full
 from ragserve_index.errors import RegistryDamaged
 from ragserve_index.evictions import log_namespace
@@ -130,6 +130,7 @@ class IndexStore:
             ns = registry.namespace(connection, name)
             log_namespace(connection, name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
+            lexical.drop(connection, ns.id)
         self._pool.forget(ns.id)
         file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
         return ns.info()
@@ -233,6 +234,21 @@ class IndexStore:
         finite, and a filter over its limits."""
         return self._searcher.search(namespace, queries, k, filter)
 
+    def search_text(
+        self,
+        namespace: str,
+        text: str,
+        k: int,
+        *,
+        vector: np.ndarray | None = None,
+        filter: AnyFilter | None = None,
+    ) -> SearchResult:
+        """The k best chunks for one text by BM25, all of one committed version; fewer if fewer share a word
+        with it. With its ``vector`` [dim] float32, a dense search's chunks are fused in by reciprocal rank.
+
+        Any text is a valid query. Raises InvalidRequest as :meth:`search`."""
+        return self._searcher.search_text(namespace, text, k, filter, vector)
+
     def search_ids(
         self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
     ) -> tuple[Floats, Ids, int]:
@@ -259,7 +275,19 @@ class IndexStore:
                 f"The registry {self.database.path} is damaged: {'; '.join(lines)}.",
                 hint="Restore it from a backup, or move the data directory away and ingest again.",
             )
-        return [check_namespace(self.database, self._pool.of(ns)) for ns in self._chosen(namespace)]
+        return [
+            check_namespace(self.database, self._pool.of(ns), self._lexical_damage(ns))
+            for ns in self._chosen(namespace)
+        ]
+
+    def _lexical_damage(self, ns: registry.Namespace) -> str | None:
+        with self.database.write() as connection:
+            return lexical.damage(connection, ns.id)
+
+    def rebuild_lexical(self, namespace: str) -> None:
+        """Build the lexical index again from the chunks, in one transaction. Raises NotFound."""
+        with self.database.write() as connection:
+            lexical.build(connection, registry.namespace(connection, namespace).id)
 
     def rebuild(self, namespace: str, *, index_type: str | None = None) -> NamespaceInfo:
         """Rebuild the index from the registry and save it, optionally as another type. Searches go on

@@ -77,12 +77,16 @@ class Chunk:
 
 
 class Hit(NamedTuple):
-    """A retrieved chunk; ``score`` is the inner product of L2-normalised vectors (cosine), higher
-    is better.
-    """
+    """A retrieved chunk. Higher scores are better.
+
+    ``score`` is what the hits are ordered by: ``cosine``, the inner product of L2-normalised vectors, in a
+    dense search; ``bm25`` in a lexical one; the sum of reciprocal ranks in a hybrid one, where ``cosine`` or
+    ``bm25`` is None if that search did not find the chunk."""
 
     chunk: Chunk
     score: float
+    cosine: float | None = None
+    bm25: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

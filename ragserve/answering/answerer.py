@@ -23,6 +23,7 @@ from ragserve.answering.results import (
     SearchResults,
     Usage,
 )
+from ragserve.config import Retrieval
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
@@ -53,6 +54,7 @@ class Query:
     k: int
     request: GenerateRequest
     filter: Filter | None = None
+    retrieval: Retrieval = "dense"
     system: str | None = None
     history: tuple[Message, ...] = ()
     documents: list[RetrievedPassage] | None = None
@@ -154,6 +156,7 @@ class Answerer:
         request = query.request
         self._check(request)
         found, version, retrieval = await self._retrieved(query)
+        searched = None if query.documents is not None else query.retrieval
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
         slot.documents = [prompt.input_ids[span.start : span.end] for span in prompt.spans[1:]]
@@ -169,6 +172,7 @@ class Answerer:
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
             namespace=request.namespace,
+            retrieval=searched,
             index_version=version,
             results=found,
             documents_kept=prompt.documents_kept,
@@ -213,6 +217,7 @@ class Answerer:
             decode=None
             if last.decode is None
             else DecodeUse.model_validate(last.decode, from_attributes=True),
+            retrieval=searched,
             index_version=version,
             namespace=request.namespace,
             finish_reason=last.finish_reason,
@@ -255,7 +260,11 @@ class Answerer:
         if query.documents is not None:
             return query.documents, None, RetrievalTimings()
         found = await self._retriever.retrieve(
-            query.request.namespace, retrieval_text(query), query.k, filter=query.filter
+            query.request.namespace,
+            retrieval_text(query),
+            query.k,
+            filter=query.filter,
+            retrieval=query.retrieval,
         )
         timings = RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms)
         return passages(found.hits), found.version, timings
@@ -339,7 +348,7 @@ def _own_options(request: GenerateRequest) -> dict[str, Any]:
 
 
 def retrieval_text(query: Query) -> str:
-    """The text to embed: the question, with the user's previous turn before it if it is a short follow-up."""
+    """The text to search for: the question, after the user's previous turn if it is a short follow-up."""
     if len(query.question.split()) < _SHORT_FOLLOW_UP_WORDS:
         for message in reversed(query.history):
             if message.role == "user":
@@ -350,6 +359,6 @@ def retrieval_text(query: Query) -> str:
 def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
     """Convert hits to passages, numbered from 1."""
     return [
-        RetrievedPassage(index=index, score=hit.score, **asdict(hit.chunk))
+        RetrievedPassage(index=index, score=hit.score, cosine=hit.cosine, bm25=hit.bm25, **asdict(hit.chunk))
         for index, hit in enumerate(hits, 1)
     ]

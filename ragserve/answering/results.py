@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
+from ragserve.config import Retrieval
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -30,7 +31,17 @@ class Passage(Result):
     start: int | None = Field(default=None, description="First character in the document's text.")
     end: int | None = Field(default=None, description="Character after the last one.")
     score: float | None = Field(
-        default=None, description="Cosine similarity of question and passage, higher is nearer."
+        default=None,
+        description="Score that the passages are ordered by, higher is better. By `retrieval`: `dense`, the "
+        "cosine; `lexical`, BM25; `hybrid`, the sum of 1 / (60 + rank) over both searches.",
+    )
+    cosine: float | None = Field(
+        default=None,
+        description="Cosine similarity of question and passage; null if the dense search did not find it.",
+    )
+    bm25: float | None = Field(
+        default=None,
+        description="BM25 of question and passage; null if the lexical search did not find it.",
     )
     text: str = Field(description="The passage itself.")
 
@@ -125,10 +136,14 @@ class Timings(RetrievalTimings):
     total_ms: float = Field(description="From the request's arrival to the complete answer.")
 
 
+_RETRIEVAL = "Search that found the passages; null for documents given in the request."
+
+
 class SearchResults(Result):
     """SSE `search_results`: the passages found, before the first token."""
 
     namespace: str
+    retrieval: Retrieval | None = Field(description=_RETRIEVAL)
     index_version: int | None = Field(
         description="Version of the namespace that was searched; null for documents given in the request."
     )
@@ -149,6 +164,7 @@ class Answer(Result):
     context: ContextUse
     timings: Timings
     decode: DecodeUse | None = Field(default=None, description="Pages read; null without sparse decoding.")
+    retrieval: Retrieval | None = Field(default=None, description=_RETRIEVAL)
     index_version: int | None = Field(
         description="Version of the namespace that was searched; null for documents given in the request."
     )

@@ -24,7 +24,9 @@ _PASSAGE: dict[str, Any] = {
     "chunk_id": 17,
     **_SOURCE,
     **_PLACE,
-    "score": 0.71,
+    "score": 0.0328,
+    "cosine": 0.71,
+    "bm25": 14.2,
     **_TITLED,
 }
 _FOUND = {**_PASSAGE, "metadata": _METADATA}
@@ -52,7 +54,7 @@ QUERY_REQUESTS: dict[str, Any] = {
     ),
     "given": _request("Bring the context along", query=_QUESTION, documents=[_TITLED]),
 }
-_SEARCHED = {"namespace": "docs", "index_version": 12, "request_id": _ID}
+_SEARCHED = {"namespace": "docs", "retrieval": "hybrid", "index_version": 12, "request_id": _ID}
 _SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6}
 _EXTRAS = {
     "context": {
@@ -107,6 +109,7 @@ QUERY_SSE = _sse(
 RETRIEVE_REQUESTS: dict[str, Any] = {
     "simple": _request("Search", query=_QUESTION, k=3),
     "filtered": _request("Search part of a namespace", query="lighthouse", namespace="docs", filter=_FILTER),
+    "lexical": _request("Search by words", query="ISO 8601", retrieval="lexical"),
 }
 RETRIEVED = {**_RESULTS, "timings": {**_SEARCH_TIMINGS, "total_ms": 9.0}}
 
@@ -230,7 +233,13 @@ INFO: dict[str, Any] = {
         "max_total_tokens": 65536,
     },
     "embedder": {"name": "all-MiniLM-L6-v2", "dim": 384},
-    "defaults": {"k": 5, "strategy": "prefix", "max_new_tokens": 128, "temperature": 0.0},
+    "defaults": {
+        "k": 5,
+        "retrieval": "hybrid",
+        "strategy": "prefix",
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+    },
     "limits": {"max_query_chars": 16384, "max_k": 64, "max_body_bytes": 4194304},
     "index": {"default_type": "flat", "device": "cpu", "namespaces": 1, "documents": 30, "chunks": 412},
 }

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from ragserve.answering.results import Citation, ContextUse, Timings
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, DocumentsOverflow, GivenDocument, Stop, StrategyOptions
-from ragserve.config import StrategyName
+from ragserve.config import Retrieval, StrategyName
 from ragserve_index.filters import Filter
 
 Content = Annotated[Text, Field(max_length=65_536)]
@@ -73,7 +73,7 @@ class TextFormat(RequestModel):
 
 class ChatRequest(RequestModel):
     """A dialogue whose last message is the question. OpenAI's client sends our own fields `k`, `filter`,
-    `strategy`, `strategy_options`, `documents` and `documents_overflow` as `extra_body`."""
+    `retrieval`, `strategy`, `strategy_options`, `documents` and `documents_overflow` as `extra_body`."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -104,6 +104,7 @@ class ChatRequest(RequestModel):
     prompt_cache_key: Ignored
     k: int | None = Field(None, ge=1, le=MAX_K)
     filter: Filter | None = None
+    retrieval: Retrieval | None = None
     strategy: StrategyName | None = None
     strategy_options: StrategyOptions
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
@@ -154,6 +155,7 @@ class Extras(BaseModel):
 
     context: ContextUse
     timings: Timings
+    retrieval: Retrieval | None
     index_version: int | None
     namespace: str
     request_id: str

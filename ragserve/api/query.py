@@ -103,6 +103,7 @@ def to_query(
             request_id, [], namespace, strategy.name, sampling, options=strategy.options, decode=decode
         ),
         filter=body.filter,
+        retrieval=body.retrieval or settings.retrieval,
         overflow=body.documents_overflow,
         documents=None
         if body.documents is None

@@ -36,13 +36,15 @@ async def retrieve(
     start = time.perf_counter()
     svc.check_question(body.query)
     with svc.limiter.slot():
+        retrieval = body.retrieval or svc.settings.retrieval
         search = svc.retriever.retrieve(
-            body.namespace, body.query, body.k or svc.settings.top_k, filter=body.filter
+            body.namespace, body.query, body.k or svc.settings.top_k, filter=body.filter, retrieval=retrieval
         )
         found = await until_disconnect(request, search)
     answer = RetrieveAnswer(
         results=passages(found.hits),
         namespace=body.namespace,
+        retrieval=retrieval,
         index_version=found.version,
         timings=RetrieveTimings(
             embed_ms=found.embed_ms, search_ms=found.search_ms, total_ms=(time.perf_counter() - start) * 1e3

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ragserve.answering.results import Overflow, RetrievalTimings, RetrievedPassage
 from ragserve.api.body import NonBlank, RequestModel, Text
-from ragserve.config import Namespace, StrategyName
+from ragserve.config import Namespace, Retrieval, StrategyName
 from ragserve_index.filters import Filter
 from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
@@ -91,6 +91,11 @@ class RetrieveRequest(RequestModel):
         None,
         description="Restricts the search by document fields: metadata keys, doc_id, source, title, mime.",
     )
+    retrieval: Retrieval | None = Field(
+        None,
+        description="`dense`: by the embedder. `lexical`: by words (BM25); finds only passages that share a "
+        "word with the question. `hybrid`: both, fused by reciprocal rank. Default: the server's.",
+    )
 
 
 class QueryRequest(RetrieveRequest):
@@ -143,6 +148,7 @@ class RetrieveAnswer(BaseModel):
 
     results: list[RetrievedPassage]
     namespace: str
+    retrieval: Retrieval = Field(description="Search that found the passages.")
     index_version: int = Field(description="Version of the namespace that was searched.")
     timings: RetrieveTimings
     request_id: str

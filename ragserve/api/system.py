@@ -50,6 +50,7 @@ async def info(svc: Svc) -> Info:
         strategies=list(engine.strategies),
         defaults={
             "k": settings.top_k,
+            "retrieval": settings.retrieval,
             "strategy": settings.strategy,
             "max_new_tokens": settings.max_new_tokens,
             "temperature": 0.0,

@@ -1,4 +1,4 @@
-"""`ragserve docs`: namespaces, and the documents in them: list, show, remove and warm."""
+"""`ragserve docs`: namespaces, and the documents in them: list, show, remove, check and warm."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _WARM_HELP = (
 
 def register(app: typer.Typer) -> None:
     docs = typer.Typer(
-        help="List, show, remove and warm documents; list and drop namespaces.", no_args_is_help=True
+        help="List, show, remove, check and warm documents; list and drop namespaces.", no_args_is_help=True
     )
     docs.command("ls")(with_settings(ls, ["data_dir"]))
     docs.command("namespaces")(with_settings(namespaces, ["data_dir"]))
     docs.command("show")(with_settings(show, ["data_dir"]))
     docs.command("rm")(with_settings(rm, ["data_dir", "model", "tokenizer"]))
     docs.command("drop")(with_settings(drop, ["data_dir"]))
+    docs.command("check")(with_settings(check, ["data_dir"]))
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
     app.add_typer(docs, name="docs")
 
@@ -155,6 +156,41 @@ def drop(
         print_json(asdict(dropped))
     else:
         typer.echo(f"dropped {dropped.name} ({dropped.n_documents:,} documents, {dropped.n_chunks:,} chunks)")
+
+
+def check(
+    settings: Settings,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Check this namespace only. Default: all.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Build indexes with a problem again from the registry.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check registry, vector index and lexical index against each other. Exits with 1 if a problem is left.
+
+    Documents cannot be ingested while FTS5 checks its index."""
+    with _store(settings) as store:
+        reports = store.check(namespace)
+        broken = [report.namespace for report in reports if not report.ok]
+        if repair and broken:
+            for name in broken:
+                store.rebuild_lexical(name)
+                store.rebuild(name)
+            reports = store.check(namespace)
+    if as_json:
+        print_json([asdict(report) for report in reports])
+    else:
+        for report in reports:
+            state = "; ".join(report.problems) or ("repaired" if report.namespace in broken else "ok")
+            typer.echo(
+                f"{report.namespace}: {report.n_documents:,} documents, {report.n_chunks:,} chunks: {state}"
+            )
+    if not all(report.ok for report in reports):
+        if not repair:
+            typer.secho("`ragserve docs check --repair` builds the indexes again.", err=True)
+        raise typer.Exit(1)
 
 
 def warm(

@@ -268,7 +268,7 @@ def _index(settings: Settings) -> Finding:
         namespaces = store.namespaces()
     if broken := [report for report in reports if not report.ok]:
         found = "; ".join(f"{report.namespace}: {', '.join(report.problems)}" for report in broken)
-        return "fail", found, "Restart the server: damaged indexes are rebuilt from SQLite."
+        return "fail", found, "Run `ragserve docs check --repair`: it builds indexes again from SQLite."
     if damaged := [report.namespace for report in reports if report.file.startswith("damaged")]:
         advice = "Nothing is lost: the server rebuilds them from SQLite at its next start."
         return "warn", f"damaged index files: {', '.join(damaged)}", advice

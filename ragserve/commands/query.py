@@ -13,6 +13,7 @@ from rich.console import Console
 from ragserve.answering.results import Answer, Citation
 from ragserve.client import Client, error_of
 from ragserve.commands.options import ApiKey, json_object
+from ragserve.config import Retrieval
 from ragserve.errors import RagserveError, Unavailable
 from ragserve.strategy_spec import parse
 
@@ -33,6 +34,7 @@ def query(
     api_key: ApiKey = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
     filter_: Annotated[str | None, typer.Option("--filter", help=f"JSON, e.g. {_FILTER}.")] = None,
+    retrieval: Annotated[Retrieval | None, typer.Option(help="How to search. Default: the server's.")] = None,
     strategy: Annotated[
         str | None, typer.Option(help="Strategy, with options as in epic:first=16. Default: the server's.")
     ] = None,
@@ -55,6 +57,7 @@ def query(
         "namespace": namespace,
         "k": k,
         "filter": json_object("--filter", filter_, example=_FILTER),
+        "retrieval": retrieval,
         "strategy": spec and spec.name,
         "strategy_options": spec and dict(spec.options),
         "max_new_tokens": max_new_tokens,
@@ -151,8 +154,12 @@ def _print_details(answer: Answer, console: Console) -> None:
 
 def _title(citation: Citation) -> str:
     where = [citation.title, citation.source or "", f"page {citation.page}" if citation.page else ""]
-    score = "" if citation.score is None else f"{citation.score:.2f}, "
-    return ", ".join(part for part in where if part) + f" ({score}{citation.basis})"
+    scores = [
+        f"{name} {value:.2f}"
+        for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))
+        if value is not None
+    ]
+    return ", ".join(part for part in where if part) + f" ({', '.join([*scores, citation.basis])})"
 
 
 def _excerpt(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.results import RetrievedPassage
 from ragserve.client import Client
+from ragserve.config import Retrieval
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -73,10 +74,18 @@ class Rag:
         return endpoint_class()(self.url, api_key=self._api_key, extra_key=key)
 
     def retrieve(
-        self, question: str, k: int | None = None, *, filter: Mapping[str, Any] | None = None
+        self,
+        question: str,
+        k: int | None = None,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        retrieval: Retrieval | None = None,
     ) -> list[RetrievedPassage]:
-        """Find the ``k`` nearest passages (default: the server's ``top_k``), best first."""
-        return self._client.retrieve(question, namespace=self.namespace, k=k, filter=filter)
+        """Find the ``k`` best passages (default: the server's ``top_k``), best first, by the search
+        ``retrieval`` (default: the server's)."""
+        return self._client.retrieve(
+            question, namespace=self.namespace, k=k, filter=filter, retrieval=retrieval
+        )
 
     def context(
         self,
@@ -85,11 +94,12 @@ class Rag:
         k: int | None = None,
         *,
         filter: Mapping[str, Any] | None = None,
+        retrieval: Retrieval | None = None,
         reserve: int = 256,
     ) -> Context:
         """Retrieve for ``question`` and begin the state's prompt with the passages; see `insert`."""
         _must_be_empty(s)
-        return self.insert(s, self.retrieve(question, k, filter=filter), reserve=reserve)
+        return self.insert(s, self.retrieve(question, k, filter=filter, retrieval=retrieval), reserve=reserve)
 
     def insert(
         self, s: Any, passages: Iterable[RetrievedPassage | tuple[str, str]], *, reserve: int = 256

@@ -1,4 +1,4 @@
-"""Embed concurrent questions in one batch and search in threads, without blocking the event loop."""
+"""Search by vectors, by words or by both, in threads, and embed concurrent questions in one batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ragserve.config import Retrieval
 from ragserve.errors import Conflict, Unavailable
 from ragserve_index.types import Hit
 
@@ -33,11 +34,12 @@ class QueryEmbedder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage."""
+    """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage, None
+    for embedding in a lexical search."""
 
     hits: list[Hit]
     version: int
-    embed_ms: float
+    embed_ms: float | None
     search_ms: float
 
 
@@ -53,19 +55,29 @@ class Retriever:
         self._worker: asyncio.Task[None] | None = None
 
     async def retrieve(
-        self, namespace: str, question: str, k: int, *, filter: Filter | None = None
+        self,
+        namespace: str,
+        question: str,
+        k: int,
+        *,
+        filter: Filter | None = None,
+        retrieval: Retrieval = "dense",
     ) -> Retrieved:
-        """Find the ``k`` nearest passages, or all if there are fewer.
+        """Find the ``k`` best passages, or all if there are fewer: lexical finds only those that share a word
+        with the question.
 
-        Raises ``NotFound`` for an unknown namespace and ``Conflict`` for one embedded with another model."""
+        Raises ``NotFound`` for an unknown namespace and, unless lexical, ``Conflict`` for one embedded with
+        another model."""
         start = time.perf_counter()
-        vector = await self.embed(question)
+        vector = None if retrieval == "lexical" else await self.embed(question)
         embedded = time.perf_counter()
+        text = None if retrieval == "dense" else question
         hits, version = await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._search, namespace, vector, k, filter
+            self._search_threads, self._search, namespace, text, vector, k, filter
         )
         done = time.perf_counter()
-        return Retrieved(hits, version, embed_ms=(embedded - start) * 1e3, search_ms=(done - embedded) * 1e3)
+        embed_ms = None if vector is None else (embedded - start) * 1e3
+        return Retrieved(hits, version, embed_ms, search_ms=(done - embedded) * 1e3)
 
     async def embed(self, text: str) -> np.ndarray:
         """Embed a question to float32 [dim].
@@ -114,15 +126,18 @@ class Retriever:
                     future.set_exception(Unavailable("The server is shutting down.", hint="Retry."))
 
     def _search(
-        self, namespace: str, vector: np.ndarray, k: int, filter: Filter | None
+        self, namespace: str, text: str | None, vector: np.ndarray | None, k: int, filter: Filter | None
     ) -> tuple[list[Hit], int]:
         info = self._store.namespace(namespace)
-        if info.embedder != self._embedder.name:
+        if vector is not None and info.embedder != self._embedder.name:
             raise Conflict(
                 f"Namespace {namespace!r} was embedded with {info.embedder!r}, "
                 f"this server embeds with {self._embedder.name!r}.",
                 hint="Start the server with that --embedder, or ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
-        result = self._store.search(namespace, vector[None, :], k, filter=filter)
+        if text is not None:
+            result = self._store.search_text(namespace, text, k, vector=vector, filter=filter)
+        else:
+            result = self._store.search(namespace, vector[None, :], k, filter=filter)
         return result.hits[0], result.version

@@ -89,6 +89,15 @@ def test_the_last_message_is_the_question_and_the_others_are_history(chat: Any, 
     assert live.engine.requests[-1].input_ids == expected.input_ids
 
 
+def test_the_search_is_chosen_by_the_request(chat: Any, live: Live) -> None:
+    for retrieval, present in (("lexical", (False, True)), ("dense", (True, False)), (None, (True, True))):
+        extra = {"retrieval": retrieval} if retrieval else {}
+        answer = chat.create(model="ragserve/docs", messages=MESSAGES, extra_body=extra)
+        assert answer.ragserve["retrieval"] == (retrieval or live.settings.retrieval)
+        citation = answer.citations[0]
+        assert (citation["cosine"] is not None, citation["bm25"] is not None) == present
+
+
 def test_options_reach_the_engine(chat: Any, live: Live) -> None:
     chat.create(
         model="ragserve/docs",

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -122,6 +123,19 @@ def test_report_exit_status_and_docs(folder: Path, tmp_path: Path, ragserve: Cli
     assert listed[0]["metadata"]["topic"] == "animals"
     shown = json.loads(ragserve("docs", "show", "docs/whales.md", "-n", "sea", "--json").stdout)
     assert "".join(chunk["text"] for chunk in shown["chunks"]) == (folder / "whales.md").read_text()
+    checked = ragserve("docs", "check", "--json")
+    assert (checked.returncode, [one["problems"] for one in json.loads(checked.stdout)]) == (0, [[]])
+    with sqlite3.connect(tmp_path / "ragserve-data" / "ragserve.sqlite3") as connection:
+        connection.execute("DROP TABLE lexical_1")
+    connection.close()
+    checked = ragserve("docs", "check")
+    assert checked.returncode == 1
+    assert "sea: 2 documents" in checked.stdout
+    assert "lexical index cannot be read" in checked.stdout
+    assert "--repair" in checked.stderr
+    repaired = ragserve("docs", "check", "-n", "sea", "--repair")
+    assert (repaired.returncode, repaired.stdout.strip().endswith("repaired")) == (0, True), repaired.stderr
+    assert ragserve("docs", "check").returncode == 0
     otters = next(document["doc_id"] for document in listed if document["title"] == "Otters")
     removed = ragserve("docs", "rm", otters, "docs/whales.md", "nothing.md", "-n", "sea")
     assert removed.returncode == 1

@@ -48,6 +48,8 @@ def test_streamed_json_is_an_event_a_line(live: Live, docs: str) -> None:
 
 def test_options_arrive(live: Live, docs: str) -> None:
     chosen = '{"op":"eq","field":"name","value":"soup"}'
+    by_words = json.loads(run(live, "-n", docs, "--json", "--retrieval", "lexical"))
+    assert by_words["retrieval"] == "lexical"
     run(
         live,
         "-n",

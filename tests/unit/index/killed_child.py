@@ -61,6 +61,8 @@ def old_or_new(data_dir: Path) -> int:
         expected = OLD if version == 1 else NEW
         assert {d.source: d.n_chunks for d in store.documents("n")} == expected
         assert len(set(texts(store, vectors_of("q"), 100))) == sum(expected.values())
+        by_words = {hit.chunk.text for hit in store.search_text("n", "title", 100).hits[0]}
+        assert by_words == set(texts(store, vectors_of("q"), 100))
         assert_clean(store)
     assert not list((data_dir / "indexes").glob("*.tmp"))
     with IndexStore(data_dir) as store:

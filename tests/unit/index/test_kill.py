@@ -71,6 +71,8 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
             found = store.search("n", vectors_of("q"), 1000).hits[0]
             assert sorted(hit.chunk.chunk_id for hit in found) == sorted(known)
             assert len({hit.chunk.text for hit in found}) == len(known)
+            by_words = {hit.chunk.chunk_id for hit in store.search_text("n", "title", 1000).hits[0]}
+            assert by_words == set(known)
             if known and index_type != "sq8":
                 vector = known[min(known)]
                 assert texts(store, vector, 1) == [

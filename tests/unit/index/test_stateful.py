@@ -101,6 +101,37 @@ class Machine(RuleBasedStateMachine):
             best = sorted((float(v @ query[0]) for v in expected.values()), reverse=True)[:k]
             assert [hit.score for hit in hits] == pytest.approx(best, abs=tolerance)
 
+    @rule(
+        who=st.integers(0, 1),
+        source=st.sampled_from(SOURCES),
+        k=st.sampled_from([1, 3, 500]),
+        lang=st.sampled_from([None, "en", "de"]),
+        hybrid=st.booleans(),
+    )
+    def search_text(self, who: int, source: str, k: int, lang: str | None, hybrid: bool) -> None:
+        sizes = {
+            s: (edition, n) for s, (edition, n, language) in self.model.items() if lang in (None, language)
+        }
+        edition, n = sizes.get(source, (0, 0))
+        named = {f"{source}#{edition}.{i}" for i in range(n)}
+        vector = vectors_of("query", 1)[0] if hybrid else None
+        node = None if lang is None else Eq(field="lang", value=lang)
+        result = self.stores[who].search_text("n", source, k, vector=vector, filter=node)
+        (hits,) = result.hits
+        assert result.version == self.version
+        by_words = {hit.chunk.text for hit in hits if hit.bm25 is not None}
+        if hybrid:
+            assert (
+                len({hit.chunk.text for hit in hits})
+                == len(hits)
+                == min(k, sum(n for _, n in sizes.values()))
+            )
+            assert by_words <= named
+            assert k < 500 or by_words == named
+        else:
+            assert len(by_words) == len(hits) == min(k, n)
+            assert by_words <= named
+
     @rule(who=st.integers(0, 1))
     def save(self, who: int) -> None:
         self.stores[who].save()

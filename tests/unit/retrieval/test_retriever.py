@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragserve.errors import NotFound, Unavailable
+from ragserve.errors import Conflict, NotFound, Unavailable
 from ragserve.retrieval.retriever import Retriever
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
@@ -144,6 +144,52 @@ def test_closing_leaves_nobody_waiting(store: IndexStore) -> None:
 
     results = asyncio.run(main())
     assert all(isinstance(result, Unavailable) for result in results)
+
+
+def test_by_vectors_by_words_and_by_both(store: IndexStore) -> None:
+    embedder = WordEmbedder()
+    store.ensure_namespace("n", embedder=embedder.name, dim=embedder.dim)
+    batch = []
+    for name, text in {
+        "a": "otters swim",
+        "b": "otters swim and otters dive",
+        "c": "a soup of leeks",
+    }.items():
+        document = NewDocument(name, name, "hash", "text/plain", len(text))
+        batch.append((document, [NewChunk(text, 0, len(text), 1)], embedder.encode([text])))
+    store.replace_documents("n", batch)
+    embedder.calls.clear()
+
+    async def test(retriever: Retriever) -> None:
+        dense = await retriever.retrieve("n", "otters", 3)
+        assert [(hit.score, hit.bm25) for hit in dense.hits] == [(hit.cosine, None) for hit in dense.hits]
+        lexical = await retriever.retrieve("n", "Otters?", 3, retrieval="lexical")
+        assert {hit.chunk.source for hit in lexical.hits} == {"a", "b"}
+        assert [(hit.score, hit.cosine) for hit in lexical.hits] == [(hit.bm25, None) for hit in lexical.hits]
+        assert lexical.embed_ms is None
+        assert embedder.calls == [["otters"]], "a lexical search needs no vector"
+        hybrid = await retriever.retrieve("n", "otters", 3, retrieval="hybrid")
+        assert len(hybrid.hits) == 3
+        ranks = {hit.chunk.source: rank for rank, hit in enumerate(dense.hits, 1)}
+        by_words = {hit.chunk.source: rank for rank, hit in enumerate(lexical.hits, 1)}
+        for hit in hybrid.hits:
+            parts = [
+                1 / (60 + order[hit.chunk.source]) for order in (ranks, by_words) if hit.chunk.source in order
+            ]
+            assert hit.score == pytest.approx(sum(parts))
+
+    run(store, embedder, test)
+
+
+def test_another_embedders_namespace_can_be_searched_by_words_only(store: IndexStore) -> None:
+    store.ensure_namespace("n", embedder="another", dim=WordEmbedder.dim)
+
+    async def test(retriever: Retriever) -> None:
+        assert (await retriever.retrieve("n", "otters", 1, retrieval="lexical")).hits == []
+        with pytest.raises(Conflict, match="another"):
+            await retriever.retrieve("n", "otters", 1, retrieval="hybrid")
+
+    run(store, WordEmbedder(), test)
 
 
 def test_an_unknown_namespace(store: IndexStore) -> None:

@@ -1,0 +1,303 @@
+"""Search by words: any text is a query, scores are exact, and the index follows the documents."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ragserve.errors import NotFound
+from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, lexical, lexical_search
+from ragserve_index.errors import RegistryDamaged
+from ragserve_index.fusion import by_reciprocal_rank
+from tests.unit.index.index_samples import DIM, assert_clean, item, make, vectors_of
+
+SYNTAX = (
+    '"',
+    "'",
+    "*",
+    "^",
+    "(",
+    ")",
+    "{title}:a",
+    "NEAR(a b, 2)",
+    "a AND",
+    "OR",
+    "NOT a",
+    "a + b",
+    "-a",
+    ":",
+    "\0",
+)
+
+
+def write(
+    store: IndexStore, texts: Mapping[str, str], *, namespace: str = "n", title: str = "", **metadata: Any
+) -> None:
+    """Write a document of one chunk for each text."""
+    store.replace_documents(
+        namespace,
+        [
+            (
+                NewDocument(name, title, "hash", "text/plain", len(text), metadata),
+                [NewChunk(text, 0, len(text), 1)],
+                vectors_of(name, text),
+            )
+            for name, text in texts.items()
+        ],
+    )
+
+
+def found(store: IndexStore, text: str, k: int = 10, *, namespace: str = "n", **options: Any) -> list[str]:
+    return [hit.chunk.source for hit in store.search_text(namespace, text, k, **options).hits[0]]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from([*SYNTAX, "a", "lamp"])).map(" ".join)))
+@example("\ud800 lamp")
+@example("; DROP TABLE chunks; --")
+@example("lamp " * 5000)
+@example(" ".join(f"word{i}" for i in range(5000)))
+def test_any_text_is_a_query(store: IndexStore, text: str) -> None:
+    if not store.namespace("n").n_documents:
+        write(store, {"a": "a lamp of brass"})
+    for hit in store.search_text("n", text, 5).hits[0]:
+        assert hit.chunk.source == "a"
+        assert hit.score == hit.bm25
+
+
+@pytest.mark.parametrize("text", ["naive CAFE", "NAÏVE café", "naïve", "Café"])
+def test_case_and_diacritics_are_folded(store: IndexStore, text: str) -> None:
+    write(store, {"cafe": "Ein naïves Café", "other": "tea"})
+    assert found(store, text) == ["cafe"]
+
+
+def test_endings_and_titles_count(store: IndexStore) -> None:
+    write(store, {"lamps": "lighting the lamps"}, title="Skerryvore")
+    write(store, {"soup": "leeks and potatoes"})
+    assert found(store, "who lights lamp") == found(store, "skerryvore") == ["lamps"]
+
+
+def test_words_of_syntax_are_searched_for(store: IndexStore) -> None:
+    write(store, {"gate": "a gate: NOT, AND, OR", "near": "near the sea"})
+    assert found(store, "NOT AND") == ["gate"]
+    assert found(store, "NEAR(") == ["near"]
+    assert found(store, "title:") == []
+
+
+def test_scores_do_not_depend_on_other_namespaces(store: IndexStore) -> None:
+    write(store, {"a": "lamp and oil", "b": "oil", "c": "water"})
+    before = store.search_text("n", "lamp oil", 5).hits[0]
+    store.ensure_namespace("m", embedder="e", dim=DIM)
+    write(store, {f"m{i}": "lamp lamp lamp" for i in range(50)}, namespace="m")
+    assert store.search_text("n", "lamp oil", 5).hits[0] == before
+    assert {hit.chunk.source for hit in before} == {"a", "b"}
+
+
+def test_the_index_follows_the_documents(store: IndexStore) -> None:
+    write(store, {"a": "lamp", "b": "lamp oil"})
+    write(store, {"a": "water", "c": "lamp"})
+    assert set(found(store, "lamp")) == {"b", "c"}
+    assert found(store, "water") == ["a"]
+    store.remove_document("n", store.documents("n", source_prefix="b")[0].doc_id)
+    assert found(store, "lamp") == ["c"]
+    assert_clean(store)
+    store.drop_namespace("n")
+    with pytest.raises(NotFound):
+        found(store, "lamp")
+    store.ensure_namespace("n", embedder="e", dim=DIM)
+    assert found(store, "lamp") == []
+    assert_clean(store)
+
+
+@pytest.mark.parametrize("listed", [0, 4096], ids=["ids compared here", "ids compared by SQLite"])
+def test_filters(store: IndexStore, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexical_search, "_LISTED", listed)
+    write(store, {f"en{i}": "lamp oil" for i in range(3)}, lang="en")
+    write(store, {f"de{i}": "lamp lamp oil" for i in range(30)}, lang="de")
+    english = Eq(field="lang", value="en")
+    assert set(found(store, "lamp", 5, filter=english)) == {"en0", "en1", "en2"}
+    assert len(found(store, "lamp", 2, filter=english)) == 2
+    assert found(store, "lamp", filter=Eq(field="lang", value="fr")) == []
+
+
+def corpus(n: int) -> dict[str, str]:
+    """Texts of which a few words are in most and most words are in few, as in a language."""
+    chance = random.Random(0)
+    return {
+        f"d{i}": " ".join(f"w{int(chance.paretovariate(0.6))}" for _ in range(chance.randint(5, 40)))
+        for i in range(n)
+    }
+
+
+@pytest.mark.parametrize("selected", [False, True], ids=["all", "filtered"])
+def test_many_matches_are_scored_as_few_are(
+    store: IndexStore, selected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rarest words decide which chunks are scored; the scores stay those of all words."""
+    write(store, dict(list(corpus(400).items())[:200]), half=1)
+    write(store, dict(list(corpus(400).items())[200:]), half=2)
+    chance = random.Random(1)
+    queries = [" ".join(f"w{chance.randint(1, 60)}" for _ in range(6)) for _ in range(20)]
+    options: dict[str, Any] = {"filter": Eq(field="half", value=1)} if selected else {}
+    exact = [store.search_text("n", query, 400, **options).hits[0] for query in queries]
+    for name, value in (("EXACT", 0), ("ROWS", 40), ("COMMON", 1.0), ("_LISTED", 0)):
+        monkeypatch.setattr(lexical_search, name, value)
+    fewer = 0
+    for query, truth in zip(queries, exact, strict=True):
+        scores = {hit.chunk.chunk_id: hit.score for hit in truth}
+        hits = store.search_text("n", query, 10, **options).hits[0]
+        assert len(hits) == min(10, len(truth))
+        assert [hit.score for hit in hits] == pytest.approx([scores[hit.chunk.chunk_id] for hit in hits])
+        assert hits[0].score == pytest.approx(truth[0].score)
+        fewer += len(store.search_text("n", query, 60, **options).hits[0]) < len(truth)
+    assert fewer, "no query left anything out"
+
+
+def test_common_words_alone_still_find_something(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, {f"d{i}": "the lamp" for i in range(20)} | {"oil": "the oil"})
+    monkeypatch.setattr(lexical_search, "EXACT", 10)
+    monkeypatch.setattr(lexical_search, "COMMON", 0.5)
+    assert len(found(store, "the", 3)) == 3
+    assert found(store, "the oil") == ["oil"], "a word of all chunks says nothing"
+
+
+def test_reciprocal_ranks() -> None:
+    fused = by_reciprocal_rank([(1, 0.9), (2, 0.8)], [(3, 7.0), (2, 5.0)])
+    assert [(one.chunk_id, one.cosine, one.bm25) for one in fused] == [
+        (2, 0.8, 5.0),
+        (1, 0.9, None),
+        (3, None, 7.0),
+    ]
+    assert [one.score for one in fused] == pytest.approx([2 / 62, 1 / 61, 1 / 61])
+
+
+def test_hybrid_searches_are_of_one_version(tmp_path: Path) -> None:
+    done = Event()
+    with make(tmp_path) as store, IndexStore(tmp_path) as other:
+
+        def write_editions() -> None:
+            for edition in range(1, 40):
+                other.replace_documents("n", [item(f"d{i}", 5, edition=edition) for i in range(4)])
+            done.set()
+
+        store.replace_documents("n", [item(f"d{i}", 5) for i in range(4)])
+        writer = Thread(target=write_editions)
+        writer.start()
+        versions = []
+        while not done.is_set() or not versions:
+            result = store.search_text("n", "d1 title", 100, vector=vectors_of("q")[0])
+            editions = {hit.chunk.text.split("#")[1].split(".")[0] for hit in result.hits[0]}
+            assert editions == {str(result.version - 1)}
+            assert len(result.hits[0]) == 20
+            versions.append(result.version)
+        writer.join()
+        assert versions == sorted(versions)
+
+
+# the registry's file
+
+
+def old_format(data_dir: Path) -> Path:
+    """A registry of format 2, before there was a lexical index."""
+    with make(data_dir) as store:
+        store.ensure_namespace("m", embedder="e", dim=DIM)
+        for i in range(5):
+            store.replace_documents("n", [item(f"d{j}", 3, edition=i) for j in range(100)])
+        write(store, {"lamp": "a lamp"}, namespace="m")
+    path = data_dir / "ragserve.sqlite3"
+    with sqlite3.connect(path) as connection:
+        for namespace_id in (1, 2):
+            lexical.drop(connection, namespace_id)
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    return path
+
+
+def format_of(path: Path) -> tuple[int, int]:
+    """The registry's format, and its number of lexical tables."""
+    with sqlite3.connect(path) as connection:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute(
+            "SELECT count(*) FROM sqlite_master WHERE name LIKE 'lexical%'"
+        ).fetchone()
+    connection.close()
+    return version, tables
+
+
+def assert_migrated(data_dir: Path) -> None:
+    with IndexStore(data_dir) as store:
+        assert_clean(store)
+        assert len(found(store, "d7", 400)) == 3
+        assert found(store, "lamp", namespace="m") == ["lamp"]
+        store.replace_documents("n", [item("d7", 2, edition=9)])
+        assert len(found(store, "d7", 400)) == 2
+
+
+def test_an_old_registry_is_migrated(tmp_path: Path) -> None:
+    path = old_format(tmp_path)
+    assert format_of(path) == (2, 0)
+    assert_migrated(tmp_path)
+
+
+def test_a_killed_migration_leaves_the_old_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = old_format(tmp_path)
+    child = os.fork()
+    if child == 0:
+        whole, calls = lexical.add, 0
+
+        def add(*arguments: Any) -> None:
+            nonlocal calls
+            whole(*arguments)
+            calls += 1
+            if calls == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(lexical, "add", add)
+        IndexStore(tmp_path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert format_of(path) == (2, 0)
+    assert_migrated(tmp_path)
+
+
+def test_check_finds_damage_and_a_rebuild_mends_it(tmp_path: Path) -> None:
+    with make(tmp_path) as store:
+        write(store, {f"d{i}": f"lamp number{i}" for i in range(300)})
+    for statements, says in (
+        (["DELETE FROM lexical_1_docsize WHERE id = 7"], "1 chunks are missing from the lexical index: [7]"),
+        (["INSERT INTO lexical_1_docsize VALUES (9999, x'0101')"], "have no chunk: [9999]"),
+        (["UPDATE lexical_1_data SET block = zeroblob(length(block)) WHERE id > 10"], "is damaged"),
+        (["DROP TABLE lexical_1"], "cannot be read"),
+    ):
+        with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
+            for statement in statements:
+                connection.execute(statement)
+        connection.close()
+        with IndexStore(tmp_path) as store:
+            assert says in " ".join(store.check()[0].problems)
+            store.rebuild_lexical("n")
+            assert_clean(store)
+            assert found(store, "number42") == ["d42"]
+
+
+def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
+    with make(tmp_path) as store:
+        write(store, {f"d{i}": f"lamp number{i}" for i in range(300)})
+    with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
+        connection.execute("UPDATE lexical_1_data SET block = zeroblob(length(block)) WHERE id > 10")
+    connection.close()
+    with IndexStore(tmp_path) as store:
+        with pytest.raises(RegistryDamaged, match="docs check --repair") as caught:
+            found(store, "number42")
+        assert caught.value.code == "lexical_index_damaged"
+        assert store.search("n", vectors_of("d1", "lamp number1"), 1).hits[0][0].chunk.source == "d1"
