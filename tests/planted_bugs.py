@@ -73,7 +73,7 @@ BUGS = (
     Bug(
         "a removed document stays in the lexical index",
         "index/ragserve_index",
-        "    lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))\n",
+        "    lexical_table.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))\n",
         "",
         ("tests/unit/index/test_stateful.py",),
     ),

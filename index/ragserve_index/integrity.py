@@ -6,7 +6,7 @@ import sqlite3
 
 import numpy as np
 
-from ragserve_index import lexical, registry
+from ragserve_index import lexical_table, registry
 from ragserve_index.database import Database
 from ragserve_index.index.namespace_index import NamespaceIndex
 from ragserve_index.types import IndexReport
@@ -23,7 +23,7 @@ def check_namespace(database: Database, index: NamespaceIndex, lexical_damage: s
         problems, expected = _registry_problems(connection, ns)
         if lexical_damage is not None:
             problems.append(lexical_damage)
-        problems += lexical.missing_and_extra(connection, ns.id, expected)
+        problems += lexical_table.missing_and_extra(connection, ns.id, expected)
         index.follow(connection)
         structure = index.structure
         n_indexed, tombstones, name = 0, 0, "none"

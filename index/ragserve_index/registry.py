@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
-from ragserve_index import lexical
+from ragserve_index import lexical_table
 from ragserve_index.batch import Prepared
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
@@ -106,7 +106,7 @@ def create_namespace(
     )
     created = namespace(connection, name)
     connection.execute("INSERT INTO versions VALUES (?, 0, ?)", (created.id, _stamp()))
-    lexical.create(connection, created.id)
+    lexical_table.create(connection, created.id)
     return created
 
 
@@ -142,7 +142,7 @@ def write_documents(
     version = ns.version + 1
     documents = chunks = tokens = changed = 0  # differences to the version before
     written, rows = [], []
-    lexical.remove(connection, ns.id, _rows_of(connection, ns, [item.doc_id for item in batch]))
+    lexical_table.remove(connection, ns.id, _rows_of(connection, ns, [item.doc_id for item in batch]))
     for item in batch:
         old = _delete(connection, ns, version, item.doc_id)
         if old is not None:
@@ -176,7 +176,7 @@ def write_documents(
         unlog_present(connection, ns.name, cursor.lastrowid or 0, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
         written.append(to_document(ns.name, row))
-    lexical.add(connection, ns.id, rows)
+    lexical_table.add(connection, ns.id, rows)
     _commit_version(connection, ns, changed, documents, chunks, tokens)
     return written
 
@@ -184,7 +184,7 @@ def write_documents(
 def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
     """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id)
-    lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
+    lexical_table.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
     _delete(connection, ns, ns.version + 1, doc_id)
     _commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed

@@ -1,12 +1,12 @@
 """The registry's tables, with a comment on each. :mod:`ragserve_index.database` creates them, and
-:mod:`ragserve_index.lexical` one more for each namespace."""
+:mod:`ragserve_index.lexical_table` one more for each namespace."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
 
-from ragserve_index import lexical
+from ragserve_index import lexical_table
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
 SCHEMA_VERSION = 3
@@ -88,7 +88,10 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _EVICTIONS
 )
 
-MIGRATIONS: dict[int, str | Callable[[sqlite3.Connection], None]] = {1: _EVICTIONS, 2: lexical.build_all}
+MIGRATIONS: dict[int, str | Callable[[sqlite3.Connection], None]] = {
+    1: _EVICTIONS,
+    2: lexical_table.build_all,
+}
 """The statements, or the function, that bring a registry from one format to the next. All steps are one
 transaction: a migration that is killed leaves the old format."""
 

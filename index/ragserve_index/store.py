@@ -12,7 +12,7 @@ import numpy as np
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve_index import batch as batches
-from ragserve_index import lexical, registry, structures
+from ragserve_index import lexical_table, registry, structures
 from ragserve_index.database import Database, is_full, storage_full
 from ragserve_index.errors import RegistryDamaged
 from ragserve_index.evictions import log_namespace
@@ -130,7 +130,7 @@ class IndexStore:
             ns = registry.namespace(connection, name)
             log_namespace(connection, name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
-            lexical.drop(connection, ns.id)
+            lexical_table.drop(connection, ns.id)
         self._pool.forget(ns.id)
         file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
         return ns.info()
@@ -282,12 +282,12 @@ class IndexStore:
 
     def _lexical_damage(self, ns: registry.Namespace) -> str | None:
         with self.database.write() as connection:
-            return lexical.damage(connection, ns.id)
+            return lexical_table.damage(connection, ns.id)
 
     def rebuild_lexical(self, namespace: str) -> None:
         """Build the lexical index again from the chunks, in one transaction. Raises NotFound."""
         with self.database.write() as connection:
-            lexical.build(connection, registry.namespace(connection, namespace).id)
+            lexical_table.build(connection, registry.namespace(connection, namespace).id)
 
     def rebuild(self, namespace: str, *, index_type: str | None = None) -> NamespaceInfo:
         """Rebuild the index from the registry and save it, optionally as another type. Searches go on
