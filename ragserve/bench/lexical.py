@@ -33,8 +33,8 @@ _HINT = (
     "Give --data DIR, a folder in BEIR's layout, and --data FILE, articles of {title, text} (.jsonl[.xz])."
 )
 _NOTE = (
-    "ms: one question at a time, rows of the hits included. same: hits of the 10 that FTS5's ranking has, "
-    "too. all words, FTS5: every chunk with a word of the question is scored. build_s: registry, vector log "
+    "ms: one question at a time, rows of the hits included. same: share of the documents among FTS5's "
+    "10 that are found. all words, FTS5: every chunk with a word of the question is scored. build_s: registry, vector log "
     "and lexical index; MB: the registry's file."
 )
 
@@ -113,7 +113,8 @@ def _rows_of(
                 found[side][query] = search(text)
                 times[side].append((time.perf_counter() - started) * 1e3)
         for side, label in (("ours", "ragserve"), ("theirs", "all words, FTS5")):
-            same = [len({*found[side][q]} & {*found["theirs"][q]}) / _K for q in asked]
+            truth = {query: set(names) for query, names in found["theirs"].items()}
+            same = [len(truth[q] & {*found[side][q]}) / max(1, len(truth[q])) for q in asked]
             quality = [ndcg(found[side][q], collection.judged[q], _K) for q in asked]
             yield {
                 "chunks": size + len(collection.documents),
