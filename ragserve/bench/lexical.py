@@ -34,8 +34,8 @@ _HINT = (
 )
 _NOTE = (
     "ms: one question at a time, rows of the hits included. same: share of the documents among FTS5's "
-    "10 that are found. all words, FTS5: every chunk with a word of the question is scored. build_s: registry, vector log "
-    "and lexical index; MB: the registry's file."
+    "10 that are found. all words, FTS5: every chunk with a word of the question is scored. build_s: "
+    "registry, vector log and lexical index; MB: the registry's file."
 )
 
 
