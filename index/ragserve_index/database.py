@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 
 from ragserve.errors import InvalidRequest, RagserveError, StorageFull, Unavailable
-from ragserve_index.errors import RegistryDamaged
+from ragserve_index.errors import RegistryDamaged, lexical_index_damaged
 from ragserve_index.locks import CommitMark
 from ragserve_index.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
 
@@ -167,11 +167,7 @@ class Database:
         if name == "SQLITE_FULL" or (may_be_full and self._is_full()):
             return storage_full(self.path, error)
         if name == "SQLITE_CORRUPT_VTAB":
-            return RegistryDamaged(
-                f"A lexical index in the registry {self.path} is damaged: {error}.",
-                hint="`ragserve docs check --repair` builds it again.",
-                code="lexical_index_damaged",
-            )
+            return lexical_index_damaged(self.path, error)
         if "no such module: fts5" in str(error):
             return Unavailable(
                 "SQLite of this Python has no FTS5, which lexical search needs.",

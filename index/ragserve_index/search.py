@@ -16,6 +16,7 @@ import numpy as np
 from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index import lexical_search, registry
 from ragserve_index.database import Database
+from ragserve_index.errors import lexical_index_damaged
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.fusion import DEPTH, Ranked, by_reciprocal_rank
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
@@ -123,6 +124,8 @@ class Searcher:
             near = [(i, s) for i, s in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if i >= 0]
             ranked = by_reciprocal_rank(near, found)[:k]
         rows = registry.chunks_by_id(connection, ns, [one.chunk_id for one in ranked])
+        if len(rows) < len(ranked):
+            raise lexical_index_damaged(self._database.path, "it has a chunk that is gone")
         hits = [Hit(rows[one.chunk_id], one.score, one.cosine, one.bm25) for one in ranked]
         return SearchResult([hits], ns.version)
 

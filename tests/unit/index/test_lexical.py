@@ -112,6 +112,7 @@ def test_the_index_follows_the_documents(store: IndexStore) -> None:
     assert found(store, "lamp") == ["c"]
     assert_clean(store)
     store.drop_namespace("n")
+    assert format_of(store.database.path)[1] == 0
     with pytest.raises(NotFound):
         found(store, "lamp")
     store.ensure_namespace("n", embedder="e", dim=DIM)
@@ -301,11 +302,19 @@ def test_check_finds_damage_and_a_rebuild_mends_it(tmp_path: Path) -> None:
             assert found(store, "number42") == ["d42"]
 
 
-def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE lexical_1_data SET block = substr(block, 1, 5) WHERE id = 10",
+        "INSERT INTO lexical_1 (rowid, title, text) VALUES (999, '', 'number42')",
+    ],
+    ids=["cut", "a chunk that is gone"],
+)
+def test_a_damaged_index_says_what_to_do(tmp_path: Path, damage: str) -> None:
     with make(tmp_path) as store:
         write(store, {f"d{i}": f"lamp number{i}" for i in range(300)})
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
-        connection.execute("UPDATE lexical_1_data SET block = substr(block, 1, 5) WHERE id = 10")
+        connection.execute(damage)
     connection.close()
     with IndexStore(tmp_path) as store:
         with pytest.raises(RegistryDamaged, match="docs check --repair") as caught:
