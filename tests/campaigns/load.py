@@ -2,8 +2,10 @@
 leave, and documents are replaced meanwhile. No slot or page is left, memory is flat, and answers take as long
 at the end as at the beginning.
 
-Memory is the resident size of all processes of the server, a mean for each minute; its slope is fitted from
-the eleventh minute on, within each life of the server where the campaign was resumed. Latencies are compared
+Memory is what all processes of the server hold, without pages of files: those of weights come into memory
+when they are first read, for an hour and longer, and leave it when it is needed. Its mean of each minute is
+taken, and its slope fitted from the eleventh minute on, within each life of the server where the campaign was
+resumed. Latencies are compared
 for each strategy and decode mode by themselves: the mean of the logarithms of the medians' quotients."""
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -155,8 +158,8 @@ class Watch:
         now = time.monotonic()
         if now - self._sampled >= _SAMPLE_S:
             self._sampled = now
-            resident = self._site.running.resident_bytes() / 2**20
-            self._lives[-1].append([round((now - self._began) / 60, 3), round(resident, 2)])
+            held = sum(map(_held_kib, _processes(self._site))) / 2**10
+            self._lives[-1].append([round((now - self._began) / 60, 3), round(held, 2)])
 
     def figures(self, minutes: float) -> dict[str, Any]:
         window = min(WINDOW_MIN, minutes / 4)
@@ -275,7 +278,19 @@ def _judge(progress: Progress, figures: dict[str, Any]) -> None:
         progress.violation(f"latencies at the end are {slower} times those at the beginning")
 
 
+def _processes(site: Site) -> list[psutil.Process]:
+    main = psutil.Process(site.running.process.pid)
+    return [main, *main.children(recursive=True)]
+
+
+def _held_kib(process: psutil.Process) -> int:
+    """Resident memory that is no file's; 0 for a process that has ended."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return 0
+
+
 def _descriptors(site: Site) -> int:
     """Open files of all processes of the server."""
-    main = psutil.Process(site.running.process.pid)
-    return sum(process.num_fds() for process in [main, *main.children(recursive=True)])
+    return sum(process.num_fds() for process in _processes(site))
