@@ -90,8 +90,11 @@ class Searcher:
         search is repeated until it is of that version, and at last made inside the transaction."""
         k, condition = _checked_k(k), _compile(filter)
         depth = k if vector is None else max(k, DEPTH)
+        queries = None if vector is None else np.atleast_2d(vector)
+        dense: Scored | None = None
         for _ in range(_TRIES):
-            dense = None if vector is None else self.search_ids(namespace, vector[None], depth, filter)
+            if queries is not None:
+                dense = self.search_ids(namespace, queries, depth, filter)
             with self._database.read() as connection:
                 ns = registry.namespace(connection, namespace)
                 if dense is None or dense[2] == ns.version:
@@ -100,8 +103,8 @@ class Searcher:
             index = self._pool.of(registry.namespace(connection, namespace))
         with index.updating, self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            queries = _checked(np.atleast_2d(vector), index.dim)
-            dense = self._search_pinned(connection, index, queries, depth, condition)
+            if queries is not None:
+                dense = self._search_pinned(connection, index, _checked(queries, index.dim), depth, condition)
             return self._fused(connection, ns, text, k, condition, dense)
 
     def _fused(

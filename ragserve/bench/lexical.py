@@ -138,7 +138,7 @@ def _write(store: Any, size: int, pieces: Sequence[tuple[str, str]], collection:
 
     def document(source: str, title: str, texts: Sequence[str]) -> tuple[Any, ...]:
         chunks = [NewChunk(text, 0, len(text), len(text.split())) for text in texts]
-        vectors = np.tile(np.float32([1, 0]), (len(texts), 1))
+        vectors = np.tile(np.array([1, 0], dtype=np.float32), (len(texts), 1))
         return NewDocument(source, title, "", "text/plain", sum(map(len, texts))), chunks, vectors
 
     def documents() -> Iterator[tuple[Any, ...]]:

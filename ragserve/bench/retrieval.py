@@ -145,17 +145,13 @@ def _ours(
             return store.search_text("bench", text, _DEPTH, vector=model.encode_queries([text])[0])
 
         searches = {f"dense {index_type}": dense, "lexical": lexical, f"hybrid {index_type}": hybrid}
+
         # One chunk a document, so the best chunk's order is the documents' order; dict keeps it were there
         # several.
-        return build_s, {
-            system: _timed(
-                collection,
-                lambda text, search=search: list(
-                    dict.fromkeys(hit.chunk.source for hit in search(text).hits[0])
-                ),
-            )
-            for system, search in searches.items()
-        }
+        def sources(search: Callable[[str], SearchResult]) -> Callable[[str], list[str]]:
+            return lambda text: list(dict.fromkeys(hit.chunk.source for hit in search(text).hits[0]))
+
+        return build_s, {system: _timed(collection, sources(search)) for system, search in searches.items()}
 
 
 def _document(doc_id: str, text: str) -> tuple[Any, list[Any]]:

@@ -136,8 +136,8 @@ class Retriever:
                 hint="Start the server with that --embedder, or ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
-        if text is not None:
-            result = self._store.search_text(namespace, text, k, vector=vector, filter=filter)
-        else:
+        if text is None and vector is not None:
             result = self._store.search(namespace, vector[None, :], k, filter=filter)
+        else:
+            result = self._store.search_text(namespace, text or "", k, vector=vector, filter=filter)
         return result.hits[0], result.version
