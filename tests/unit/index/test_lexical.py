@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ragserve.errors import NotFound
-from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, lexical_search, lexical_table
+from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, lexical_search, lexical_table, search
 from ragserve_index.errors import RegistryDamaged
 from ragserve_index.fusion import by_reciprocal_rank
 from tests.unit.index.index_samples import DIM, assert_clean, item, make, vectors_of
@@ -193,7 +193,11 @@ def test_reciprocal_ranks() -> None:
     assert [one.score for one in fused] == pytest.approx([2 / 62, 1 / 61, 1 / 61])
 
 
-def test_hybrid_searches_are_of_one_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tries", [4, 0], ids=["repeated", "in one transaction"])
+def test_hybrid_searches_are_of_one_version(
+    tmp_path: Path, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_TRIES", tries)
     done = Event()
     with make(tmp_path) as store, IndexStore(tmp_path) as other:
 
