@@ -1,0 +1,268 @@
+"""Tasks over real text: country profiles, passages with questions, articles."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from examples.models.recipe import facts as profiles
+from examples.models.recipe import patterns
+from examples.models.recipe.corpus import CONTEXT, Corpus, sentences_of
+from examples.models.recipe.names import Names
+from examples.models.recipe.samples import Doc
+from examples.models.recipe.synthetic import NOT_STATED, Synthetic
+
+SOURCES = {"new_wiki": 0.42, "amazon": 0.14, "reddit": 0.14, "qamr": 0.24, "policyqa": 0.06}
+"""Shares of the passages by source."""
+
+
+@dataclass
+class Task:
+    """Documents, and the turns of a dialogue: (question, answer)."""
+
+    docs: Sequence[Doc]
+    turns: list[tuple[str, str]]
+
+
+class RealTasks:
+    """The tasks, with the mixture's random stream."""
+
+    def __init__(self, corpus: Corpus, rng: random.Random) -> None:
+        self.corpus = corpus
+        self.random = rng
+        self.names = Names(rng.randrange(2**31), corpus.names)
+        self.by_source: dict[str, list[int]] = {}
+        self.by_title: dict[str, list[int]] = {}
+        for i, (source, title, _, _) in enumerate(corpus.reading):
+            self.by_source.setdefault(source, []).append(i)
+            self.by_title.setdefault(title, []).append(i)
+
+    def paragraphs(self, low: int = 60, high: int = 220, article: int | None = None, start: int = -1) -> Doc:
+        """Title and consecutive paragraphs of an article, of about ``low`` to ``high`` tokens; ``start``
+        names the first paragraph, -1 draws it."""
+        r, newline = self.random, self.corpus.newline
+        number = r.randrange(len(self.corpus.articles)) if article is None else article
+        title, body = self.corpus.articles[number]
+        ends = np.nonzero(body == newline)[0] + 1
+        starts = np.concatenate([[0], ends[:-1]])
+        first = int(starts[r.randrange(len(starts)) if start < 0 else min(start, len(starts) - 1)])
+        target = r.randint(low, high)
+        last = int(ends[min(int(np.searchsorted(ends, first + target * 0.7)), len(ends) - 1)])
+        text = body[first : min(last, first + target * 3 // 2)]
+        text = text if len(text) and text[-1] == newline else np.append(text, newline)
+        return np.concatenate([title, text]).astype(np.uint16)
+
+    def _k(self) -> int:
+        """Documents of a prompt: mostly five, as the product retrieves."""
+        return self.random.choices((5, 10, self.random.randint(1, 12)), (0.4, 0.15, 0.45))[0]
+
+    # country profiles
+
+    def facts(self) -> Task:
+        """Questions about one country, over chunks of its profile and of others'."""
+        r = self.random
+        _, country, title, chunks, found = r.choice(self.corpus.facts)
+        others = [r.choice(self.corpus.facts) for _ in range(4)]
+        chosen = r.sample(found, min(len(found), r.choices((1, 2, 3), (0.55, 0.25, 0.2))[0]))
+        turns = self._turns(country, chosen)
+        if r.random() < 0.15:
+            turns = self._linked(country, found) or turns
+            chosen = found[:]
+        wanted = {at for at, _, answer in chosen if any(answer == a for _, a in turns)} or {chosen[0][0]}
+        if r.random() < 0.06 and len(chosen) == 1:
+            return self._not_stated(title, chunks, chosen[0], turns, others)
+        docs = [(title, chunks[at]) for at in wanted]
+        rest = [(title, chunk) for i, chunk in enumerate(chunks) if chunk and i not in wanted]
+        rivals = [(t, cs[at]) for _, _, t, cs, fs in others for at, key, _ in fs if key == chosen[0][1]]
+        rest = r.sample(rest, min(len(rest), 4)) + rivals
+        rest += [(t, r.choice([c for c in cs if c] or [""])) for _, _, t, cs, _ in others]
+        docs += r.sample(rest, min(len(rest), max(0, self._k() - len(docs))))
+        r.shuffle(docs)
+        return self._renamed(country, Task(docs, turns)) if r.random() < 0.35 else Task(docs, turns)
+
+    def _turns(self, country: str, chosen: list[tuple[int, str, str]]) -> list[tuple[str, str]]:
+        turns = []
+        for i, (_, key, answer) in enumerate(chosen):
+            follow = i > 0 and self.random.random() < 0.6
+            question = (
+                profiles.follow_up(key, self.random) if follow else profiles.ask(key, country, self.random)
+            )
+            turns.append((question, answer))
+        return turns
+
+    def _linked(self, country: str, found: list[tuple[int, str, str]]) -> list[tuple[str, str]]:
+        """A question that describes the country by one fact and asks for another."""
+        (_, known, value), (_, asked, answer) = self.random.sample(found, 2)
+        question = profiles.two_hop(asked, known, value, self.random)
+        return [(question, answer)] if question and country not in question else []
+
+    def _not_stated(
+        self,
+        title: str,
+        chunks: Sequence[str],
+        fact: tuple[int, str, str],
+        turns: list[tuple[str, str]],
+        others: Sequence[tuple[str, str, str, list[str], list[tuple[int, str, str]]]],
+    ) -> Task:
+        docs = [(title, chunk) for chunk in chunks if chunk and fact[2] not in chunk]
+        docs = self.random.sample(docs, min(3, len(docs)))
+        docs += [(t, cs[at]) for _, _, t, cs, fs in others for at, key, _ in fs if key == fact[1]][:2]
+        self.random.shuffle(docs)
+        return Task(docs, [(turns[0][0], NOT_STATED)])
+
+    def _renamed(self, country: str, task: Task) -> Task:
+        """The same about an invented country, with other digits in a numeric answer: nothing to remember."""
+        name = self.names.word(2) + self.random.choice(("", "ia", "land", "stan", " Islands"))
+        swap = {country: name, country.lower(): name.lower(), country.upper(): name.upper()}
+        swap |= {re.sub(r"[^a-z]+", "-", country.lower()).strip("-"): name.lower().replace(" ", "-")}
+        for _, answer in task.turns:
+            if re.fullmatch(r"[\d,.]{3,}(?: .*)?", answer):
+                digits = re.sub(r"[1-9]", lambda _: str(self.random.randint(1, 9)), answer)
+                swap[answer] = digits
+        pattern = re.compile("|".join(re.escape(old) for old in sorted(swap, key=len, reverse=True)))
+
+        def change(text: str) -> str:
+            return pattern.sub(lambda match: swap[match.group()], text)
+
+        docs = [(change(doc[0]), change(doc[1])) for doc in task.docs if isinstance(doc, tuple)]
+        return Task(docs, [(change(question), change(answer)) for question, answer in task.turns])
+
+    # passages with questions
+
+    def reading(self) -> Task:
+        """Real questions about one to three passages among others of the same source or article."""
+        r, corpus = self.random, self.corpus
+        source = r.choices(list(SOURCES), list(SOURCES.values()))[0]
+        first = r.choice(self.by_source[source])
+        title = corpus.reading[first][1]
+        pool = self.by_title[title] if title and r.random() < 0.5 else self.by_source[source]
+        asked = [first, *r.sample(pool, min(len(pool), r.choices((0, 1, 2), (0.6, 0.25, 0.15))[0]))]
+        docs, turns = [], []
+        for i in dict.fromkeys(asked):
+            docs.append(self._passage(i))
+            turns += [
+                (q, a)
+                for q, a in r.sample(corpus.reading[i][3], min(len(corpus.reading[i][3]), r.randint(1, 3)))
+            ]
+        rest = [self._passage(i) for i in r.sample(pool, min(len(pool), 12)) if i not in asked]
+        if len(asked) == 1 and len(rest) > 1 and title and r.random() < 0.05:
+            answer = turns[0][1]
+            return Task(
+                [doc for doc in rest if answer not in doc[1]][: self._k()], [(turns[0][0], NOT_STATED)]
+            )
+        extra: list[Doc] = list(rest[: r.randint(0, len(rest))])
+        while len(extra) < 9:
+            extra.append(self.paragraphs())
+        mixed: list[Doc] = [*docs, *extra[: max(0, self._k() - len(docs))]]
+        r.shuffle(mixed)
+        r.shuffle(turns)
+        return Task(mixed, turns)
+
+    def _passage(self, i: int) -> tuple[str, str]:
+        """A passage with its title, or with a plain word for one; sentences get company."""
+        _, title, text, _ = self.corpus.reading[i]
+        if not title:
+            title = self.random.choice(("News", "Passage", "Text", "Report", " ".join(text.split()[:3])))
+        if len(text) < 400 and self.random.random() < 0.5:
+            before, after = (
+                self.random.sample(self.corpus.sentences, self.random.randint(0, 3)) for _ in range(2)
+            )
+            text = " ".join([*before, text, *after])
+        return title, text[:5000]
+
+    # articles
+
+    def gaps(self) -> Task:
+        """Questions made of a sentence's own words, see `patterns.gap_question`."""
+        docs: list[Doc] = [self.paragraphs(60, 260) for _ in range(self._k())]
+        turns: list[tuple[str, str]] = []
+        for doc in self.random.sample(docs, min(len(docs), 3)):
+            text = self.corpus.decode(np.asarray(doc)).split("\n", 1)[1]
+            sentences = sentences_of(text)
+            made = patterns.gap_question(self.random.choice(sentences), self.random) if sentences else None
+            turns += [made] if made else []
+        return Task(docs, turns) if turns else self.reading()
+
+    def patterns(self) -> Task:
+        """Questions that patterns find in articles, and comparisons of two articles."""
+        r, corpus = self.random, self.corpus
+        if r.random() < 0.3:
+            return self._comparison() or self.patterns()
+        docs: list[Doc] = []
+        turns = []
+        for article in r.sample(corpus.with_patterns, r.choice((1, 1, 2, 3))):
+            paragraph, kind, word, answer = r.choice(corpus.patterns[article])
+            docs.append(self.paragraphs(60, 250, article, paragraph))
+            turns.append((patterns.ask(kind, corpus.titles[article], word, r), answer))
+        while len(docs) < self._k():
+            docs.append(self.paragraphs(60, 220, r.choice(corpus.with_patterns), 0))
+        r.shuffle(docs)
+        return Task(docs, turns)
+
+    def _comparison(self) -> Task | None:
+        r, corpus = self.random, self.corpus
+        kind = r.choice(("born", "born", "died", "year"))
+        found = []
+        for article in r.sample(corpus.with_patterns, 200):
+            years = [re.findall(r"\d{4}", a) for _, k, _, a in corpus.patterns[article] if k == kind]
+            if years and years[0]:
+                found.append((int(years[0][0]), article))
+        if len(found) < 2 or found[0][0] == found[1][0]:
+            return None
+        (year, a), (other, b) = found[:2]
+        early = r.random() < 0.5
+        words = _COMPARED[kind][0 if early else 1]
+        one, two = corpus.titles[a], corpus.titles[b]
+        question = f"{'Which' if kind == 'year' else 'Who'} {r.choice(words)}, {one} or {two}?"
+        docs = [self.paragraphs(60, 150, a, 0), self.paragraphs(60, 150, b, 0)]
+        docs += [self.paragraphs(60, 200, r.choice(corpus.with_patterns), 0) for _ in range(self._k() - 2)]
+        r.shuffle(docs)
+        return Task(docs, [(question, one if (year < other) == early else two)])
+
+    def multi(self) -> Task:
+        """Questions over several passages, of 2WikiMultihopQA's training part."""
+        r = self.random
+        question, answer, found = r.choice(self.corpus.multi)
+        needed = [(title, text) for title, text, needs in found if needs]
+        rest = [(title, text) for title, text, needs in found if not needs]
+        docs = needed + r.sample(rest, r.randint(0, len(rest)))
+        r.shuffle(docs)
+        return Task(docs, [(question, answer)])
+
+    def needle(self, invented: Synthetic) -> Task:
+        """Invented facts hidden in articles, up to the whole context."""
+        r = self.random
+        length = int(2 ** r.uniform(8, 12 if r.random() < 0.8 else 12.9))
+        k = r.randint(1, 12)
+        docs = [np.asarray(self.paragraphs(max(40, length // k), max(41, length // k + 1))) for _ in range(k)]
+        while sum(map(len, docs)) < length * 0.9 and len(docs) < 40:
+            docs.append(np.asarray(self.paragraphs(200, 1500)))
+        while sum(map(len, docs)) > CONTEXT - 400:
+            docs.pop()
+        invented.used = set()
+        turns = []
+        for _ in range(r.randint(1, 4)):
+            sentence, question, answer = invented.needle()
+            i = r.randrange(len(docs))
+            docs[i] = self._with(docs[i], sentence)
+            turns.append((question, answer))
+        return Task(docs, turns)
+
+    def _with(self, doc: np.ndarray, sentence: str) -> np.ndarray:
+        """A document with a sentence put behind one of its own."""
+        ids = self.corpus.encode(" " + sentence)
+        body = int(np.argmax(doc == self.corpus.newline)) + 1
+        stops = [i + 1 for i in np.nonzero(doc[body:-1] == self.corpus.dot)[0] + body]
+        at = self.random.choice(stops) if stops else len(doc) - 1
+        return np.concatenate([doc[:at], np.array(ids, dtype=np.uint16), doc[at:]])
+
+
+_COMPARED = {
+    "born": (("was born first", "was born earlier", "is older"), ("was born later", "is younger")),
+    "died": (("died first", "died earlier"), ("died later",)),
+    "year": (("came first", "came out earlier", "is older"), ("came later", "is newer")),
+}

@@ -1,0 +1,247 @@
+"""Train the embedded model on one GPU, for a given time.
+
+    python -m examples.models.recipe.train PACKED OUT --seconds 1380 [--grow MODEL | --init MODEL]
+
+The schedule follows the clock. OUT gets ``log.jsonl``, the weights (bfloat16 shards) and ``checkpoint.pt``
+every two minutes and at the end. The same command goes on from the checkpoint, so a run may be cut into
+several with ``--stop-after`` seconds each; ``--seconds`` is the time of all together. ``--grow`` starts from
+a shallower model, ``--init`` from weights of the same shape."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from examples.models.recipe import architecture as model
+from examples.models.recipe import attention
+from examples.models.recipe.architecture import Shape
+from examples.models.recipe.corpus import CONTEXT, Corpus
+from examples.models.recipe.mixture import Mixture
+from examples.models.recipe.optimizer import Muon, rate_at
+from examples.models.recipe.samples import Batch
+
+SAVE_SECONDS = 120
+MUON_RATE = 0.02
+ADAM_RATE = 0.0025
+GROWN_RATE = 0.5  # of both rates, for weights that are trained already
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Batches of the mixture; ``shared`` holds the progress and whether documents may be hidden."""
+
+    def __init__(self, corpus: Corpus, tokens: int, seed: int, shared: Any) -> None:
+        self.corpus, self.tokens, self.seed, self.shared = corpus, tokens, seed, shared
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        torch.set_num_threads(1)
+        mixture = Mixture(self.corpus, self.seed * 1000 + (worker.id if worker else 0), self.tokens)
+        while True:
+            mixture.hide = bool(self.shared[1])
+            batch = mixture.batch(self.shared[0])
+            yield [torch.from_numpy(getattr(batch, name)) for name in Batch.__dataclass_fields__]
+
+
+def main() -> int:
+    options = parsed()
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.out.mkdir(parents=True, exist_ok=True)
+    shared = multiprocessing.Array("d", [0.0, 0.0])
+    checkpoint = options.out / "checkpoint.pt"
+    before = torch.load(checkpoint, map_location="cpu", weights_only=True) if checkpoint.exists() else None
+    if before:
+        shared[0] = before["seconds"] / options.seconds
+    corpus = Corpus(options.packed, sentences=60_000 if device == "cuda" else 5_000)
+    print(f"data loaded in {time.monotonic() - began:.1f} s", flush=True)
+    seed = options.seed + (before["step"] if before else 0)
+    batches = iter(loader(corpus, options, seed, shared, device))
+    run = Run(options, device, before)
+    shared[1] = float(run.attention.hides)
+    run.train(batches, shared)
+    # the workers hold batches that nobody reads; a clean end would wait for them
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packed", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=1380, help="training time of all runs together")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="seconds of this run")
+    parser.add_argument("--steps", type=int, default=10**9, help="steps of all runs together")
+    parser.add_argument("--tokens", type=int, default=131_072, help="tokens of a step")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--layers", type=int, default=Shape.num_hidden_layers)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--grow", type=Path, help="folder of a shallower model to start from")
+    parser.add_argument("--init", type=Path, help="folder of weights to start from")
+    return parser.parse_args()
+
+
+def loader(corpus: Corpus, options: argparse.Namespace, seed: int, shared: Any, device: str) -> Any:
+    many = options.workers > 0
+    return torch.utils.data.DataLoader(
+        Stream(corpus, options.tokens, seed, shared),
+        batch_size=None,
+        num_workers=options.workers,
+        prefetch_factor=3 if many else None,
+        multiprocessing_context="fork" if many else None,
+        pin_memory=device == "cuda",
+    )
+
+
+def head_loss(
+    h: torch.Tensor, norm: torch.Tensor, embedding: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted mean loss, loss of each target and the best guess of each."""
+    logits = F.linear(model.rms_norm(h, norm), embedding.to(h.dtype)).float()
+    each = F.cross_entropy(logits, target, reduction="none")
+    return (each * weight).sum() / weight.sum(), each.detach(), logits.detach().argmax(-1)
+
+
+class Run:
+    """Weights, optimizers and counters of a training."""
+
+    def __init__(self, options: argparse.Namespace, device: str, before: dict[str, Any] | None) -> None:
+        self.options, self.device = options, device
+        self.shape = Shape(num_hidden_layers=options.layers)
+        self.params = model.init_params(self.shape, device, options.seed)
+        self.rate = GROWN_RATE if options.grow or options.init else 1.0
+        self._start_from()
+        matrices = {n: p for n, p in self.params.items() if p.ndim == 2 and "embed" not in n}
+        self.rest = [p for n, p in self.params.items() if n not in matrices]
+        self.muon = Muon(list(matrices.values()))
+        self.adam = torch.optim.AdamW(
+            self.rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=device == "cuda"
+        )
+        self.table = model.rope_table(self.shape, CONTEXT, device)
+        self.step, self.seconds = 0, 0.0
+        if before:
+            self._restore(before)
+        self.dtype, self.attention = torch.float32, attention.REFERENCE
+        self.parts: Any = (model.before_attention, model.after_attention, head_loss)
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")
+            self.dtype = torch.bfloat16
+            self.attention = attention.choose(self.shape.num_attention_heads, self.shape.num_key_value_heads)
+            self.parts = tuple(torch.compile(part, dynamic=False) for part in self.parts)
+        self.log = (options.out / "log.jsonl").open("a", encoding="utf-8")
+        size = sum(p.numel() for p in self.params.values())
+        self.say(parameters=size, step=self.step, attention=self.attention.attend.__name__)
+
+    def _start_from(self) -> None:
+        if self.options.grow:
+            old = Shape.read(self.options.grow)
+            weights = {n: p.to(self.device) for n, p in model.load(self.options.grow).items()}
+            model.grown(self.params, weights, old.num_hidden_layers, self.shape.num_hidden_layers)
+        if self.options.init:
+            with torch.no_grad():
+                for name, value in model.load(self.options.init).items():
+                    self.params[name].copy_(value)
+
+    def train(self, batches: Iterator[list[torch.Tensor]], shared: Any) -> None:
+        """Step until the time or the steps of this run, or of all runs, are over."""
+        sums = torch.zeros(5, device=self.device)
+        began, base, since, saved = 0.0, self.seconds, 0, 0.0
+        while True:
+            batch = Batch(*(x.to(self.device, non_blocking=True) for x in next(batches)))  # type: ignore[arg-type]
+            sums += self._step(batch, shared[0])
+            since += 1
+            if not began:  # the first step compiles
+                began = time.monotonic()
+            passed = time.monotonic() - began
+            self.seconds = base + passed
+            shared[0] = min(1.0, self.seconds / self.options.seconds)
+            over = self.seconds >= self.options.seconds or passed >= self.options.stop_after
+            over = over or self.step >= self.options.steps
+            if over or self.step % 100 == 0 or self.device == "cpu":
+                self._report(sums, since)
+                sums, since = torch.zeros_like(sums), 0
+            if over or passed - saved > SAVE_SECONDS:
+                saved = passed
+                self.save()
+            if over:
+                return
+
+    def _step(self, batch: Any, progress: float) -> torch.Tensor:
+        """Take one step; return sums of loss, text loss and count, reply hits and count."""
+        visible = attention.Visible(batch.sample, batch.segment)
+        self.attention.prepare(visible)
+        x = F.embedding(batch.ids, self.params["model.embed_tokens.weight"]).to(self.dtype)
+        cos, sin = (table[batch.position] for table in self.table)
+        before, after, head = self.parts
+        for i in range(self.shape.num_hidden_layers):
+            first, second = model.layer_weights(self.params, i)
+            x = after(x, self.attention.attend(*before(x, *first, cos, sin), visible), *second)
+        norm, embedding = self.params["model.norm.weight"], self.params["model.embed_tokens.weight"]
+        loss, each, guess = head(x[batch.chosen], norm, embedding, batch.target, batch.weight)
+        loss.backward()
+        rate = rate_at(progress, self.step) * self.rate
+        torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
+        for group in self.adam.param_groups:
+            group["lr"] = ADAM_RATE * rate
+        self.adam.step()
+        self.muon.step(MUON_RATE * rate, 0.85 + 0.10 * min(1.0, self.step / 300))
+        for param in self.params.values():
+            param.grad = None
+        self.step += 1
+        text = batch.weight == 1.0
+        hits = ((guess == batch.target) & batch.reply).sum()
+        return torch.stack([loss.detach(), (each * text).sum(), text.sum(), hits, batch.reply.sum()]).float()
+
+    def _report(self, sums: torch.Tensor, steps: int) -> None:
+        loss, text, texts, hits, replies = sums.tolist()
+        self.say(
+            step=self.step,
+            seconds=round(self.seconds, 1),
+            loss=round(loss / steps, 3),
+            text=round(text / max(1, texts), 3),
+            replies=round(hits / max(1, replies), 4),
+            million_tokens=round(self.step * self.options.tokens / 1e6, 1),
+        )
+
+    def say(self, **values: Any) -> None:
+        line = json.dumps(values)
+        print(line, flush=True)
+        self.log.write(line + "\n")
+        self.log.flush()
+
+    def save(self) -> None:
+        """Write weights and checkpoint; a run that is killed meanwhile leaves the earlier checkpoint."""
+        model.save(self.params, self.shape, self.options.out)
+        state = {
+            "params": {name: value.detach() for name, value in self.params.items()},
+            "muon": self.muon.state(),
+            "adam": self.adam.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        beside = self.options.out / "checkpoint.tmp"
+        torch.save(state, beside)
+        beside.replace(self.options.out / "checkpoint.pt")
+
+    def _restore(self, before: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, value in before["params"].items():
+                self.params[name].copy_(value)
+        self.muon.restore(before["muon"])
+        self.adam.load_state_dict(before["adam"])
+        self.step, self.seconds = before["step"], before["seconds"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Ask the 200 plain questions of examples/corpus/questions.jsonl, as written and as people type them.
+
+    python examples/plain_questions.py [--url URL --namespace NAME] [--out FILE] [--limit N]
+
+Without ``--url`` it ingests examples/corpus and starts a server. Every question goes to /rag/query with five
+retrieved passages and ordinary prefill (strategy ``full``), greedily, in four forms: plain, lower case
+without the question mark, capitals, one typing error. An answer is right if it contains an accepted answer as
+whole words; exact match and F1 are SQuAD's. ``retrieved`` is the share of questions for which a passage
+contains an accepted answer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from demo import NAMESPACE, REPO, ingest
+
+from ragserve.errors import RagserveError
+from ragserve.eval.metrics import contains_answer, exact_match, token_f1
+from ragserve.measuring.report import write
+from ragserve.measuring.server import running_server
+
+sys.path.insert(0, str(REPO))
+from examples.models.recipe.question_forms import capitals, lower, no_mark, typo
+
+QUESTIONS = REPO / "examples" / "corpus" / "questions.jsonl"
+OUT = REPO / "examples" / "results" / "plain-questions.json"
+PASSAGES = 5
+ANSWER_TOKENS = 32
+NOTE = (
+    "Right: the answer contains an accepted answer as whole words. "
+    "EM, F1: best over the accepted answers. Percent."
+)
+
+
+def one_typo(question: str) -> str:
+    """The question with one typing error, the same in every run."""
+    return typo(question, random.Random(question))
+
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "plain": str,
+    "lower case, no question mark": lambda question: no_mark(lower(question)),
+    "capitals": capitals,
+    "one typing error": one_typo,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="a running server; default: start one")
+    parser.add_argument("--namespace", default=NAMESPACE, help="where the corpus is, with --url")
+    parser.add_argument("--data-dir", type=Path, default=REPO / "ragserve-data", help="folder of the index")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--limit", type=int, default=None, help="ask the first N questions only")
+    options = parser.parse_args()
+    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[: options.limit]
+    questions = [json.loads(line) for line in lines]
+    try:
+        with client_of(options) as client:
+            rows = [
+                measured(client, options.namespace, name, form, questions) for name, form in FORMS.items()
+            ]
+            model = str(client.get("/info").json()["model"])
+    except (RagserveError, httpx.HTTPError) as error:
+        print(f"The questions could not be asked: {error}", file=sys.stderr)
+        return 1
+    workload = {
+        "model": Path(model).name,
+        "corpus": "examples/corpus",
+        "questions": len(questions),
+        "passages": PASSAGES,
+        "strategy": "full",
+        "max_new_tokens": ANSWER_TOKENS,
+    }
+    write("plain-questions", workload, rows, out=options.out, note=NOTE)
+    return 0
+
+
+@contextlib.contextmanager
+def client_of(options: argparse.Namespace) -> Iterator[httpx.Client]:
+    """A client of the server given by ``--url``, or of one started over the freshly ingested corpus."""
+    if options.url:
+        with httpx.Client(base_url=options.url, timeout=300) as client:
+            yield client
+        return
+    ingest(options.data_dir)
+    with running_server(data_dir=options.data_dir) as server, server.client() as client:
+        yield client
+
+
+def measured(
+    client: httpx.Client,
+    namespace: str,
+    name: str,
+    form: Callable[[str], str],
+    questions: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Ask all questions in one form and return the row of the report."""
+    started = time.monotonic()
+    scores = [asked(client, namespace, form(row["question"]), row["answers"]) for row in questions]
+    shares = {key: round(100 * sum(score[key] for score in scores) / len(scores), 1) for key in scores[0]}
+    return {"form": name, "n": len(scores), **shares, "seconds": round(time.monotonic() - started, 1)}
+
+
+def asked(client: httpx.Client, namespace: str, question: str, answers: list[str]) -> dict[str, float]:
+    where = {"query": question, "namespace": namespace, "k": PASSAGES}
+    how = {"strategy": "full", "max_new_tokens": ANSWER_TOKENS}
+    reply = client.post("/rag/query", json={**where, **how}).raise_for_status().json()
+    found = client.post("/rag/retrieve", json=where).raise_for_status().json()
+    answer = reply["answer"].strip()
+    return {
+        "right": float(contains_answer(answer, answers)),
+        "em": exact_match(answer, answers),
+        "f1": token_f1(answer, answers),
+        "retrieved": float(any(contains_answer(hit["text"], answers) for hit in found["results"])),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
