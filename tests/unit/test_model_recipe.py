@@ -47,6 +47,7 @@ def test_no_profile_of_a_corpus_country_is_trained_on(
     for name in ("Ruritania", "Germany", "Portugal"):
         (folder / f"{name}.json").write_text(profile(name), encoding="utf-8")
     monkeypatch.setattr(prepare, "some_of", lambda lines, rng: lines)
+    monkeypatch.setattr(prepare, "WRITERS", {"txt": prepare.WRITERS["txt"]})  # the quickest to parse
     rows = list(prepare.profiles(tmp_path, Evaluated([])))
     assert [row[1] for row in rows] == ["Ruritania"]
     answers = {key: answer for _, key, answer in rows[0][4]}
@@ -79,6 +80,15 @@ def test_hidden_documents_see_only_themselves() -> None:
         [6],
         [6, 7],
     ]
+
+
+def test_questions_of_their_own_see_the_documents_but_not_each_other() -> None:
+    sample = torch.zeros(6, dtype=torch.int32)
+    # a head, a hidden document, and two questions of two tokens
+    first, second = attention.BRANCH, attention.BRANCH + 1
+    segment = torch.tensor([0, 1, first, first, second, second])
+    rows = [[int(i) for i in torch.nonzero(row)[:, 0]] for row in attention.mask(sample, segment)]
+    assert rows == [[0], [1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5]]
 
 
 def test_the_blocks_for_the_gpu_cover_what_is_visible() -> None:

@@ -144,8 +144,9 @@ def before_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys (both rotated) and values of one layer, each [tokens, heads, 64]."""
     h = rms_norm(x, norm)
-    heads = (F.linear(h, weight.to(x.dtype)).unflatten(-1, (-1, 64)) for weight in (q, k, v))
-    queries, keys, values = heads
+    queries = F.linear(h, q.to(x.dtype)).unflatten(-1, (-1, 64))
+    keys = F.linear(h, k.to(x.dtype)).unflatten(-1, (-1, 64))
+    values = F.linear(h, v.to(x.dtype)).unflatten(-1, (-1, 64))
     return rotate(queries, cos, sin), rotate(keys, cos, sin), values
 
 

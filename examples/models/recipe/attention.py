@@ -1,8 +1,8 @@
-"""Attention over packed samples with hidden documents.
+"""Attention over packed samples with hidden documents and separate questions.
 
-A query sees a key of the same sample that does not come after it, if the query's segment is -1 or the key's
-own. `reference` defines it; `flex` does it on a GPU. `flash` is faster to build but ignores segments: it is
-taken only where `flex` fails, and then no documents are hidden."""
+A query sees a key of the same sample that does not come after it, if their segments allow it (`opens`).
+`reference` defines it; `flex` does it on a GPU. `flash` is faster to build but ignores segments: it is taken
+only where `flex` fails, and then nothing is hidden."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 128
+SEEN = -1
+BRANCH = 10_000
+"""Segments from here on are questions of their own over the same documents."""
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -27,11 +30,16 @@ class Visible:
     offsets: torch.Tensor | None = None
 
 
+def opens(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Tell which segments of queries may look at which segments of keys: -1 at all, a document at itself, a
+    question of its own at itself and at what is no such question."""
+    return (query == SEEN) | (query == key) | ((query >= BRANCH) & (key < BRANCH))
+
+
 def mask(sample: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
     """The rule as a boolean [tokens, tokens]."""
     same = sample[:, None] == sample[None]
-    open_ = (segment[:, None] == -1) | (segment[:, None] == segment[None])
-    return same & open_ & torch.ones_like(same).tril()
+    return same & opens(segment[:, None], segment[None]) & torch.ones_like(same).tril()
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible) -> torch.Tensor:
@@ -86,8 +94,7 @@ def prepare_flex(visible: Visible) -> None:
     indices = (first[:, None] + block[None]).clamp(max=n - 1)
 
     def allowed(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        open_ = (segment[q] == -1) | (segment[q] == segment[k])
-        return (sample[q] == sample[k]) & open_ & (q >= k)
+        return (sample[q] == sample[k]) & opens(segment[q], segment[k]) & (q >= k)
 
     visible.blocks = BlockMask.from_kv_blocks(
         count[None, None].contiguous(),
@@ -152,6 +159,7 @@ def _error(choice: Choice, heads: int, kv_heads: int) -> float:
     segment = torch.full((1024,), -1, device="cuda", dtype=torch.int32)
     if choice.hides:
         segment[70:200], segment[200:400] = 0, 1
+        segment[800:900], segment[900:] = BRANCH, BRANCH + 1
     visible = Visible(sample, segment)
     choice.prepare(visible)
     sizes = (heads, kv_heads, kv_heads)

@@ -3,7 +3,8 @@
     python -m examples.models.recipe.export TRAINED MODEL_FOLDER [--check]
 
 TRAINED is the output folder of the training. The tokenizer with its chat template stays that of
-examples/models/ragserve-tiny. ``--check`` compares transformers' logits with the recipe's own."""
+examples/models/ragserve-tiny. ``--check`` compares transformers' logits with the recipe's own, and needs
+the product's environment."""
 
 from __future__ import annotations
 
@@ -82,6 +83,9 @@ def logits(params: Params, shape: Shape, ids: list[int]) -> torch.Tensor:
 
 def largest_difference(folder: Path) -> float:
     """The largest difference between transformers' logits and ours, for a prompt of the chat template."""
+    from ragserve.engine.compat import prepare
+
+    prepare()  # transformers imports torchvision
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

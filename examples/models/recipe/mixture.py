@@ -22,8 +22,9 @@ from examples.models.recipe.synthetic import BRIDGE, Sample, Synthetic
 
 HIDEABLE = {"facts", "reading", "gaps", "patterns", "single", "key_value", "needle"}
 HIDDEN_SHARE = 0.3
+BRANCHED_SHARE = 0.8
 
-REAL = {"facts": 15, "reading": 20, "gaps": 8, "patterns": 6, "multi": 4, "text": 7}
+REAL = {"facts": 15, "reading": 20, "gaps": 8, "patterns": 6, "multi": 4, "text": 6}
 INVENTED = {
     "single": 8, "chains": 6, "hop": 9, "pointers": 5, "alias": 3, "continued": 5,
     "update": 1, "key_value": 1, "needle": 5,
@@ -84,7 +85,8 @@ class Mixture:
         hidden = self.hide and name in HIDEABLE and self.random.random() < HIDDEN_SHARE
         share = 0.3 if name in INVENTED else 1.0
         turns = [(self._typed(question, share), answer) for question, answer in made.turns]
-        return prompt_sample(self.corpus, self.random, made.docs, turns, hidden)
+        branches = self.hide and not made.dialogue and self.random.random() < BRANCHED_SHARE
+        return prompt_sample(self.corpus, self.random, made.docs, turns, hidden, branches)
 
     def _typed(self, question: str, share: float) -> str:
         plain = BRIDGE in question or self.random.random() >= share
@@ -103,12 +105,14 @@ class Mixture:
         def make() -> Task:
             k = self._documents()
             made: Sample = getattr(self, f"_{name}")(k)
+            while not made.qas:
+                made = getattr(self, f"_{name}")(k)
             docs: list[Doc] = list(made.docs)
             if name != "continued" and self.random.random() < 0.2:
                 # real paragraphs around the invented documents
                 for _ in range(self.random.randint(1, 3)):
                     docs.insert(self.random.choice((0, len(docs))), self.real.paragraphs(40, 250))
-            return Task(docs, made.qas or [("What is this about?", "The documents do not say.")])
+            return Task(docs, made.qas)
 
         return make
 
@@ -128,11 +132,11 @@ class Mixture:
     def _single(self, k: int) -> Sample:
         weights = {"1hop": 0.88, "unknown": 0.05, "compare": 0.07}
         k = 5 if self.random.random() < 0.3 else k
-        return self.invented.chains(k, self._filler(k), self.random.randint(1, 8), weights)
+        return self.invented.chains(k, self._filler(k), self.random.randint(3, 12), weights)
 
     def _chains(self, k: int) -> Sample:
         weights = {"1hop": 0.25, "2hop": 0.6, "compare": 0.1, "unknown": 0.05}
-        return self.invented.chains(k, self._filler(k), self.random.randint(1, 10), weights)
+        return self.invented.chains(k, self._filler(k), self.random.randint(3, 12), weights)
 
     def _hop(self, k: int) -> Sample:
         """Two-hop questions; short names and hints fade out until the middle of the training."""
@@ -152,10 +156,10 @@ class Mixture:
         return self.invented.pointers(min(k, 5), r.randint(2, 12), r.randint(4, 10), words)
 
     def _alias(self, k: int) -> Sample:
-        return self.invented.alias(k, self._filler(k), self.random.randint(1, 9))
+        return self.invented.alias(k, self._filler(k), self.random.randint(3, 12))
 
     def _continued(self, k: int) -> Sample:
-        return self.invented.continued(k, self._filler(k), self.random.randint(1, 9))
+        return self.invented.continued(k, self._filler(k), self.random.randint(3, 12))
 
     def _update(self, k: int) -> Sample:
         return self.invented.update(max(3, k), self._filler(max(3, k)), self.random.randint(1, 4))

@@ -20,7 +20,7 @@ _MADE = (
 )
 _BEGUN = "founded|established|released|opened|built|created|published|formed|launched|completed|constructed"
 _PLACE = rf"{_NAME}(?:, {_NAME})?"
-_STOP = r" who\b| which\b| that\b| in\b| by\b| from\b| of\b| for\b|[.,;(]"
+_STOP = r" (?:located|situated|based|known|who|which|that|in|by|from|of|for)\b|[.,;(]"
 _WORKS = "album|song|single|novel|book|play|poem|opera|painting|film"
 PATTERNS = {
     "born": rf"\((?:[^()]{{0,60}}?\b(?:born|b\.) (?:on )?)({_DATE})|\(({_DATE})[^()–-]{{0,40}} ?[–-] ?",

@@ -22,10 +22,11 @@ SOURCES = {"new_wiki": 0.42, "amazon": 0.14, "reddit": 0.14, "qamr": 0.24, "poli
 
 @dataclass
 class Task:
-    """Documents, and the turns of a dialogue: (question, answer)."""
+    """Documents with (question, answer) turns; in a ``dialogue`` a turn may need the ones before it."""
 
     docs: Sequence[Doc]
     turns: list[tuple[str, str]]
+    dialogue: bool = False
 
 
 class RealTasks:
@@ -66,15 +67,21 @@ class RealTasks:
         """Questions about one country, over chunks of its profile and of others'."""
         r = self.random
         _, country, title, chunks, found = r.choice(self.corpus.facts)
-        others = [r.choice(self.corpus.facts) for _ in range(4)]
-        chosen = r.sample(found, min(len(found), r.choices((1, 2, 3), (0.55, 0.25, 0.2))[0]))
-        turns = self._turns(country, chosen)
-        if r.random() < 0.15:
-            turns = self._linked(country, found) or turns
-            chosen = found[:]
-        wanted = {at for at, _, answer in chosen if any(answer == a for _, a in turns)} or {chosen[0][0]}
-        if r.random() < 0.06 and len(chosen) == 1:
+        others = [row for row in r.sample(self.corpus.facts, 5) if row[1] != country]
+        dialogue = r.random() < 0.25
+        stating = sorted({at for at, _, _ in found})
+        places = r.sample(stating, min(len(stating), r.choice((1, 2))))
+        stated = [fact for fact in found if fact[0] in places]
+        chosen = r.sample(stated, min(len(stated), r.randint(2, 3) if dialogue else r.randint(2, 12)))
+        turns = self._turns(country, chosen, dialogue)
+        if r.random() < 0.06:
             return self._not_stated(title, chunks, chosen[0], turns, others)
+        if r.random() < 0.15:
+            linked = r.sample(found, 2)
+            question = profiles.two_hop(linked[1][1], linked[0][1], linked[0][2], r)
+            if question and country not in question:
+                chosen, turns = linked, [(question, linked[1][2])]
+        wanted = {at for at, _, _ in chosen}
         docs = [(title, chunks[at]) for at in wanted]
         rest = [(title, chunk) for i, chunk in enumerate(chunks) if chunk and i not in wanted]
         rivals = [(t, cs[at]) for _, _, t, cs, fs in others for at, key, _ in fs if key == chosen[0][1]]
@@ -82,23 +89,20 @@ class RealTasks:
         rest += [(t, r.choice([c for c in cs if c] or [""])) for _, _, t, cs, _ in others]
         docs += r.sample(rest, min(len(rest), max(0, self._k() - len(docs))))
         r.shuffle(docs)
-        return self._renamed(country, Task(docs, turns)) if r.random() < 0.35 else Task(docs, turns)
+        made = Task(docs, turns, dialogue)
+        return self._renamed(country, made) if r.random() < 0.35 else made
 
-    def _turns(self, country: str, chosen: list[tuple[int, str, str]]) -> list[tuple[str, str]]:
+    def _turns(
+        self, country: str, chosen: list[tuple[int, str, str]], dialogue: bool
+    ) -> list[tuple[str, str]]:
         turns = []
         for i, (_, key, answer) in enumerate(chosen):
-            follow = i > 0 and self.random.random() < 0.6
+            follow = dialogue and i > 0 and self.random.random() < 0.7
             question = (
                 profiles.follow_up(key, self.random) if follow else profiles.ask(key, country, self.random)
             )
             turns.append((question, answer))
         return turns
-
-    def _linked(self, country: str, found: list[tuple[int, str, str]]) -> list[tuple[str, str]]:
-        """A question that describes the country by one fact and asks for another."""
-        (_, known, value), (_, asked, answer) = self.random.sample(found, 2)
-        question = profiles.two_hop(asked, known, value, self.random)
-        return [(question, answer)] if question and country not in question else []
 
     def _not_stated(
         self,
@@ -129,7 +133,8 @@ class RealTasks:
             return pattern.sub(lambda match: swap[match.group()], text)
 
         docs = [(change(doc[0]), change(doc[1])) for doc in task.docs if isinstance(doc, tuple)]
-        return Task(docs, [(change(question), change(answer)) for question, answer in task.turns])
+        turns = [(change(question), change(answer)) for question, answer in task.turns]
+        return Task(docs, turns, task.dialogue)
 
     # passages with questions
 
@@ -140,20 +145,17 @@ class RealTasks:
         first = r.choice(self.by_source[source])
         title = corpus.reading[first][1]
         pool = self.by_title[title] if title and r.random() < 0.5 else self.by_source[source]
-        asked = [first, *r.sample(pool, min(len(pool), r.choices((0, 1, 2), (0.6, 0.25, 0.15))[0]))]
+        asked = [first, *r.sample(pool, min(len(pool), r.choices((0, 1, 2, 3), (0.4, 0.2, 0.2, 0.2))[0]))]
         docs, turns = [], []
         for i in dict.fromkeys(asked):
             docs.append(self._passage(i))
-            turns += [
-                (q, a)
-                for q, a in r.sample(corpus.reading[i][3], min(len(corpus.reading[i][3]), r.randint(1, 3)))
-            ]
+            qas = corpus.reading[i][3]
+            turns += [(q, a) for q, a in r.sample(qas, min(len(qas), r.randint(2, 6)))]
         rest = [self._passage(i) for i in r.sample(pool, min(len(pool), 12)) if i not in asked]
         if len(asked) == 1 and len(rest) > 1 and title and r.random() < 0.05:
             answer = turns[0][1]
-            return Task(
-                [doc for doc in rest if answer not in doc[1]][: self._k()], [(turns[0][0], NOT_STATED)]
-            )
+            without = [doc for doc in rest if answer not in doc[1]][: self._k()]
+            return Task(without, [(turns[0][0], NOT_STATED)]) if without else self.reading()
         extra: list[Doc] = list(rest[: r.randint(0, len(rest))])
         while len(extra) < 9:
             extra.append(self.paragraphs())
@@ -180,7 +182,7 @@ class RealTasks:
         """Questions made of a sentence's own words, see `patterns.gap_question`."""
         docs: list[Doc] = [self.paragraphs(60, 260) for _ in range(self._k())]
         turns: list[tuple[str, str]] = []
-        for doc in self.random.sample(docs, min(len(docs), 3)):
+        for doc in self.random.sample(docs, min(len(docs), 6)):
             text = self.corpus.decode(np.asarray(doc)).split("\n", 1)[1]
             sentences = sentences_of(text)
             made = patterns.gap_question(self.random.choice(sentences), self.random) if sentences else None
@@ -194,14 +196,16 @@ class RealTasks:
             return self._comparison() or self.patterns()
         docs: list[Doc] = []
         turns = []
-        for article in r.sample(corpus.with_patterns, r.choice((1, 1, 2, 3))):
+        for article in r.sample(corpus.with_patterns, r.randint(1, 4)):
             paragraph, kind, word, answer = r.choice(corpus.patterns[article])
-            docs.append(self.paragraphs(60, 250, article, paragraph))
-            turns.append((patterns.ask(kind, corpus.titles[article], word, r), answer))
+            doc = self.paragraphs(150, 300, article, paragraph)
+            docs.append(doc)
+            if answer in corpus.decode(np.asarray(doc)):  # a long paragraph is cut
+                turns.append((patterns.ask(kind, corpus.titles[article], word, r), answer))
         while len(docs) < self._k():
             docs.append(self.paragraphs(60, 220, r.choice(corpus.with_patterns), 0))
         r.shuffle(docs)
-        return Task(docs, turns)
+        return Task(docs, turns) if turns else self.patterns()
 
     def _comparison(self) -> Task | None:
         r, corpus = self.random, self.corpus
@@ -218,7 +222,7 @@ class RealTasks:
         words = _COMPARED[kind][0 if early else 1]
         one, two = corpus.titles[a], corpus.titles[b]
         question = f"{'Which' if kind == 'year' else 'Who'} {r.choice(words)}, {one} or {two}?"
-        docs = [self.paragraphs(60, 150, a, 0), self.paragraphs(60, 150, b, 0)]
+        docs = [self.paragraphs(120, 200, a, 0), self.paragraphs(120, 200, b, 0)]
         docs += [self.paragraphs(60, 200, r.choice(corpus.with_patterns), 0) for _ in range(self._k() - 2)]
         r.shuffle(docs)
         return Task(docs, [(question, one if (year < other) == early else two)])
@@ -245,7 +249,7 @@ class RealTasks:
             docs.pop()
         invented.used = set()
         turns = []
-        for _ in range(r.randint(1, 4)):
+        for _ in range(r.randint(1, 6)):
             sentence, question, answer = invented.needle()
             i = r.randrange(len(docs))
             docs[i] = self._with(docs[i], sentence)

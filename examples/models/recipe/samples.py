@@ -1,10 +1,10 @@
 """Token samples and packed batches.
 
 A sample is the prompt of the product, ``<|bos|> system | documents | question | answer``, with further turns.
-Each token has a class, which says how it counts as a target, and a segment, which says what it may attend to:
--1 is everything before it in the sample, another number only tokens of the same segment. In a sample with
-hidden documents the system text and every document are segments, as if their KV had been computed apart and
-reused."""
+Each token has a class, which says how it counts as a target, and a segment, which says what it may attend to
+(`attention.opens`). In a sample with hidden documents the system text and every document are segments, as if
+their KV had been computed apart and reused. Several questions over the same documents can be branches: each
+has the position and sees what it would alone, so that one prefill serves many first questions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from examples.models.recipe.attention import BRANCH, SEEN
 from examples.models.recipe.corpus import ANSWER, BOS, DOCUMENT, EOS, QUESTION, Corpus
 from examples.models.recipe.synthetic import BRIDGE
 
@@ -21,7 +22,6 @@ PROMPT, TEXT, REPLY, NEVER = range(4)
 WEIGHTS = np.array([0.1, 1.0, 5.0, 0.0], dtype=np.float32)
 """Loss weights by class."""
 _ORDER = np.array([0.5, 1.0, 2.0, -1.0])
-SEEN = -1
 
 Doc = np.ndarray | tuple[str, str]
 """Token ids of "title, line break, text", or the two texts."""
@@ -29,24 +29,26 @@ Doc = np.ndarray | tuple[str, str]
 
 @dataclass
 class Tokens:
-    """A sample: ids, classes and segments of equal length."""
+    """A sample: ids, classes, segments and positions of equal length."""
 
     ids: np.ndarray
     classes: np.ndarray
     segments: np.ndarray
+    positions: np.ndarray
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def cut(self, start: int, end: int) -> Tokens:
-        return Tokens(self.ids[start:end], self.classes[start:end], self.segments[start:end])
+        rows = slice(start, end)
+        return Tokens(self.ids[rows], self.classes[rows], self.segments[rows], self.positions[rows])
 
 
 def text_sample(ids: Sequence[int] | np.ndarray, classes: np.ndarray | int = TEXT) -> Tokens:
     """A sample of plain text, all of it visible."""
     n = len(ids)
     kinds = np.full(n, classes, np.uint8) if isinstance(classes, int) else classes.astype(np.uint8)
-    return Tokens(np.asarray(ids, dtype=np.uint16), kinds, np.full(n, SEEN, np.int16))
+    return Tokens(np.asarray(ids, dtype=np.uint16), kinds, np.full(n, SEEN, np.int16), np.arange(n))
 
 
 def prompt_sample(
@@ -55,8 +57,9 @@ def prompt_sample(
     docs: Sequence[Doc],
     turns: Sequence[tuple[str, str]],
     hidden: bool = False,
+    branches: bool = False,
 ) -> Tokens:
-    """Lay out a prompt with its turns (question, answer).
+    """Lay out a prompt with its turns (question, answer), a dialogue unless they are ``branches``.
 
     Most samples start with the system text, some with ``<|bos|>`` alone or with a document, so that any first
     token can take the attention that goes nowhere."""
@@ -81,14 +84,22 @@ def prompt_sample(
         segment = i + 1 if hidden else SEEN
         add([DOCUMENT], NEVER, segment)
         add(next(encoded) if isinstance(doc, tuple) else doc, PROMPT, segment)
-    for question in parts:
-        add([QUESTION], NEVER, SEEN)
+    prefix = len(ids)
+    positions = list(range(prefix))
+    for n, question in enumerate(parts):
+        before, segment = len(ids), BRANCH + n if branches else SEEN
+        add([QUESTION], NEVER, segment)
         for i, _ in enumerate(question):
-            add(next(encoded), REPLY if i % 2 else PROMPT, SEEN)
-        add([ANSWER], NEVER, SEEN)
-        add([*next(encoded), EOS], REPLY, SEEN)
+            add(next(encoded), REPLY if i % 2 else PROMPT, segment)
+        add([ANSWER], NEVER, segment)
+        add([*next(encoded), EOS], REPLY, segment)
+        first = prefix if branches else before
+        positions += range(first, first + len(ids) - before)
     return Tokens(
-        np.array(ids, dtype=np.uint16), np.array(classes, dtype=np.uint8), np.array(segments, dtype=np.int16)
+        np.array(ids, dtype=np.uint16),
+        np.array(classes, dtype=np.uint8),
+        np.array(segments, dtype=np.int16),
+        np.array(positions),
     )
 
 
@@ -123,7 +134,7 @@ def packed(draw: Callable[[int], Tokens], tokens: int, rng: random.Random) -> Ba
         drawn = draw(tokens - at).cut(0, tokens - at)
         end = at + len(drawn)
         ids[at:end], classes[at:end], segment[at:end] = drawn.ids, drawn.classes, drawn.segments
-        position[at:end] = np.arange(end - at)
+        position[at:end] = drawn.positions
         sample[at:end] = number
         at, number = end, number + 1
     target = np.roll(ids, -1)
