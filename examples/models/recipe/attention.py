@@ -63,9 +63,16 @@ def _bounds(sample: torch.Tensor) -> tuple[list[int], list[int]]:
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible) -> torch.Tensor:
     """The same with FlexAttention; call `prepare` once for each batch."""
-    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    out = _compiled_flex()(*heads, block_mask=visible.blocks, enable_gqa=True)
+    heads = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
+    grouped = q.shape[1] != k.shape[1]
+    out = _compiled_flex()(*heads, block_mask=visible.blocks, enable_gqa=grouped)
     return out[0].transpose(0, 1)
+
+
+def flex_repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible) -> torch.Tensor:
+    """`flex` with keys and values repeated for each query head, should it not build for groups of three."""
+    group = q.shape[1] // k.shape[1]
+    return flex(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), visible)
 
 
 _cache: dict[str, Any] = {}
@@ -135,12 +142,13 @@ class Choice:
 
 REFERENCE = Choice(reference, prepare_nothing, True)
 FLEX = Choice(flex, prepare_flex, True)
+FLEX_REPEATED = Choice(flex_repeated, prepare_flex, True)
 FLASH = Choice(flash, prepare_flash, False)
 
 
 def choose(heads: int, kv_heads: int) -> Choice:
     """Return the first attention of a GPU whose output and gradients agree with `reference`."""
-    for choice in (FLEX, FLASH):
+    for choice in (FLEX, FLEX_REPEATED, FLASH):
         try:
             error = _error(choice, heads, kv_heads)
         except Exception as failure:  # noqa: BLE001 - a kernel that does not build is passed over, and named
