@@ -15,7 +15,6 @@ import contextlib
 import json
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,9 @@ def measured(
     questions: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Ask all questions in one form and return the row of the report."""
-    started = time.monotonic()
     scores = [asked(client, namespace, form(row["question"]), row["answers"]) for row in questions]
     shares = {key: round(100 * sum(score[key] for score in scores) / len(scores), 1) for key in scores[0]}
-    return {"form": name, "n": len(scores), **shares, "seconds": round(time.monotonic() - started, 1)}
+    return {"form": name, "n": len(scores), **shares}
 
 
 def asked(client: httpx.Client, namespace: str, question: str, answers: list[str]) -> dict[str, float]:
