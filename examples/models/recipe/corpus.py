@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are forked
 from tokenizers import Tokenizer
 
 from examples.models.recipe.patterns import without_brackets
@@ -60,7 +60,6 @@ class Corpus:
         self.with_patterns = list(self.patterns)
         self.words = [w[1:] for w in self.tokenizer.get_vocab() if re.fullmatch("Ġ[A-Z][a-z]{2,9}", w)]
         self.sentences = self._sentences(rows, sentences, random.Random(seed))
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are forked
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
