@@ -1,7 +1,7 @@
 """Compare two readings of case 3 in figure 5 of the SamKV paper: a recomputed token in a layer that does not
 keep it.
 
-    python examples/samkv_case3.py OUT.json SET.jsonl.gz ... [--rows 40]
+    python examples/samkv_case3.py OUT.json SET.jsonl.gz ... [--rows 24 ...]
 
 There it attends to itself besides the kept tokens: in the paper to its prefilled KV (`prefilled`), in ours
 to its newly computed KV (`new`). Both readings answer each question; everything else is the same, and
@@ -283,18 +283,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("sets", type=Path, nargs="+")
-    parser.add_argument("--rows", type=int, default=40)
+    parser.add_argument("--rows", type=int, nargs="+", default=[24], help="questions of each set, or of all")
     options = parser.parse_args()
     model, builder = Model(DEFAULT_MODEL), PromptBuilder.load(DEFAULT_MODEL)
     note = "Differences: mean and half the width of the 95 % interval. Lower KL is nearer to full prefill."
     report = GrowingReport("samkv-case3", options.out, note=note)
-    names = " ".join(path.name for path in options.sets)
+    given = [path.name for path in options.sets] + ["--rows", *map(str, options.rows)]
     report.workload = {
-        "command": f"python examples/samkv_case3.py OUT.json {names} --rows {options.rows}",
+        "command": f"python examples/samkv_case3.py OUT.json {' '.join(given)}",
         "model": Path(DEFAULT_MODEL).name,
     }
-    for path in options.sets:
-        for row in compared(model, builder, path, options.rows):
+    counts = options.rows * len(options.sets) if len(options.rows) == 1 else options.rows
+    for path, count in zip(options.sets, counts, strict=True):
+        for row in compared(model, builder, path, count):
             report.add(row)
     report.show()
 
