@@ -215,7 +215,7 @@ class Settings(BaseSettings):
     )
     top_k: int = Field(5, ge=1, le=64, description="Default number of chunks to retrieve.")
     retrieval: Retrieval = Field(
-        "hybrid",
+        "dense",
         description="Default search. dense: by the embedder. lexical: by words (BM25). hybrid: both, fused "
         "by reciprocal rank.",
     )

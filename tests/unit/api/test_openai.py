@@ -90,7 +90,7 @@ def test_the_last_message_is_the_question_and_the_others_are_history(chat: Any, 
 
 
 def test_the_search_is_chosen_by_the_request(chat: Any, live: Live) -> None:
-    for retrieval, present in (("lexical", (False, True)), ("dense", (True, False)), (None, (True, True))):
+    for retrieval, present in (("lexical", (False, True)), ("hybrid", (True, True)), (None, (True, False))):
         extra = {"retrieval": retrieval} if retrieval else {}
         answer = chat.create(model="ragserve/docs", messages=MESSAGES, extra_body=extra)
         assert answer.ragserve["retrieval"] == (retrieval or live.settings.retrieval)

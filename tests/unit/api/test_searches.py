@@ -34,8 +34,8 @@ def test_the_search_is_chosen_by_the_request(client: httpx.Client, live: Live, d
     assert dense["retrieval"] == "dense"
     assert all(one["score"] == one["cosine"] and one["bm25"] is None for one in dense["results"])
     default, hybrid = retrieved(), retrieved(retrieval="hybrid")
-    assert default["retrieval"] == hybrid["retrieval"] == live.settings.retrieval
-    assert default["results"] == hybrid["results"]
+    assert default["retrieval"] == live.settings.retrieval == "dense"
+    assert default["results"] == dense["results"]
     assert len(hybrid["results"]) == len(DOCUMENTS), "the dense search finds what shares no word"
     answer = ask(client, retrieval="lexical", stream=False)
     assert (answer["retrieval"], answer["timings"]["embed_ms"]) == ("lexical", None)
