@@ -53,7 +53,7 @@ class Writes:
         self.store.replace_documents("n", [(document, chunks, vectors)])
 
     def namespaces(self) -> None:
-        for i in range(400):
+        for i in range(40):
             self.store.ensure_namespace(f"other-{i}", embedder="e" * 400, dim=DIM)
 
     def items(self) -> None:
