@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve.answering.accounting import Clock, context_use, observe
@@ -81,11 +81,18 @@ Event = SearchResults | MessageDelta | Citation | FinalAnswer
 
 @dataclass(eq=False)
 class InFlight:
-    """A query in flight: when it began (``time.time``), and the token ids of the documents in its prompt."""
+    """A query in flight: when it began (``time.time``), and its prompt when that is laid out."""
 
     namespace: str
     began: float
-    documents: list[list[int]] = field(default_factory=list)
+    prompt: Prompt | None = None
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """Token ids of the documents in its prompt."""
+        if self.prompt is None:
+            return []
+        return [self.prompt.input_ids[span.start : span.end] for span in self.prompt.spans[1:]]
 
 
 class QueryLimiter:
@@ -159,7 +166,7 @@ class Answerer:
         searched = None if query.documents is not None else query.retrieval
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
-        slot.documents = [prompt.input_ids[span.start : span.end] for span in prompt.spans[1:]]
+        slot.prompt = prompt
         _check_room(query, prompt, len(found))
         if prompt.cut_to is not None:
             whole = found[prompt.documents_kept - 1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ragserve.answering.answerer import QueryLimiter
-from ragserve.answering.prompt import PromptBuilder
+from ragserve.answering.prompt import Prompt, PromptBuilder, Segment
 from ragserve.cache import evictions, lock
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import DEFAULT_MODEL, Settings, load
@@ -152,6 +152,14 @@ def test_a_query_that_began_before_a_removal_is_waited_for(
     asyncio.run(scenario())
 
 
+def laid_out(*documents: list[int]) -> Prompt:
+    ids, segments = [0], [Segment("system", 0, 1)]
+    for document in documents:
+        segments.append(Segment("document", len(ids), len(ids) + len(document)))
+        ids += document
+    return Prompt([*ids, 0], (*segments, Segment("question", len(ids), len(ids) + 1)), len(documents), 0, 0)
+
+
 def test_a_namespace_made_anew_keeps_its_kv_but_none_of_queries_of_before(
     store: IndexStore, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,10 +175,10 @@ def test_a_namespace_made_anew_keeps_its_kv_but_none_of_queries_of_before(
                 assert engine.forgotten == [("birds", None)]
                 store.ensure_namespace("birds", embedder="e", dim=4)
                 store.replace_documents("birds", [written("vole")])
-                before.documents = [[1, 2], [3]]  # retrieved before the drop, laid out after it
-                other.documents = [[4]]
+                before.prompt = laid_out([1, 2], [3])  # retrieved before the drop, laid out after it
+                other.prompt = laid_out([4])
                 with limiter.slot("birds") as later:
-                    later.documents = [[5]]
+                    later.prompt = laid_out([5])
             await until(lambda: len(EvictionLog(store.database)) == 0)
 
     asyncio.run(scenario())
