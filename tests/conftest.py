@@ -30,13 +30,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]  # tests must not depend on the developer's own settings
 
-gc.disable()  # until all test modules are imported: `pytest_collection_finish`
-
 REPO = Path(__file__).resolve().parent.parent
 MODEL = REPO / "examples" / "models" / "ragserve-tiny"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all test modules are imported: `pytest_collection_finish`
     from ragserve.engine.compat import prepare
 
     prepare()  # transformers, imported by several tests, imports torchvision
