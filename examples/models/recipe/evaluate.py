@@ -26,7 +26,7 @@ from examples.models.recipe import architecture as model
 from examples.models.recipe import attention
 from examples.models.recipe.architecture import Params, Shape
 from examples.models.recipe.corpus import ANSWER, CONTEXT, DOCUMENT, EOS, MODEL, QUESTION, Corpus
-from examples.models.recipe.overlap import words
+from ragserve.eval.metrics import contains_answer, exact_match, token_f1
 
 NEW_TOKENS = 24
 ROOM = 60_000_000
@@ -142,15 +142,11 @@ class Reader:
 
 def scored(answer: str, accepted: Sequence[str]) -> tuple[float, float, float]:
     """Exact match, F1 and whether the answer holds an accepted one, best over the accepted."""
-    best = (0.0, 0.0, 0.0)
-    got = [word for word in words(answer) if word not in ("a", "an", "the")]
-    for each in accepted:
-        want = [word for word in words(each) if word not in ("a", "an", "the")]
-        shared = sum(min(got.count(word), want.count(word)) for word in set(got))
-        f1 = 2 * shared / (len(got) + len(want)) if shared else float(got == want)
-        holds = f" {' '.join(want)} " in f" {' '.join(got)} "
-        best = max(best[0], float(got == want)), max(best[1], f1), max(best[2], float(holds))
-    return best
+    return (
+        exact_match(answer, accepted),
+        token_f1(answer, accepted),
+        float(contains_answer(answer, accepted)),
+    )
 
 
 def main() -> int:
