@@ -1,9 +1,8 @@
 """BM25 over a namespace's FTS5 table.
 
-FTS5 has no top-k pruning. Its ``bm25()`` first counts the matches of each word, at 65 ns each, and then costs
-a microsecond for each chunk that matches, so an ordinary question takes seconds at a million chunks. Few
-matches: all of them are scored. Many: the words are taken from the rarest on, as in MaxScore (Turtle and
-Flood, 1995).
+FTS5 has no top-k pruning. Its ``bm25()`` first counts the matches of each word and then scores each chunk
+that matches, so an ordinary question takes 0.2 s at 100,000 chunks. Few matches: all of them are scored.
+Many: the words are taken from the rarest on, as in MaxScore (Turtle and Flood, 1995).
 
 * ``rare``: the rarest words, up to ``ROWS`` matches together; ``others``: further ones, up to ``POSTINGS``
   matches, or the two rarest if none is rare; ``frequent``: the rest.

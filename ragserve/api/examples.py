@@ -235,7 +235,7 @@ INFO: dict[str, Any] = {
     "embedder": {"name": "all-MiniLM-L6-v2", "dim": 384},
     "defaults": {
         "k": 5,
-        "retrieval": "hybrid",
+        "retrieval": "dense",
         "strategy": "prefix",
         "max_new_tokens": 128,
         "temperature": 0.0,
