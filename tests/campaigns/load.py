@@ -146,6 +146,7 @@ class Watch:
         self._progress, self._site = progress, site
         data = progress.data
         self._lives: list[list[list[float]]] = data.setdefault("memory", [])  # life, sample: minute, MiB
+        self._by_process: dict[str, list[list[float]]] = data.setdefault("memory by process", {})
         self._latencies: list[list[Any]] = data.setdefault("latencies", [])  # minute, label, ms
         self._lives.append([])
         self._began = self._sampled = time.monotonic()
@@ -158,8 +159,11 @@ class Watch:
         now = time.monotonic()
         if now - self._sampled >= _SAMPLE_S:
             self._sampled = now
-            held = sum(map(_held_kib, _processes(self._site))) / 2**10
-            self._lives[-1].append([round((now - self._began) / 60, 3), round(held, 2)])
+            minute = round((now - self._began) / 60, 3)
+            held = _held_mib(self._site)
+            self._lives[-1].append([minute, round(sum(held.values()), 2)])
+            for name, mib in held.items():
+                self._by_process.setdefault(name, []).append([minute, round(mib, 2)])
 
     def figures(self, minutes: float) -> dict[str, Any]:
         window = min(WINDOW_MIN, minutes / 4)
@@ -174,6 +178,7 @@ class Watch:
             "memory MiB": round(last[0]) if last else None,
             "memory slope MiB/h": _rounded(slope),
             "its standard error": _rounded(error),
+            "slope by process": {name: _slope(samples, window) for name, samples in self._by_process.items()},
             "latency ms p50": statistics.median(every) if every else None,
             "latency last/first": None if slower is None else round(slower, 3),
             "compared": len(both),
@@ -190,6 +195,11 @@ class Watch:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 2)
+
+
+def _slope(samples: list[list[float]], after: float) -> float | None:
+    """MiB an hour of one process; restarts of the server are not told apart."""
+    return _rounded(slope_of([_by_minute(samples, after)])[0])
 
 
 def _by_minute(samples: list[list[float]], after: float) -> list[tuple[float, float]]:
@@ -283,12 +293,15 @@ def _processes(site: Site) -> list[psutil.Process]:
     return [main, *main.children(recursive=True)]
 
 
-def _held_kib(process: psutil.Process) -> int:
-    """Resident memory that is no file's; 0 for a process that has ended."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-    return 0
+def _held_mib(site: Site) -> dict[str, float]:
+    """Resident memory that is no file's, by name of the process."""
+    held: defaultdict[str, float] = defaultdict(float)
+    for process in _processes(site):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            kib = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+            held[process.name()] += sum(kib) / 2**10
+    return held
 
 
 def _descriptors(site: Site) -> int:
