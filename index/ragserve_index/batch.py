@@ -65,6 +65,11 @@ def prepare(
                 raise InvalidRequest(
                     f"{place}: a chunk from {chunk.start} to {chunk.end}.", code="invalid_chunk"
                 )
+            if chunk.sentences is not None and chunk.sentences.steps.shape != (len(chunk.sentences), dim):
+                raise InvalidRequest(
+                    f"{place}: sentences of shape {list(chunk.sentences.steps.shape)}, expected [n, {dim}].",
+                    code="invalid_vectors",
+                )
         doc_id = document_id(namespace, _encodable(document.source, place))
         prepared.append(Prepared(document, doc_id, _metadata(document.metadata, place), chunks, array))
     return prepared

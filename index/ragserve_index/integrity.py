@@ -9,6 +9,7 @@ import numpy as np
 from ragserve_index import lexical_table, registry
 from ragserve_index.database import Database
 from ragserve_index.index.namespace_index import NamespaceIndex
+from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.types import IndexReport
 
 
@@ -86,4 +87,12 @@ def _registry_problems(
     wrong = [first_id for first_id, n, size in blocks if size != n * ns.dim * 4]
     if wrong:
         problems.append(f"{len(wrong)} rows of vectors have a wrong length: {wrong[:5]}")
+    sentences = connection.execute(
+        "SELECT s.chunk_id, length(s.data) FROM documents d JOIN chunks c ON c.document = d.id"
+        " JOIN sentences s ON s.chunk_id = c.chunk_id WHERE d.namespace_id = ?",
+        (ns.id,),
+    )
+    wrong = [chunk_id for chunk_id, size in sentences if size % SentenceVectors.bytes_each(ns.dim)]
+    if wrong:
+        problems.append(f"{len(wrong)} rows of sentences have a wrong length: {wrong[:5]}")
     return problems, claimed

@@ -19,6 +19,7 @@ from ragserve_index import lexical_table
 from ragserve_index.batch import Prepared
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.schema import VECTORS_PER_ROW
+from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
 from ragserve_index.types import Chunk, Document, NamespaceInfo
 from sglang_ext.protocol import NAMESPACE
@@ -234,6 +235,14 @@ def _insert_chunks(
             for i, c in enumerate(item.chunks)
         ),
     )
+    connection.executemany(
+        "INSERT INTO sentences (chunk_id, data) VALUES (?, ?)",
+        (
+            (first_id + i, c.sentences.encode())
+            for i, c in enumerate(item.chunks)
+            if c.sentences is not None and len(c.sentences)
+        ),
+    )
     for start in range(0, len(item.vectors), VECTORS_PER_ROW):
         block = item.vectors[start : start + VECTORS_PER_ROW]
         connection.execute(
@@ -307,6 +316,20 @@ def chunks_by_id(connection: sqlite3.Connection, ns: Namespace, chunk_ids: Itera
         (json.dumps(list(chunk_ids)), ns.id),
     )
     return {row[0]: to_chunk(row) for row in rows}
+
+
+def sentence_vectors(
+    connection: sqlite3.Connection, ns: Namespace, chunk_ids: Iterable[int]
+) -> dict[int, SentenceVectors]:
+    """The embedded sentences of the namespace's chunks that have some, by chunk id."""
+    rows = connection.execute(
+        "SELECT s.chunk_id, s.data FROM json_each(?) wanted"
+        " CROSS JOIN sentences s ON s.chunk_id = wanted.value"
+        " CROSS JOIN chunks c ON c.chunk_id = s.chunk_id CROSS JOIN documents d ON d.id = c.document"
+        " WHERE d.namespace_id = ?",
+        (json.dumps(list(chunk_ids)), ns.id),
+    )
+    return {chunk_id: SentenceVectors.decode(data, ns.dim) for chunk_id, data in rows}
 
 
 def document_chunks(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> list[Chunk]:

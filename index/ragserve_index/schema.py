@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ragserve_index import lexical_table
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
@@ -17,6 +17,12 @@ CREATE TABLE evictions (
   created_at REAL NOT NULL
 );
 CREATE INDEX evictions_by_document ON evictions (namespace, doc_id);
+"""
+
+_SENTENCES = """-- Embedded sentences of a chunk (sentence_vectors.py); chunks of older editions have none.
+CREATE TABLE sentences (
+  chunk_id INTEGER PRIMARY KEY REFERENCES chunks(chunk_id) ON DELETE CASCADE, data BLOB NOT NULL
+);
 """
 
 TABLES = (
@@ -86,11 +92,13 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
 
 """
     + _EVICTIONS
+    + _SENTENCES
 )
 
 MIGRATIONS: dict[int, str | Callable[[sqlite3.Connection], None]] = {
     1: _EVICTIONS,
     2: lexical_table.build_all,
+    3: _SENTENCES,
 }
 """The statements, or the function, that bring a registry from one format to the next. All steps are one
 transaction: a migration that is killed leaves the old format."""

@@ -22,6 +22,7 @@ from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_namespace
 from ragserve_index.search import Searcher
+from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.types import (
     Chunk,
@@ -220,6 +221,12 @@ class IndexStore:
         """Return all chunks of a document, in text order. Raises NotFound."""
         with self.database.read() as connection:
             return registry.document_chunks(connection, registry.namespace(connection, namespace), doc_id)
+
+    def sentence_vectors(self, namespace: str, chunk_ids: Sequence[int]) -> dict[int, SentenceVectors]:
+        """Embedded sentences of chunks, by id; a chunk that is gone, or was embedded without, is left out."""
+        with self.database.read() as connection:
+            ns = registry.namespace(connection, namespace)
+            return registry.sentence_vectors(connection, ns, (int(i) for i in chunk_ids))
 
     # searches
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ragserve_index.sentence_vectors import SentenceVectors
+
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 MetadataValue = str | int | float | bool | None | list[str]
 
@@ -13,7 +15,7 @@ MetadataValue = str | int | float | bool | None | list[str]
 @dataclass(frozen=True, slots=True)
 class NewChunk:
     """A passage of a document's text: ``document_text[start:end] == text``. ``page`` counts from 1, if the
-    format has pages.
+    format has pages. ``sentences``: embeddings of its sentences, if they were made.
     """
 
     text: str
@@ -21,6 +23,7 @@ class NewChunk:
     end: int
     n_tokens: int
     page: int | None = None
+    sentences: SentenceVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)

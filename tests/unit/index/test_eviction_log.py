@@ -79,6 +79,7 @@ def test_a_registry_of_the_first_format_is_brought_up(tmp_path: Path) -> None:
         store.replace_documents("n", [item("a", 2)])
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
         connection.execute("DROP TABLE evictions")
+        connection.execute("DROP TABLE sentences")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
     with IndexStore(tmp_path) as store:

@@ -234,6 +234,7 @@ def old_format(data_dir: Path) -> Path:
     with sqlite3.connect(path) as connection:
         for namespace_id in (1, 2):
             lexical_table.drop(connection, namespace_id)
+        connection.execute("DROP TABLE sentences")
         connection.execute("PRAGMA user_version = 2")
     connection.close()
     return path
