@@ -295,6 +295,7 @@ class Ingestor:
                 embedder=self._load_embedder,
                 commit=lambda batch: self._commit(run.job, batch),
                 record=lambda outcomes: self._record(run.job, outcomes),
+                sentence_bytes=settings.sentence_bytes,
             ).run(map(planner.plan, pending))
 
     def _commit(self, job: Job, batch: list[Any]) -> list[str]:

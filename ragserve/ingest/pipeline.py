@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from queue import Empty, Queue
 from typing import Any, Protocol
 
@@ -30,7 +31,8 @@ from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
 from ragserve.ingest.parsers.base import NOT_TEXT
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
-from ragserve_index.types import JobItem, NewDocument
+from ragserve.ingest.sentence_plan import SentencePlan
+from ragserve_index.types import JobItem, NewChunk, NewDocument
 
 # chunks per transaction: enough that an fsync and sorting by length cost little beside embedding, and so few
 # that documents appear, and progress shows, about every two seconds
@@ -97,6 +99,7 @@ class Pipeline:
         embedder: Returns the embedder; called when the first chunks need it.
         commit: Writes documents in one transaction and returns their doc_ids.
         record: Records outcomes of files, several at a time.
+        sentence_bytes: Bytes a token to store for embedded sentences; 0: embed none.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Pipeline:
         embedder: Callable[[], DocumentEmbedder],
         commit: Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]],
         record: Callable[[Sequence[JobItem]], None],
+        sentence_bytes: int = 0,
     ) -> None:
         self._run = run
         self._progress = run.progress
@@ -114,6 +118,7 @@ class Pipeline:
         self._embedder = embedder
         self._commit = commit
         self._record = record
+        self._sentence_bytes = sentence_bytes
         self._outcomes: list[JobItem] = []
         self._recorded_at = time.monotonic()
         self._batch_chunks = _START_CHUNKS
@@ -201,11 +206,19 @@ class Pipeline:
 
     def _write(self, ready: list[tuple[PlannedFile, ParsedFile]]) -> None:
         documents = [_document(file, parsed) for file, parsed in ready]
-        chunks = [parsed.chunks for _, parsed in ready]
+        chunks: list[Sequence[NewChunk]] = [parsed.chunks for _, parsed in ready]
         texts = [
             embedding_text(d.title, c.text) for d, own in zip(documents, chunks, strict=True) for c in own
         ]
-        vectors = self._embed(texts)
+        every = [chunk for own in chunks for chunk in own]
+        plan = SentencePlan(
+            [(chunk.text, chunk.n_tokens) for chunk in every], self._embedder().dim, self._sentence_bytes
+        )
+        vectors, embedded = np.split(self._embed([*texts, *plan.texts], len(texts)), [len(texts)])
+        with_sentences = iter(
+            replace(chunk, sentences=own) for chunk, own in zip(every, plan.vectors(embedded), strict=True)
+        )
+        chunks = [list(islice(with_sentences, len(own))) for own in chunks]
         parts = np.split(vectors, np.cumsum([len(own) for own in chunks])[:-1])
         started = time.perf_counter()
         doc_ids = self._commit(list(zip(documents, chunks, parts, strict=True)))
@@ -223,8 +236,9 @@ class Pipeline:
         progress.current = ready[-1][0].source
         self._run.notify()
 
-    def _embed(self, texts: list[str]) -> Vectors:
-        """Embed in slices, so that a stop need not wait for a document of thousands of chunks.
+    def _embed(self, texts: list[str], n_chunks: int) -> Vectors:
+        """Embed ``n_chunks`` chunks and their sentences in slices, so that a stop need not wait for a
+        document of thousands of chunks.
 
         Raises ``Interrupted``.
         """
@@ -240,7 +254,7 @@ class Pipeline:
             vectors[part] = embedder.encode([texts[i] for i in part])
         seconds = time.perf_counter() - started
         self._progress.embed_s += seconds
-        per_batch = int(len(texts) / max(seconds, 1e-6) * _BATCH_S)
+        per_batch = int(n_chunks / max(seconds, 1e-6) * _BATCH_S)
         self._batch_chunks = max(_MIN_BATCH_CHUNKS, min(_BATCH_CHUNKS, per_batch))
         return vectors
 

@@ -20,6 +20,7 @@ from ragserve.errors import Conflict, InvalidRequest
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.lease import LEASE_S
+from ragserve.ingest.sentence_plan import sentence_starts
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.unit.ingest.ingest_samples import make_docx, make_pdf
@@ -299,3 +300,27 @@ def test_running_the_same_command_again_supersedes_a_dead_run(ingestor: Ingestor
     again = ingestor.submit_paths("sea", [str(folder)])
     states = {job.job_id: job.state for job in ingestor.jobs.list("sea")}
     assert states == {dead.job_id: "cancelled", other.job_id: "queued", again.job_id: "queued"}
+
+
+@pytest.mark.parametrize("bytes_a_token", [0, 16, 200])
+def test_sentences_are_embedded_with_their_chunk(
+    store: IndexStore, folder: Path, embedder: Embedder, tmp_path: Path, bytes_a_token: int
+) -> None:
+    text = "Whales sing in the deep sea. " * 3 + "Otters sleep on their backs in the kelp. " * 3
+    (folder / "long.txt").write_text(text)
+    settings = load(data_dir=tmp_path / "data", sentence_bytes=bytes_a_token)
+    ingest(Ingestor(settings, store, embedder), folder)
+    [document] = [d for d in store.documents("sea") if d.source.endswith("long.txt")]
+    [chunk] = store.document_chunks("sea", document.doc_id)
+    found = store.sentence_vectors("sea", [chunk.chunk_id])
+    if bytes_a_token == 0:
+        assert found == {}
+        return
+    stored = found[chunk.chunk_id]
+    starts = [*stored.starts.tolist(), len(chunk.text)]
+    assert starts == [*sentence_starts(chunk.text, chunk.n_tokens * bytes_a_token // 390), len(chunk.text)]
+    sentences = [chunk.text[a:b] for a, b in pairwise(starts)]
+    assert len(stored.encode()) <= chunk.n_tokens * bytes_a_token
+    vectors = embedder.encode(sentences)
+    for i, vector in enumerate(vectors):
+        assert stored.scores(vector)[i] == pytest.approx(1.0, abs=0.01)

@@ -1,0 +1,71 @@
+"""Cut a chunk's text into the sentences that are embedded beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ragserve_index.sentence_vectors import SentenceVectors
+
+_END = re.compile(
+    r"""(?:[.!?\u3002\uff01\uff1f]["'\u201d\u2019)\]]*(?:\s+|(?<=[\u3002\uff01\uff1f]))|\n)\s*"""
+)
+_SHORTEST, _LONGEST = 40, 320  # characters: less says little by itself, more is several statements
+
+
+class SentencePlan:
+    """The sentences to embed of some chunks, within a budget of stored bytes.
+
+    ``texts``: all of them, in order."""
+
+    def __init__(self, chunks: Sequence[tuple[str, int]], dim: int, bytes_per_token: int) -> None:
+        """``chunks``: text and tokens of each. A chunk has at least one sentence, without a budget none."""
+        each = SentenceVectors.bytes_each(dim)
+        self._starts = [
+            sentence_starts(text, max(1, n_tokens * bytes_per_token // each)) if bytes_per_token else []
+            for text, n_tokens in chunks
+        ]
+        self.texts = [
+            text[start:end]
+            for (text, _), starts in zip(chunks, self._starts, strict=True)
+            for start, end in pairwise([*starts, len(text)])
+        ]
+
+    def vectors(self, embedded: npt.NDArray[np.float32]) -> list[SentenceVectors | None]:
+        """The chunks' sentences with their vectors; ``embedded`` [len(texts), dim]."""
+        found: list[SentenceVectors | None] = []
+        at = 0
+        for starts in self._starts:
+            own = embedded[at : at + len(starts)]
+            found.append(SentenceVectors.of(starts, own) if starts else None)
+            at += len(starts)
+        return found
+
+
+def sentence_starts(text: str, most: int) -> list[int]:
+    """Where the sentences of a text begin, the first at 0: ``most`` of them at most.
+
+    Short ones are joined with the next until they are few enough, long ones are cut at a space."""
+    least = _SHORTEST
+    while True:
+        starts = _joined(text, least)
+        if len(starts) <= most:
+            return starts
+        least = least * 3 // 2
+
+
+def _joined(text: str, least: int) -> list[int]:
+    """Starts of sentences of ``least`` characters or more, except for the last."""
+    longest = max(_LONGEST, 2 * least)
+    starts = [0]
+    for end in [*(match.end() for match in _END.finditer(text)), len(text)]:
+        while end - starts[-1] > longest:
+            space = text.rfind(" ", starts[-1] + least, starts[-1] + longest)
+            starts.append(space + 1 if space > 0 else starts[-1] + longest)
+        if least <= end - starts[-1] and end < len(text):
+            starts.append(end)
+    return starts
