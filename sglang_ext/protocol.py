@@ -11,7 +11,8 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from sglang_ext.request_options import DecodeOptions as DecodeOptions
@@ -54,19 +55,71 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class RetrievalScores:
+    """The retriever's scores of a plan's documents: cosines to the question, higher is nearer.
+
+    ``documents``: one for each span behind the system text; None where it is unknown. ``sentences``: for each
+    of these spans (token, score) pairs, tokens counted in the document. A score holds from its token to the
+    next pair's; () where they are unknown."""
+
+    documents: tuple[float | None, ...]
+    sentences: tuple[tuple[tuple[int, float], ...], ...]
+
+    def to_lists(self) -> dict[str, Any]:
+        """The scores as JSON values, rounded to four digits: cosines of MiniLM are no better known."""
+        return {
+            "documents": [None if score is None else round(score, 4) for score in self.documents],
+            "sentences": [[[token, round(score, 4)] for token, score in one] for one in self.sentences],
+        }
+
+    @classmethod
+    def from_lists(cls, raw: Any, documents: Sequence[Span]) -> RetrievalScores:
+        """Parse and check the scores of ``documents``. Raises PlanError."""
+        try:
+            given, pairs = raw["documents"], raw["sentences"]
+            if len(given) != len(documents) or len(pairs) != len(documents):
+                raise ValueError(f"{len(given)} and {len(pairs)} scores for {len(documents)} documents")
+            return cls(
+                tuple(None if score is None else _cosine(score) for score in given),
+                tuple(
+                    _sentence_scores(one, d.end - d.start) for one, d in zip(pairs, documents, strict=True)
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"the plan's scores cannot be used: {error}") from None
+
+
+def _sentence_scores(raw: Any, tokens: int) -> tuple[tuple[int, float], ...]:
+    pairs = tuple((_whole(token), _cosine(score)) for token, score in raw)
+    places = [token for token, _ in pairs]
+    if any(a >= b for a, b in pairwise(places)):
+        raise ValueError("tokens of sentences must ascend")
+    if places and not 0 <= places[0] <= places[-1] < tokens:
+        raise ValueError(f"a sentence begins outside of its document of {tokens} tokens")
+    return pairs
+
+
+def _cosine(score: Any) -> float:
+    if type(score) not in (int, float) or not -1.001 <= score <= 1.001:  # false for NaN, too
+        raise ValueError(f"a score must be a number from -1 to 1, not {score!r}")
+    return float(score)
+
+
+@dataclass(frozen=True, slots=True)
 class ContextPlan:
     """The plan to serve one request.
 
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
     ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled alone and
     cached; its option ``analyse`` false leaves the analysis to the first request that needs it, ``lasting``
-    false keeps it off the disk."""
+    false keeps it off the disk. ``scores``: what the retriever knows, for strategies that choose."""
 
     operation: Operation
     namespace: str
     strategy: str = ""
     spans: tuple[Span, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    scores: RetrievalScores | None = None
 
     @property
     def question_start(self) -> int:
@@ -85,17 +138,17 @@ class ContextPlan:
         return lasting
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "v": PLAN_VERSION,
-                "op": self.operation,
-                "namespace": self.namespace,
-                "strategy": self.strategy,
-                "spans": [[s.start, s.end] for s in self.spans],
-                "options": dict(self.options),
-            },
-            separators=(",", ":"),
-        )
+        fields: dict[str, Any] = {
+            "v": PLAN_VERSION,
+            "op": self.operation,
+            "namespace": self.namespace,
+            "strategy": self.strategy,
+            "spans": [[s.start, s.end] for s in self.spans],
+            "options": dict(self.options),
+        }
+        if self.scores is not None:
+            fields["scores"] = self.scores.to_lists()
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str, n_ids: int) -> ContextPlan:
@@ -122,7 +175,9 @@ class ContextPlan:
             )
         plan = cls(operation, namespace, strategy, spans, options)
         plan._check(n_ids)
-        return plan
+        if raw.get("scores") is None:
+            return plan
+        return replace(plan, scores=RetrievalScores.from_lists(raw["scores"], spans[1:]))
 
     def _check(self, n_ids: int) -> None:
         if self.operation == "document":
@@ -190,6 +245,7 @@ class ContextReport:
     ask_ms: float = 0.0  # part of recompute_ms: the question's attention, where the rule needs it
     recompute_graph: bool = False  # the pass was one CUDA graph
     one_pass: bool = False  # the recompute pass computed the question too; recompute_ms includes it
+    keep_reason: str = ""  # why so many tokens are kept, where the strategy chose
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

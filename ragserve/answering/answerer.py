@@ -23,6 +23,7 @@ from ragserve.answering.results import (
     SearchResults,
     Usage,
 )
+from ragserve.answering.scores import retrieval_scores
 from ragserve.config import Retrieval
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
@@ -35,7 +36,7 @@ from sglang_ext.protocol import EXACT_STRATEGIES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ragserve.retrieval.retriever import Retriever
+    from ragserve.retrieval.retriever import Retriever, SentenceScores
     from ragserve_index.filters import Filter
 
 # Longer prompts are laid out in a thread, so that other streams do not stutter.
@@ -162,7 +163,7 @@ class Answerer:
         clock = Clock()
         request = query.request
         self._check(request)
-        found, version, retrieval = await self._retrieved(query)
+        found, version, retrieval, sentences = await self._retrieved(query)
         searched = None if query.documents is not None else query.retrieval
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
@@ -191,6 +192,9 @@ class Answerer:
         pieces: list[str] = []
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
+        if request.strategy not in EXACT_STRATEGIES and query.documents is None:
+            scores = retrieval_scores(self._prompts, prompt, found, sentences)
+            request = replace(request, scores=scores)
         async with aclosing(self._generate(query, request, prompt)) as chunks:
             async for chunk in chunks:
                 last = chunk
@@ -262,19 +266,23 @@ class Answerer:
         if not force:
             self._gate.check(StrategySpec(request.strategy, _own_options(request)).label)
 
-    async def _retrieved(self, query: Query) -> tuple[list[RetrievedPassage], int | None, RetrievalTimings]:
-        """Return the passages for the prompt, the version of the searched namespace, and times."""
+    async def _retrieved(
+        self, query: Query
+    ) -> tuple[list[RetrievedPassage], int | None, RetrievalTimings, list[SentenceScores]]:
+        """Return the passages for the prompt, the version of the searched namespace, times, and the scores of
+        the passages' sentences."""
         if query.documents is not None:
-            return query.documents, None, RetrievalTimings()
+            return query.documents, None, RetrievalTimings(), []
         found = await self._retriever.retrieve(
             query.request.namespace,
             retrieval_text(query),
             query.k,
             filter=query.filter,
             retrieval=query.retrieval,
+            sentences=query.request.strategy not in EXACT_STRATEGIES,
         )
         timings = RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms)
-        return passages(found.hits), found.version, timings
+        return passages(found.hits), found.version, timings, found.sentences
 
     async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
         limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens

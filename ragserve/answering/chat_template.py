@@ -15,7 +15,8 @@ is not, and is tokenised as plain text."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ DEFAULT_SYSTEM = (
     "Answer the question using only the documents. If they do not hold the answer, say so. "
     "Cite the documents you use as [1], [2], ... in the order in which they are given."
 )
+_TEXT = 3  # place of the text among the pieces of a document, without a template for documents
 _MARK = re.compile("\ue000([a-z]+[0-9]*)\ue001")
 
 
@@ -91,6 +93,30 @@ class ChatLayout:
             ("\n\n", True),
         ]
 
+    def token_starts(self, title: str, text: str, characters: Sequence[int]) -> list[int]:
+        """The numbers of the tokens, in `document`'s ids, that hold these characters of ``text``.
+
+        Empty for a tokenizer that cannot tell."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return []
+        pieces = self.document(title, text)
+        place = [part for part, _ in self._doc].index(_mark("text")) if self.form == "documents" else _TEXT
+        before = sum(len(part) for part, _ in pieces[:place])
+        shift = 0 if self.form == "documents" else len(text) - len(text.lstrip("\n"))
+        ends: list[int] = []  # of each token, in the characters of all pieces
+        at = 0
+        for part in self._runs(pieces):
+            if isinstance(part, int):
+                at += len(self._tokenizer.convert_ids_to_tokens(part))
+                ends.append(at)
+            else:
+                found = self._tokenizer(
+                    part, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
+                )
+                ends += [at + end for _, end in found["offset_mapping"]]
+                at += len(part)
+        return [min(bisect_right(ends, before + max(0, c - shift)), len(ends) - 1) for c in characters]
+
     def question(self, question: str, history: Sequence[Message], *, has_documents: bool) -> list[Piece]:
         """Lay out history and question, up to the start of the answer."""
         if self.form == "plain":
@@ -121,16 +147,24 @@ class ChatLayout:
 
         Special tokens count in trusted pieces only; plain runs are tokenised whole."""
         ids: list[int] = []
+        for part in self._runs(pieces):
+            ids += [part] if isinstance(part, int) else self._plain(part)
+        return ids
+
+    def _runs(self, pieces: Sequence[Piece]) -> Iterator[str | int]:
+        """Yield plain runs of text, and the ids of special tokens in trusted pieces."""
         run = ""
         for text, trusted in pieces:
             for part in self.special_tokens.split(text) if trusted and self.special_tokens else [text]:
                 if trusted and part in self._specials:
-                    ids += self._plain(run)
+                    if run:
+                        yield run
                     run = ""
-                    ids.append(self._specials[part])
+                    yield self._specials[part]
                 else:
                     run += part
-        return ids + self._plain(run)
+        if run:
+            yield run
 
     def _plain(self, text: str) -> list[int]:
         if not text:

@@ -158,6 +158,12 @@ class PromptBuilder:
         """Token ids of a document's segment; the same in every prompt."""
         return self._document(PromptDocument("", title, text))
 
+    def token_starts(self, title: str, text: str, characters: Sequence[int]) -> list[int]:
+        """The tokens of a document's segment, counted from its first, that hold these characters of ``text``.
+
+        Empty for a tokenizer that cannot tell."""
+        return self._layout.token_starts(title, text, characters)
+
     def _head(self, system: str | None, *, has_documents: bool) -> list[int]:
         if system == self._system and has_documents in self._heads:
             return self._heads[has_documents]

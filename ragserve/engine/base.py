@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_ext.protocol import ContextReport, DecodeReport, Span
+from sglang_ext.protocol import ContextReport, DecodeReport, RetrievalScores, Span
 
 # SGLang keeps a few positions of the context to itself; they must not cut an answer short.
 _RESERVED_TOKENS = 8
@@ -43,7 +43,8 @@ class GenerateRequest:
         decode: Fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's default, for an
             engine with sparse decoding.
         unregistered: Numbers of the spans whose texts no index has, such as documents sent with a query.
-            Their KV stays in memory: no removal would ever name it, to erase it from disk."""
+            Their KV stays in memory: no removal would ever name it, to erase it from disk.
+        scores: What the retriever knows of the documents, for strategies that choose among their tokens."""
 
     rid: str
     input_ids: list[int]
@@ -55,6 +56,7 @@ class GenerateRequest:
     distribution: bool = False
     decode: Mapping[str, Any] = field(default_factory=dict)
     unregistered: Sequence[int] = ()
+    scores: RetrievalScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

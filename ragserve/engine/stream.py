@@ -75,7 +75,9 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     if request.decode:
         custom[DECODE_FIELD] = json.dumps(dict(request.decode))
     if request.strategy not in EXACT_STRATEGIES:
-        plan = ContextPlan("compose", request.namespace, request.strategy, request.spans, request.options)
+        plan = ContextPlan(
+            "compose", request.namespace, request.strategy, request.spans, request.options, request.scores
+        )
         custom[PLAN_FIELD] = plan.to_json()
     else:
         fields["extra_key"] = f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)

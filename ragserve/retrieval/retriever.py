@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from ragserve_index.types import Hit
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
     from ragserve_index.filters import Filter
+    from ragserve_index.sentence_vectors import SentenceVectors
 
 _MAX_BATCH = 32
 _SEARCH_THREADS = 2
@@ -32,15 +33,22 @@ class QueryEmbedder(Protocol):
         ...
 
 
+SentenceScores = list[tuple[int, float]]
+"""First character of each embedded sentence in a chunk's text, and its cosine to the question."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retrieved:
     """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage, None
-    for embedding in a lexical search."""
+    for embedding in a lexical search.
+
+    ``sentences``: the scores of each hit's sentences, empty where they were not asked for or not embedded."""
 
     hits: list[Hit]
     version: int
     embed_ms: float | None
     search_ms: float
+    sentences: list[SentenceScores] = field(default_factory=list)
 
 
 class Retriever:
@@ -62,9 +70,10 @@ class Retriever:
         *,
         filter: Filter | None = None,
         retrieval: Retrieval = "dense",
+        sentences: bool = False,
     ) -> Retrieved:
         """Find the ``k`` best passages, or all if there are fewer: lexical finds only those that share a word
-        with the question.
+        with the question. With ``sentences``, score those of the passages, unless lexical.
 
         Raises ``NotFound`` for an unknown namespace and, unless lexical, ``Conflict`` for one embedded with
         another model."""
@@ -72,12 +81,12 @@ class Retriever:
         vector = None if retrieval == "lexical" else await self.embed(question)
         embedded = time.perf_counter()
         text = None if retrieval == "dense" else question
-        hits, version = await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._search, namespace, text, vector, k, filter
+        hits, version, scores = await asyncio.get_running_loop().run_in_executor(
+            self._search_threads, self._search, namespace, text, vector, k, filter, sentences
         )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
-        return Retrieved(hits, version, embed_ms, search_ms=(done - embedded) * 1e3)
+        return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
 
     async def embed(self, text: str) -> np.ndarray:
         """Embed a question to float32 [dim].
@@ -126,8 +135,14 @@ class Retriever:
                     future.set_exception(Unavailable("The server is shutting down.", hint="Retry."))
 
     def _search(
-        self, namespace: str, text: str | None, vector: np.ndarray | None, k: int, filter: Filter | None
-    ) -> tuple[list[Hit], int]:
+        self,
+        namespace: str,
+        text: str | None,
+        vector: np.ndarray | None,
+        k: int,
+        filter: Filter | None,
+        sentences: bool,
+    ) -> tuple[list[Hit], int, list[SentenceScores]]:
         info = self._store.namespace(namespace)
         if vector is not None and info.embedder != self._embedder.name:
             raise Conflict(
@@ -140,4 +155,21 @@ class Retriever:
             result = self._store.search(namespace, vector[None, :], k, filter=filter)
         else:
             result = self._store.search_text(namespace, text or "", k, vector=vector, filter=filter)
-        return result.hits[0], result.version
+        hits = result.hits[0]
+        if vector is None or not sentences:
+            return hits, result.version, [[] for _ in hits]
+        return hits, result.version, self._scores(namespace, hits, vector)
+
+    def _scores(self, namespace: str, hits: list[Hit], vector: np.ndarray) -> list[SentenceScores]:
+        """Score the hits' sentences. A chunk removed since the search has none."""
+        stored = self._store.sentence_vectors(namespace, [hit.chunk.chunk_id for hit in hits])
+        found: list[SentenceScores] = []
+        for hit in hits:
+            own = stored.get(hit.chunk.chunk_id)
+            found.append([] if own is None else scored(own, vector))
+        return found
+
+
+def scored(sentences: SentenceVectors, vector: np.ndarray) -> SentenceScores:
+    """The scores of a chunk's sentences for a question's ``vector`` [dim]."""
+    return list(zip(sentences.starts.tolist(), sentences.scores(vector).tolist(), strict=True))

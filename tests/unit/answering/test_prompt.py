@@ -130,6 +130,33 @@ def test_text_never_becomes_a_special_token(special: str, around: str) -> None:
     assert found == [i for i in plain.input_ids if i in specials]
 
 
+@pytest.mark.parametrize("template", ["own", None, LLAMA])
+@pytest.mark.parametrize(
+    "text", ["It rained. Then <|doc|> came. Snow!", "\n\nÉmile slept.\nHe woke: 東京 x. Yes.\n"]
+)
+def test_a_sentence_s_characters_are_found_among_the_tokens(
+    template: str | None, text: str, builder: PromptBuilder, with_template: Any, tokenizer: Any
+) -> None:
+    builder = builder if template == "own" else with_template(template)
+    ids = builder.document_ids("A title: with 2. ends", text)
+    places = [i for i, letter in enumerate(text) if letter.isalpha()]
+    tokens = builder.token_starts("A title: with 2. ends", text, places)
+    assert len(tokens) == len(places)
+    before = tokenizer.decode(ids[: tokens[0]])
+    assert "ends" in before
+    assert text[places[0]] not in before.partition("ends")[2]
+    assert tokens == sorted(tokens)
+    for place, token in zip(places, tokens, strict=True):
+        # a letter of several tokens is only whole with the tokens before and behind
+        around = tokenizer.decode(ids[max(0, token - 2) : token + 3])
+        assert text[place] in around, (place, token)
+
+
+def test_a_slow_tokenizer_cannot_tell(builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(_shared_tokenizer()), "is_fast", False)
+    assert builder.token_starts("t", "One. Two.", [0, 5]) == []
+
+
 def test_documents_that_do_not_fit_are_dropped_from_the_end(builder: PromptBuilder) -> None:
     docs = documents("word " * 50, "word " * 50, "short")
     whole = builder.build("Who?", docs, max_prompt_tokens=10_000)

@@ -409,3 +409,25 @@ def test_what_nobody_foresaw_is_logged_and_not_told(
     (record,) = [record for record in caplog.records if "look-for-me" in record.getMessage()]
     assert record.exc_info is not None
     assert "secret detail" in str(record.exc_info[1])
+
+
+def test_a_composed_request_carries_the_retriever_s_scores(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    ask(client, k=2, strategy="epic", strategy_options={"force": True})
+    ask(client, k=2, strategy="prefix")
+    ask(
+        client,
+        strategy="epic",
+        strategy_options={"force": True},
+        documents=[{"text": "The lighthouse was built by Alan Stevenson."}],
+    )
+    retrieved, exact, given = (request.scores for request in live.engine.requests[-3:])
+    assert exact is None
+    assert given is None
+    assert retrieved is not None
+    assert len(retrieved.documents) == len(live.engine.requests[-3].spans) - 1 == 2
+    first, second = retrieved.documents
+    assert first is not None
+    assert second is not None
+    assert 1.001 >= first >= second >= -1

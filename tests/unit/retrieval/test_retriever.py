@@ -16,6 +16,7 @@ import pytest
 from ragserve.errors import Conflict, NotFound, Unavailable
 from ragserve.retrieval.retriever import Retriever
 from ragserve_index import IndexStore
+from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.types import NewChunk, NewDocument
 from tests.unit.api.scripted_server import WordEmbedder
 
@@ -196,3 +197,32 @@ def test_an_unknown_namespace(store: IndexStore) -> None:
     with pytest.raises(NotFound) as caught:
         run(store, WordEmbedder(), lambda retriever: retriever.retrieve("nowhere", "x", 3))
     assert caught.value.code == "namespace_not_found"
+
+
+def test_hits_bring_the_scores_of_their_sentences(store: IndexStore) -> None:
+    embedder = WordEmbedder()
+    store.ensure_namespace("n", embedder=embedder.name, dim=embedder.dim)
+    text = "Otters swim far. Whales sing."
+    vectors = embedder.encode([text[:17], text[17:]])
+    scored = NewChunk(text, 0, len(text), 6, sentences=SentenceVectors.of([0, 17], vectors))
+    plain = NewChunk("Otters sleep.", 0, 13, 3)
+    store.replace_documents(
+        "n",
+        [
+            (NewDocument(name, name, "hash", "text/plain", 6), [chunk], embedder.encode([chunk.text]))
+            for name, chunk in (("scored", scored), ("plain", plain))
+        ],
+    )
+
+    async def test(retriever: Retriever) -> None:
+        found = await retriever.retrieve("n", "otters swim far", 2, sentences=True)
+        by_source = {hit.chunk.source: own for hit, own in zip(found.hits, found.sentences, strict=True)}
+        assert by_source["plain"] == []
+        [(first, near), (second, far)] = by_source["scored"]
+        assert (first, second) == (0, 17)
+        assert near == pytest.approx(1.0, abs=0.02)
+        assert far < 0.3
+        unasked = await retriever.retrieve("n", "otters swim far", 2)
+        assert unasked.sentences == [[], []]
+
+    run(store, embedder, test)

@@ -15,7 +15,14 @@ from sglang_ext.context.selection.base import ContextSelection, ModelShape
 from sglang_ext.context.selection.recompute_rules import RULES
 from sglang_ext.context.selection.reuse import BLOCK
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, ContextReport, PlanError, Span, document_key
+from sglang_ext.protocol import (
+    ContextPlan,
+    ContextReport,
+    PlanError,
+    RetrievalScores,
+    Span,
+    document_key,
+)
 from sglang_ext.request_options import STRATEGY_OPTIONS, RuleName
 
 lengths = st.lists(st.integers(1, 70), min_size=2, max_size=5)
@@ -190,3 +197,53 @@ def test_rotations_add_up(position: int, shift: int, neox: bool, seed: int) -> N
         moved, rotation.rotate(k, torch.full((3,), position + shift)), rtol=1e-4, atol=1e-4
     )
     assert torch.equal(moved[..., 16:], k[..., 16:]), "dimensions beyond the rotary ones stay"
+
+
+SCORED = (Span(0, 4), Span(4, 14), Span(14, 20))
+
+
+def scored(documents: Any, sentences: Any) -> str:
+    plan = json.loads(ContextPlan("compose", "n", "samkv", SCORED).to_json())
+    return json.dumps(plan | {"scores": {"documents": documents, "sentences": sentences}})
+
+
+def test_scores_come_back_with_four_digits() -> None:
+    scores = RetrievalScores((0.123456, None), (((0, -1.0), (9, 0.98765)), ()))
+    plan = ContextPlan("compose", "n", "samkv", SCORED, scores=scores)
+    assert ContextPlan.from_json(plan.to_json(), 30).scores == RetrievalScores(
+        (0.1235, None), (((0, -1.0), (9, 0.9877)), ())
+    )
+    without = ContextPlan("compose", "n", "samkv", SCORED)
+    assert ContextPlan.from_json(without.to_json(), 30).scores is None
+
+
+@pytest.mark.parametrize(
+    ("documents", "sentences", "says"),
+    [
+        ([0.1], [[], []], "1 and 2 scores for 2 documents"),
+        ([0.1, 0.2], [[]], "2 and 1 scores for 2 documents"),
+        ([0.1, 1.5], [[], []], "from -1 to 1, not 1.5"),
+        ([0.1, float("nan")], [[], []], "from -1 to 1, not nan"),
+        ([0.1, float("-inf")], [[], []], "from -1 to 1, not -inf"),
+        ([0.1, True], [[], []], "from -1 to 1, not True"),
+        ([0.1, "0.2"], [[], []], "from -1 to 1, not '0.2'"),
+        ([0.1, 0.2], [[[0, None]], []], "from -1 to 1, not None"),
+        ([0.1, 0.2], [[[0, 0.1], [0, 0.2]], []], "must ascend"),
+        ([0.1, 0.2], [[[3, 0.1], [1, 0.2]], []], "must ascend"),
+        ([0.1, 0.2], [[[-1, 0.1]], []], "outside of its document of 10 tokens"),
+        ([0.1, 0.2], [[], [[0, 0.1], [6, 0.2]]], "outside of its document of 6 tokens"),
+        ([0.1, 0.2], [[[0.5, 0.1]], []], "whole numbers"),
+        ([0.1, 0.2], [[[0]], []], "cannot be used"),
+        ([0.1, 0.2], [3, []], "cannot be used"),
+        (None, [[], []], "cannot be used"),
+    ],
+)
+def test_scores_of_a_client_are_checked(documents: Any, sentences: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        ContextPlan.from_json(scored(documents, sentences), 30)
+
+
+def test_scores_that_are_no_object_are_refused() -> None:
+    plan = json.loads(ContextPlan("compose", "n", "samkv", SCORED).to_json())
+    with pytest.raises(PlanError, match="cannot be used"):
+        ContextPlan.from_json(json.dumps(plan | {"scores": [1]}), 30)
