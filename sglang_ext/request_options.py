@@ -79,6 +79,16 @@ class SamKvExperiment(RequestOptions):
         default=0.3,
         description="sentences: weight of the question's words beside attention; 1 needs no query pass.",
     )
+    retrieval_weight: Weight = Field(
+        default=0.0,
+        description="sentences: weight of the retriever's scores of passages and sentences beside words and "
+        "attention, where the request has them. Off: the gate's measurements have no such scores.",
+    )
+    document_prior: Weight = Field(
+        default=0.0,
+        description="blocks: exponent of the retriever's scores of passages as a prior over documents; 0, as "
+        "in the paper, leaves them out.",
+    )
     title_weight: Weight = Field(
         default=0.6,
         description="sentences: a document's first sentence scores at least this share of the best sentence "
@@ -176,9 +186,18 @@ class SamKvOptions(ComposedOptions):
         description="Share of the document tokens to keep. Default: 0.15 of sentences; blocks: as many as "
         "the documents' statistics ask for, at most one document's share.",
     )
+    top_p: Share | None = Field(
+        default=None,
+        description="sentences: keep the best ones that hold this share of the weight of all scores, at "
+        "least `keep_least` and at most `keep` (0.6 by default) of the document tokens. Default: `keep` "
+        "decides.",
+    )
+    keep_least: Share = Field(
+        default=0.05, description="sentences with `top_p`: least share of the document tokens to keep."
+    )
     min_tokens: Count = Field(
         default=MIN_TOKENS,
-        description="sentences: least document tokens to keep. 0 by default where `keep` is given.",
+        description="sentences: least document tokens to keep. 0 by default with `keep` or `top_p`.",
     )
     personalised: bool = Field(
         default=False,
@@ -218,7 +237,8 @@ class SamKvOptions(ComposedOptions):
         blocks: dict[str, Any] = {"recompute": "outliers", "personalised": True, "kept_positions": "original"}
         if given.get("selection", "sentences") == "sentences":
             blocks = {}
-        few = {} if given.get("keep") is None else {"min_tokens": 0}
+        asked = given.get("keep") is not None or given.get("top_p") is not None
+        few = {"min_tokens": 0} if asked else {}
         return {**blocks, **few, **given}
 
     @field_validator("block_size")

@@ -30,6 +30,9 @@ def context_use(
         )
     if prompt.cut_to is not None:
         notes.append(f"Passage {prompt.documents_kept} was cut to its first {prompt.cut_to:,} characters.")
+    if report and report.keep_reason:
+        share = report.kept / max(1, report.document_tokens)
+        notes.append(f"{share:.0%} of the document tokens were kept: {report.keep_reason}.")
     if last.fallback:
         strategy = "prefix"
         notes.append(f"Answered by strategy prefix: {last.fallback}.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from typing import Any
 
@@ -20,15 +20,22 @@ _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 _CLOSING = " \t\"'\u201d\u2019)]"
 
 
+def numbers(batch: Sequence[Sequence[int]]) -> list[str]:
+    """Runs of token ids, written as numbers."""
+    return [" ".join(map(str, ids)) for ids in batch]
+
+
 @dataclass(frozen=True, eq=False)
 class Texts:
     """``unrelated``: texts that a document is placed behind, to see which of its tokens depend on what
     precedes it (docs/methods.md, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a
-    sentence or holds a line break.
+    sentence or holds a line break. ``read``: texts of several runs of token ids; without a tokenizer every id
+    is a word.
     """
 
     unrelated: list[list[int]]
     ends: torch.Tensor
+    read: Callable[[Sequence[Sequence[int]]], list[str]] = numbers
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int) -> Texts:
@@ -36,7 +43,8 @@ class Texts:
         ids = torch.arange(vocabulary)[:, None].tolist()
         written = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         ends = torch.tensor([_ends(text) for text in written], dtype=torch.bool)
-        return cls(unrelated_contexts(tokenizer), ends)
+        read = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cls(unrelated_contexts(tokenizer), ends, read)
 
     @classmethod
     def drawn(cls, vocabulary: int) -> Texts:
@@ -66,10 +74,6 @@ class Texts:
         place = torch.arange(len(tokens))
         start = torch.where(begins, place, 0).cummax(0).values
         return (begins | ((place - start) % LONGEST == 0)).to(torch.uint8)
-
-    def without_ends(self, question: torch.Tensor) -> torch.Tensor:
-        """Drop the tokens that end sentences, which occur everywhere, from a question; both int64."""
-        return question[~self.ends[question.clamp(max=len(self.ends) - 1)]]
 
 
 def unrelated_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:

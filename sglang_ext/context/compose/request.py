@@ -172,6 +172,7 @@ def report_of(context: ComposedContext) -> ContextReport:
         ask_ms=stages.get("ask", 0.0),
         recompute_graph=context.by_graph,
         one_pass=context.fused,
+        keep_reason=context.selection.reason,
     )
 
 

@@ -128,7 +128,7 @@ class RecallProbe:
         for ids, query in zip(self._whole, queries, strict=True):
             wanted = query.get(partial.samkv.experimental.question_query) if partial.samkv else None
             chosen = self._engine.selector.select(partial, self._analyses, wanted, ids, stable)
-            found.append(fixed if chosen is None else chosen)
+            found.append(fixed if chosen is None else chosen.kept)
         return found
 
     def _partial(self, options: dict[str, Any]) -> PartialSelection:

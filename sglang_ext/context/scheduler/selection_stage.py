@@ -16,6 +16,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -300,8 +301,10 @@ class SelectionStage:
             else queries[partial.samkv.experimental.question_query]
         )
         ids = torch.from_numpy(np.array(context.ids))
-        kept = self._selector.select(partial, analyses, query, ids, self._stable)
-        return partial.settle(analyses, kept)
+        chosen = self._selector.select(partial, analyses, query, ids, self._stable)
+        if chosen is None:
+            return partial.settle(analyses)
+        return replace(partial.settle(analyses, chosen.kept), reason=chosen.reason)
 
 
 def failing(contexts: Sequence[ComposedContext]) -> Callable[[str], None]:

@@ -40,7 +40,7 @@ class ContextSelection:
     at layer 1. ``needs_question_attention``: ``recomputed`` is chosen after the context is composed, by the
     question's attention. ``compact``: kept tokens and the question have the positions of a prompt of these
     tokens alone; ``kept`` is [S] then. ``fuse``: recomputed KV is blended with the cached KV (SamKV, equation
-    4) instead of replacing it."""
+    4) instead of replacing it. ``reason``: why so many tokens are kept, "" where the plan alone says it."""
 
     kept: torch.Tensor
     recomputed: torch.Tensor
@@ -48,6 +48,7 @@ class ContextSelection:
     fuse: bool = False
     needs_question_attention: bool = False
     compact: bool = False
+    reason: str = ""
 
     @property
     def slots(self) -> int:

@@ -10,6 +10,10 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import samkv
+from sglang_ext.context.selection.choose_sentences import choose_sentences
+from sglang_ext.context.selection.sentences import number_sentences
+from sglang_ext.context.selection.signals import Evidence
+from sglang_ext.context.selection.signals.document import document_prior
 from sglang_ext.context.selection.strategies import PartialSelection
 from sglang_ext.ranks import Ranks
 
@@ -29,8 +33,8 @@ class Selector:
         query: torch.Tensor | None,
         ids: torch.Tensor,
         stable: Sequence[int],
-    ) -> torch.Tensor | None:
-        """Return the kept document tokens as `samkv.Chosen.kept`; None if there is nothing to select.
+    ) -> samkv.Chosen | None:
+        """Choose the kept document tokens; None if there is nothing to select.
 
         Args:
             analyses: one a document, in the order of the prompt.
@@ -42,18 +46,24 @@ class Selector:
             return None
         options, blocks, start = partial.samkv, partial.blocks, partial.plan.question_start
         if options.by_sentence:
-            return samkv.choose_sentences(
+            sentence, first = number_sentences(analyses)
+            evidence = Evidence(
                 options,
                 blocks,
                 analyses,
+                sentence,
+                first,
+                ids[blocks.first : start],
+                ids[start:],
+                self._analyser.texts,
                 query,
                 start,
                 self._rotation,
-                ids[blocks.first : start],
-                self._analyser.texts.without_ends(ids[start:]),
+                partial.plan.scores,
                 reduce=self._ranks.sum,
                 highest=self._ranks.max,
             )
+            return choose_sentences(evidence)
         if query is None:
             return None
         return samkv.choose(
@@ -66,4 +76,5 @@ class Selector:
             reduce=self._ranks.sum,
             highest=self._ranks.max,
             stable=stable or None,
-        ).kept
+            prior=document_prior(partial.plan.scores, options.experimental.document_prior),
+        )

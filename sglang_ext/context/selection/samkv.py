@@ -22,15 +22,15 @@ import torch
 
 from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.blocks import Blocks
+from sglang_ext.context.selection.queries import block_attention, block_products, document_queries
 from sglang_ext.context.selection.recompute_rules import Rule
 from sglang_ext.protocol import ContextPlan
 from sglang_ext.request_options import SamKvOptions
 
 KEEP = 0.15  # default share of the document tokens, for sentences
-_CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
+MOST = 0.6  # default ceiling of that share with `top_p`
 
 
 def select_by_samkv(plan: ContextPlan, options: SamKvOptions, shape: ModelShape) -> PartialSelection:
@@ -69,7 +69,7 @@ def budget(options: SamKvOptions, blocks: Blocks) -> int:
     if options.selection == "none":
         return 0
     if options.by_sentence:
-        share = KEEP if options.keep is None else options.keep
+        share = options.keep or (KEEP if options.top_p is None else MOST)
         return min(blocks.tokens, max(1, options.min_tokens, round(share * blocks.tokens)))
     if options.keep is None:
         return min(blocks.middle_tokens, blocks.tokens // blocks.documents)
@@ -80,10 +80,11 @@ def budget(options: SamKvOptions, blocks: Blocks) -> int:
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """``kept`` int64 [S] or [layers, S] on the CPU: positions of the kept document tokens, ascending.
-    ``proportion`` f32 [D]: P."""
+    ``proportion`` f32 [D]: P, for blocks. ``reason``: why so many are kept."""
 
     kept: torch.Tensor
-    proportion: torch.Tensor
+    proportion: torch.Tensor | None = None
+    reason: str = ""
 
 
 def stable_layers(layers: int) -> range:
@@ -102,6 +103,7 @@ def choose(
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     highest: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     stable: Sequence[int] | None = None,
+    prior: torch.Tensor | None = None,
 ) -> Chosen:
     """Choose the blocks that each layer keeps.
 
@@ -112,6 +114,8 @@ def choose(
         reduce: sums over ranks.
         highest: takes the maximum over ranks.
         stable: layers over which P is averaged; default: :func:`stable_layers`.
+        prior: f32 [D] in (0, 1], multiplies P and the pooled scores of each document's blocks; for scores
+            that may be negative its logarithm is added.
     """
     layers, device = query.shape[0], query.device
     left = budget(options, blocks)
@@ -119,11 +123,13 @@ def choose(
         return Chosen(blocks.fixed(), torch.zeros(blocks.documents))
     by_attention = options.scoring == "attention"
     # Attention is scored by query head; for the other scores, the sum of a query group is enough.
-    queries = _queries(options, blocks, analyses, query, question_start, rotation, reduce)
-    products = _products(queries, analyses, blocks, fold=not by_attention)
+    queries = document_queries(options, blocks, analyses, query, question_start, rotation, reduce)
+    products = block_products(queries, analyses, blocks, fold=not by_attention)
     scores = reduce(products.sum(-1))  # [layers, D, M]
     middle, size = blocks.middle.to(device), blocks.size.to(device)
     proportion = _proportion(scores, blocks, analyses, stable_layers(layers) if stable is None else stable)
+    if prior is not None:
+        proportion = proportion * prior.to(device)
     count = middle.sum(1)
     if options.keep is None:
         count = (proportion * count).round().to(torch.int64)
@@ -132,139 +138,19 @@ def choose(
     rank = ranked.argsort(-1, descending=True).argsort(-1)
     among = middle & (rank < count[None, :, None])
     pooled = (
-        highest(_block_attention(products, blocks))
+        highest(block_attention(products, blocks))
         if by_attention
         else _normalised(scores, middle, options.scoring)
     )
+    if prior is not None:
+        by_block = prior.to(device)[None, :, None]
+        positive = options.scoring in ("attention", "softmax")
+        pooled = pooled * by_block if positive else pooled + by_block.log()
     if options.selection == "shared":
         late = slice(len(pooled) // 2, None) if by_attention else slice(None)
         among, pooled = among.any(0, keepdim=True), pooled[late].sum(0, keepdim=True)
     kept = _take(pooled.masked_fill(~among, -torch.inf), among, blocks, left)
     return Chosen(kept.cpu() if options.selection == "layers" else kept[0].cpu(), proportion.cpu())
-
-
-def choose_sentences(
-    options: SamKvOptions,
-    blocks: Blocks,
-    analyses: Sequence[Analysis],
-    query: torch.Tensor | None,
-    question_start: int,
-    rotation: Rotation,
-    ids: torch.Tensor,
-    question: torch.Tensor,
-    *,
-    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
-    highest: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
-) -> torch.Tensor:
-    """Choose the sentences that every layer keeps: positions as `Chosen.kept`. All ranks choose the same.
-
-    ``ids`` int64 [N]: the documents' token ids; ``question`` int64: those of the question that carry meaning.
-    ``query`` is None where words alone count. Other arguments as in :func:`choose`."""
-    tuned = options.experimental
-    sentence, first = sentences.number_sentences(analyses)
-    lexical = sentences.lexical_scores(ids, sentence, question) if tuned.lexical_weight else None
-    attention = None
-    if query is not None:
-        queries = _queries(options, blocks, analyses, query, question_start, rotation, reduce)
-        if options.scoring == "keys":
-            token = reduce(sentences.head_attention(queries, analyses)).cpu()
-        else:
-            share = highest(_block_attention(_products(queries, analyses, blocks, fold=False), blocks))
-            token = share[len(share) // 2 :].sum(0).flatten().cpu()[blocks.token_block]
-        attention = sentences.max_per_sentence(token, sentence)
-    score = sentences.blend(lexical, attention, tuned.lexical_weight, tuned.attention_power)
-    score = sentences.penalize_length(score, sentence, tuned.length_penalty)
-    score = sentences.lift_titles(score, sentence, first, tuned.title_weight)
-    return blocks.first + sentences.take_best(score, sentence, budget(options, blocks))
-
-
-def _queries(
-    options: SamKvOptions,
-    blocks: Blocks,
-    analyses: Sequence[Analysis],
-    query: torch.Tensor,
-    question_start: int,
-    rotation: Rotation,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Each document's query, f32 [layers, D, heads, head_dim], rotated to where the document's keys are
-    stored."""
-    shifts = blocks.start[:, 0]
-    if options.score_positions == "adjacent":  # every document right before the question
-        shifts = question_start - blocks.length.sum(1)
-    shifts = shifts.to(query.device)
-    queries = (
-        personalised(query, analyses, shifts, rotation, reduce)
-        if options.personalised
-        else query[:, None].expand(-1, len(shifts), -1, -1)
-    )
-    return _moved(queries, -shifts, rotation)
-
-
-def personalised(
-    query: torch.Tensor,
-    analyses: Sequence[Analysis],
-    shifts: torch.Tensor,
-    rotation: Rotation,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Equation 1: f32 [layers, D, heads, head_dim]. The cosine takes all heads of all ranks as one vector."""
-    documents = len(analyses)
-    if documents == 1:
-        return query[:, None]
-    local = torch.stack([a.local_q.to(query.device) for a in analyses], dim=1).float()
-    local = (
-        local * torch.stack([a.local_q_scale.to(query.device) for a in analyses], dim=1).float()[..., None]
-    )
-    local = _moved(local, shifts, rotation)
-    whole = query[:, None].expand_as(local)
-    parts = reduce(
-        torch.stack([(a * b).sum((-1, -2)) for a, b in ((whole, local), (whole, whole), (local, local))])
-    )
-    weight = (parts[0] / (parts[1] * parts[2]).sqrt().clamp(min=1e-12)).abs()
-    biased = weight[..., None, None] * local
-    return query[:, None] + (biased.sum(1, keepdim=True) - biased) / (documents - 1)
-
-
-def _moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """[layers, D, heads, head_dim] rotated by each document's shift."""
-    flat = queries.flatten(0, 1)
-    return rotation.rotate(flat, shifts.repeat(queries.shape[0])).view_as(queries)
-
-
-def _products(
-    queries: torch.Tensor, analyses: Sequence[Analysis], blocks: Blocks, *, fold: bool
-) -> torch.Tensor:
-    """<q_i, mean K> / sqrt(head_dim): f32 [layers, D, M, heads], or [layers, D, M, kv_heads] summed over
-    query groups (``fold``). 0 where there is no block."""
-    layers, documents, heads, dim = queries.shape
-    kv_heads = analyses[0].mean_k.shape[2]
-    grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
-    if fold:
-        grouped = grouped.sum(3, keepdim=True)
-    counts = torch.tensor([analysis.blocks for analysis in analyses])
-    document = torch.repeat_interleave(torch.arange(documents), counts).to(queries.device)
-    keys = torch.cat([a.mean_k.to(queries.device) for a in analyses], dim=1)
-    scale = torch.cat([a.mean_k_scale.to(queries.device) for a in analyses], dim=1)
-    step = max(1, _CHUNK_BYTES // (4 * len(document) * grouped.shape[2] * grouped.shape[3] * dim))
-    found = []
-    for at in range(0, layers, step):
-        rows = slice(at, min(at + step, layers))
-        # [rows, blocks, kv_heads, group]
-        products = (keys[rows].float()[:, :, :, None] * grouped[rows][:, document]).sum(-1)
-        found.append((products * scale[rows].float()[..., None]).flatten(2))
-    flat = torch.cat(found) / dim**0.5
-    padded = torch.zeros(layers, documents, blocks.start.shape[1], flat.shape[-1], device=queries.device)
-    padded[:, (blocks.length > 0).to(queries.device)] = flat
-    return padded
-
-
-def _block_attention(products: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """f32 [layers, D, M]: largest share of attention that a head gives a block, with every key of a block
-    taken as its mean; softmax over all blocks."""
-    length = blocks.length.to(products.device)
-    logits = products + length.float().log()[..., None]  # -inf where there is no block
-    return logits.flatten(1, 2).softmax(1).amax(-1).view(products.shape[:-1])
 
 
 def _proportion(

@@ -1,15 +1,4 @@
-"""Scores of whole sentences, by the question's words in them and by the attention of retrieval heads.
-
-    score(S)     = (w * words(S) / max words + (1 - w) * (attention(S) / max attention)^p) / tokens(S)^l
-    words(S)     = sum of log(sentences / sentences with t) over the question's tokens, and pairs of
-                   neighbouring tokens, t that S contains
-    attention(S) = highest attention of the question's last token to a token of S, by the keys of the model's
-                   retrieval heads
-    w, p, l      = options lexical_weight, attention_power, length_penalty
-
-Words find names, attention finds facts in other words; each finds what the other misses. Nothing here reads
-K or V: the token ids travel with the request, and quantized keys of the retrieval heads are stored with the
-documents' analyses."""
+"""Whole sentences of documents: their numbers, and which are kept by their scores (`signals` makes these)."""
 
 from __future__ import annotations
 
@@ -20,8 +9,8 @@ import torch
 from sglang_ext.analysis.document_analysis import Analysis
 
 SINKS = 3  # first tokens of a document, on which models park attention
+_SHARPNESS = 2  # exponent that makes a score a weight
 _SHORTEST = 8  # tokens: a shorter sentence (a heading) is penalized as one of this length
-_CHUNK_BYTES = 256 * 2**20  # of queries, one per token, at a time
 
 
 def number_sentences(analyses: Sequence[Analysis]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,43 +21,6 @@ def number_sentences(analyses: Sequence[Analysis]) -> tuple[torch.Tensor, torch.
     begins = torch.cat([analysis.begins for analysis in analyses]).to(torch.int64).clamp(max=1)
     begins[first] = 1
     return begins.cumsum(0) - 1, first
-
-
-def lexical_scores(ids: torch.Tensor, sentence: torch.Tensor, question: torch.Tensor) -> torch.Tensor:
-    """f32 [sentences]: words(S). ``ids`` and ``sentence`` int64 [N]: token id and sentence number of every
-    document token; ``question`` int64 [q]: the question's tokens that count."""
-    count = int(sentence[-1]) + 1
-    score = torch.zeros(count)
-    base = 1 + max(int(ids.max()), int(question.max()) if len(question) else 0)
-    whole = sentence[1:] == sentence[:-1]  # a pair does not cross sentences
-    pairs = ids[:-1][whole] * base + ids[1:][whole]
-    for terms, found, where in (
-        (question, ids, sentence),
-        (question[:-1] * base + question[1:], pairs, sentence[1:][whole]),
-    ):
-        known = terms.unique()
-        if len(known) == 0:
-            continue
-        place = torch.searchsorted(known, found).clamp(max=len(known) - 1)
-        hit = known[place] == found
-        contains = torch.zeros(len(known), count, dtype=torch.bool)
-        contains[place[hit], where[hit]] = True
-        weight = (count / contains.sum(1).clamp(min=1)).log()
-        score += weight @ contains.float()
-    return score
-
-
-def blend(
-    lexical: torch.Tensor | None, attention: torch.Tensor | None, weight: float, power: float
-) -> torch.Tensor:
-    """f32 [sentences]: both scores [sentences], each over its largest value, ``lexical`` with ``weight`` and
-    ``attention`` to the power of ``power``. A score that is None takes no part."""
-    parts = [
-        share * (score / score.max().clamp(min=1e-9)) ** exponent
-        for share, score, exponent in ((weight, lexical, 1.0), (1 - weight, attention, power))
-        if score is not None
-    ]
-    return torch.stack(parts).sum(0)
 
 
 def penalize_length(score: torch.Tensor, sentence: torch.Tensor, power: float) -> torch.Tensor:
@@ -105,29 +57,11 @@ def max_per_sentence(token: torch.Tensor, sentence: torch.Tensor) -> torch.Tenso
     return torch.zeros(int(sentence[-1]) + 1).scatter_reduce(0, sentence, token, "amax", include_self=False)
 
 
-def head_attention(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch.Tensor:
-    """f32 [N]: for every document token, the largest share of attention over all N that a query head gives
-    it, summed over this rank's retrieval heads. The first `SINKS` tokens of a document get none.
-
-    ``queries`` f32 [layers, D, heads, head_dim]: each document's, rotated to where its keys are stored."""
-    device, dim = queries.device, queries.shape[-1]
-    lengths = torch.tensor([analysis.n_tokens for analysis in analyses], device=device)
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-    parked = torch.arange(len(document), device=device) - (lengths.cumsum(0) - lengths)[document] < SINKS
-    group = queries.shape[2] // analyses[0].mean_k.shape[2]
-    keys, scale = (
-        torch.cat([getattr(a, name).to(device) for a in analyses]) for name in ("token_k", "token_k_scale")
-    )
-    total = torch.zeros(len(document), device=device)
-    step = max(1, _CHUNK_BYTES // (4 * group * dim))
-    for number, (layer, head) in enumerate(analyses[0].heads.tolist()):
-        grouped = queries[layer, :, head * group : (head + 1) * group]  # [D, group, head_dim]
-        logits = torch.cat(
-            [
-                (grouped[document[at : at + step]] @ keys[at : at + step, number, :, None].float())[..., 0]
-                for at in range(0, len(document), step)
-            ]
-        )  # [N, group]
-        logits = logits * scale[:, number, None].float() / dim**0.5
-        total += logits.masked_fill(parked[:, None], -1e9).softmax(0).amax(1)
-    return total.masked_fill(parked, 0.0)
+def tokens_of_weight(score: torch.Tensor, sentence: torch.Tensor, p: float) -> int:
+    """Tokens of the fewest best sentences that hold ``p`` of the weight of all. A sentence weighs its tokens
+    times its ``score`` [sentences] to the power of `_SHARPNESS`."""
+    tokens = torch.bincount(sentence, minlength=len(score))
+    order = score.argsort(descending=True, stable=True)
+    weight = (tokens * score.clamp(min=0).double() ** _SHARPNESS)[order].cumsum(0)
+    needed = int(torch.searchsorted(weight, p * weight[-1])) + 1
+    return int(tokens[order][:needed].sum())

@@ -18,8 +18,9 @@ from sglang_ext.context.recompute.row_attention import fused
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.blocks import Blocks
+from sglang_ext.context.selection.queries import personalised
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
-from sglang_ext.context.selection.samkv import choose, personalised
+from sglang_ext.context.selection.samkv import choose
 from sglang_ext.protocol import ContextPlan, Span
 from sglang_ext.request_options import SamKvExperiment, SamKvOptions
 from tests.analyses import local_queries, mean_keys
@@ -68,7 +69,12 @@ def turned(vector: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def reference(
-    plan: ContextPlan, analyses: list[Analysis], query: torch.Tensor, options: SamKvOptions, stable: list[int]
+    plan: ContextPlan,
+    analyses: list[Analysis],
+    query: torch.Tensor,
+    options: SamKvOptions,
+    stable: list[int],
+    prior: list[float] | None = None,
 ) -> list[list[int]]:
     """Kept document tokens per layer, the paper's way: one layer, one document, one block at a time."""
     spans = plan.spans[1:]
@@ -114,7 +120,7 @@ def reference(
             largest = scores[n][i][min(middle[i], key=lambda b: float(analyses[i].exponent[n, b]))]
             least = scores[n][i][min(middle[i], key=lambda b: float(analyses[i].attention[n, b]))]
             parts.append((largest - anchor) / (largest - least) if least < anchor <= largest else 0.0)
-        proportion.append(sum(parts) / len(parts))
+        proportion.append(sum(parts) / len(parts) * (prior[i] if prior else 1.0))
     total = sum(a.n_tokens for a in analyses)
     fixed = [
         spans[i].start + t
@@ -132,7 +138,8 @@ def reference(
             if options.scoring == "zscore" and len(values):
                 mean, deviation = float(values.mean()), float(values.var(correction=0).sqrt())
             number = len(ranked) if options.keep is not None else round(proportion[i] * len(ranked))
-            pool += [((scores[n][i][b] - mean) / deviation, i, b) for b in ranked[:number]]
+            shift = math.log(prior[i]) if prior else 0.0
+            pool += [((scores[n][i][b] - mean) / deviation + shift, i, b) for b in ranked[:number]]
         budget = total // count if options.keep is None else max(0, round(options.keep * total) - len(fixed))
         tokens: list[int] = []
         for _, i, b in sorted(pool, reverse=True):
@@ -149,6 +156,7 @@ def reference(
     st.sampled_from([None, 0.5, 0.8]),
     st.sampled_from([0, 1, 2]),
     st.sampled_from(["raw", "zscore"]),
+    st.booleans(),
 )
 def test_selection_equals_the_equations(
     sizes: list[int],
@@ -157,6 +165,7 @@ def test_selection_equals_the_equations(
     keep: float | None,
     initial: int,
     scoring: Literal["raw", "zscore"],
+    scored: bool,
 ) -> None:
     if scoring == "zscore":  # one or two blocks have the same scores in every document
         sizes = [size + 60 for size in sizes]
@@ -173,10 +182,38 @@ def test_selection_equals_the_equations(
         experimental=SamKvExperiment(scoring=scoring),
     )
     tables = Blocks.build(plan.spans[1:], blocks, initial=initial, local=2)
-    chosen = choose(options, tables, analyses, query, plan.question_start, ROTATION, stable=[1, 2])
-    wanted = reference(plan, analyses, query, options, [1, 2])
+    prior = torch.rand(len(sizes), generator=generator) * 0.9 + 0.1 if scored else None
+    chosen = choose(
+        options, tables, analyses, query, plan.question_start, ROTATION, stable=[1, 2], prior=prior
+    )
+    wanted = reference(plan, analyses, query, options, [1, 2], None if prior is None else prior.tolist())
     rows = chosen.kept.tolist() if chosen.kept.dim() == 2 else [chosen.kept.tolist()] * LAYERS
     assert rows == wanted
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_a_passage_that_is_nearer_the_question_comes_first(power: float) -> None:
+    """Three equal documents, of which the first one's passage is nearest."""
+    from sglang_ext.context.selection.signals.document import document_prior
+    from sglang_ext.protocol import RetrievalScores
+
+    generator = torch.Generator().manual_seed(1)
+    one = analysis_of(40, 4, generator)
+    plan = plan_of([40] * 3)
+    tables = Blocks.build(plan.spans[1:], [4] * 3, initial=0, local=1)
+    options = SamKvOptions(selection="shared", personalised=False, keep=0.4, experimental=SamKvExperiment())
+    query = torch.randn(LAYERS, HEADS, DIM, generator=generator) * 0.1
+    prior = document_prior(RetrievalScores((0.9, 0.1, 0.0), ((), (), ())), power)
+    found = choose(
+        options, tables, [one] * 3, query, plan.question_start, ROTATION, stable=[1], prior=prior
+    ).kept
+    inside = [int(((found >= s.start) & (found < s.end - 4)).sum()) for s in plan.spans[1:]]
+    assert (prior is None) == (power == 0.0)
+    if power:
+        assert inside[0] == max(inside) == 36
+    else:
+        assert inside[0] < 36
+    assert document_prior(None, 1.0) is None
 
 
 def test_one_document_has_no_bias() -> None:

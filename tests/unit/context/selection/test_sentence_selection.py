@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -13,14 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.analysis.document_analysis import Analysis
+from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.blocks import Blocks
-from sglang_ext.context.selection.samkv import choose_sentences
+from sglang_ext.context.selection.choose_sentences import choose_sentences
+from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan
 from sglang_ext.request_options import MIN_TOKENS, SamKvExperiment, SamKvOptions
 from tests.analyses import local_queries, mean_keys
+from tests.unit.context.selection.signals.evidence import evidence_of
 from tests.unit.context.selection.test_samkv import (
     DIM,
     HEADS,
@@ -35,9 +37,9 @@ from tests.unit.context.selection.test_samkv import (
 
 
 def words_of(texts: Sequence[Sequence[int]], question: Sequence[int]) -> list[float]:
-    """The score of each sentence's words, from sets of tokens and of pairs."""
-    terms = [*({t} for t in set(question)), *({p} for p in set(pairwise(question)))]
-    found = [set(text) | set(pairwise(text)) for text in texts]
+    """The score of each sentence's words, from sets of tokens."""
+    terms = [{t} for t in set(question)]
+    found = [set(text) for text in texts]
     held = [sum(term <= terms_of for terms_of in found) for term in terms]
     return [
         sum(
@@ -47,18 +49,6 @@ def words_of(texts: Sequence[Sequence[int]], question: Sequence[int]) -> list[fl
         )
         for terms_of in found
     ]
-
-
-texts_of_few_tokens = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12)
-
-
-@given(texts_of_few_tokens, st.lists(st.integers(0, 12), max_size=8))
-def test_words_count_by_how_rare_they_are(texts: list[list[int]], question: list[int]) -> None:
-    sentence = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(text) for text in texts]))
-    found = sentences.lexical_scores(
-        torch.tensor([t for text in texts for t in text]), sentence, torch.tensor(question, dtype=torch.int64)
-    )
-    assert found.tolist() == pytest.approx(words_of(texts, question), abs=1e-4)
 
 
 @given(
@@ -101,7 +91,22 @@ def test_the_best_sentences_are_kept(
         ),
     )
     tables = Blocks.build(plan.spans[1:], blocks, initial=0, local=0)
-    found = choose_sentences(options, tables, analyses, query, plan.question_start, ROTATION, ids, question)
+    sentence, first = sentences.number_sentences(analyses)
+    found = choose_sentences(
+        Evidence(
+            options,
+            tables,
+            analyses,
+            sentence,
+            first,
+            ids,
+            question,
+            Texts.drawn(40),
+            query,
+            plan.question_start,
+            ROTATION,
+        )
+    ).kept
     budget = max(1, round(keep * total))
     assert len(found) == budget
     assert found.tolist() == sorted(set(found.tolist()))
@@ -264,3 +269,39 @@ def test_words_alone_need_no_query() -> None:
     assert made.needs_analysis
     assert made.slots == SYSTEM + 14
     assert made.kept.tolist() == list(range(SYSTEM))
+
+
+def test_the_fewest_best_sentences_that_hold_a_share_of_the_weight() -> None:
+    sentence = torch.repeat_interleave(torch.arange(4), torch.tensor([10, 20, 10, 5]))
+    score = torch.tensor([0.1, 0.2, 1.0, 0.0])
+    # weights: tokens times the score's square: 0.1, 0.8, 10, 0 of 10.9
+    assert sentences.tokens_of_weight(score, sentence, 0.9) == 10
+    assert sentences.tokens_of_weight(score, sentence, 0.95) == 30
+    assert sentences.tokens_of_weight(score, sentence, 1.0) == 40
+    assert sentences.tokens_of_weight(torch.zeros(4), sentence, 0.5) == 10
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "kept", "reason"),
+    [
+        ("klmno", {"top_p": 0.9}, 10, "they hold 0.9 of the weight"),
+        ("klmno zzzzz", {"top_p": 0.9, "keep_least": 0.5}, 25, "the floor: fewer hold 0.9 of the weight"),
+        ("klmno", {"top_p": 0.9, "min_tokens": 12}, 12, "the floor: fewer hold 0.9 of the weight"),
+        ("abcde fghij klmno pqrst", {"top_p": 1.0, "keep": 0.4}, 20, "the ceiling: 80% would hold 1"),
+        ("klmno", {"keep": 0.3}, 15, "option keep"),
+        ("klmno", {"keep": 0.3, "min_tokens": 40}, 40, "option min_tokens"),
+    ],
+)
+def test_the_kept_share_follows_from_the_scores(
+    question: str, options: dict[str, Any], kept: int, reason: str
+) -> None:
+    texts = [["abcde... "], ["fghij... ", "klmno... "], ["pqrst... "], ["uvwxy... "]]
+    experiment = {"lexical_weight": 1.0, "title_weight": 0.0}
+    made = evidence_of([[t + " " for t in d] for d in texts], question, experimental=experiment, **options)
+    chosen = choose_sentences(made)
+    assert len(chosen.kept) == kept
+    assert chosen.reason.startswith(reason)
+    if "ceiling" in reason:
+        return  # equal sentences in the order of the text
+    [at] = [i for i, t in enumerate("".join("".join(d) for d in texts).split()) if t == "klmno..."]
+    assert set(range(10 * at, 10 * at + 10)) <= set(chosen.kept.tolist())

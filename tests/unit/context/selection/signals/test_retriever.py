@@ -1,0 +1,81 @@
+"""Signals `document` and `sentence`, and the sum of all signals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from sglang_ext.context.selection.signals import SIGNALS, Evidence, fused
+from sglang_ext.context.selection.signals.base import TEMPERATURE
+from sglang_ext.protocol import RetrievalScores
+from tests.unit.context.selection.signals.evidence import evidence_of
+
+DOCUMENTS = [["Title\n", "abcde. "], ["fghij. ", "klmno. "], ["pqrst. "]]
+
+
+def weight(cosine: float, best: float) -> float:
+    return math.exp((cosine - best) / TEMPERATURE)
+
+
+def evidence(documents: tuple[float | None, ...], sentences: Any, **options: Any) -> Evidence:
+    return evidence_of(DOCUMENTS, "xyz klmno", RetrievalScores(documents, sentences), **options)
+
+
+def test_a_sentence_has_the_weight_of_its_passage() -> None:
+    found = SIGNALS["document"](evidence((0.2, 0.5, None), ((), (), ())))
+    low = weight(0.2, 0.5)
+    assert found is not None
+    assert found.tolist() == pytest.approx([low, low, 1.0, 1.0, low]), "unknown: as the lowest known"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "cosines"),
+    [
+        # the engine's sentences are 6 and 7 tokens, 7 and 7, 7
+        (((6, 0.1),), [-0.2, 0.1, 0.4, -0.2, 0.3]),
+        (((0, 0.6),), [0.6, 0.6, 0.4, -0.2, 0.3]),
+        (((4, 0.0), (12, 0.5)), [0.0, 0.5, 0.4, -0.2, 0.3]),
+        ((), [-0.2, -0.2, 0.4, -0.2, 0.3]),
+    ],
+)
+def test_a_sentence_has_the_highest_cosine_of_its_tokens(
+    pairs: tuple[tuple[int, float], ...], cosines: list[float]
+) -> None:
+    given = (pairs, ((0, 0.4), (7, -0.2)), ((0, 0.3),))
+    found = SIGNALS["sentence"](evidence((None, None, None), given))
+    assert found is not None
+    assert found.tolist() == pytest.approx([weight(c, max(cosines)) for c in cosines], rel=1e-4)
+
+
+def test_what_a_request_lacks_takes_no_part() -> None:
+    none = evidence((None,) * 3, ((),) * 3)
+    assert all(SIGNALS[name](none) is None for name in ("attention", "document", "sentence"))
+    words = SIGNALS["words"](none)
+    assert words is not None
+    assert fused(none).tolist() == pytest.approx(words.tolist())
+    silent = evidence_of(DOCUMENTS, "xyz", None, experimental={"lexical_weight": 0.0})
+    assert fused(silent).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("weights", [(0.5, 1.0), (0.3, 0.4), (1.0, 0.5), (0.0, 0.3)])
+def test_signals_are_added_by_their_weights(weights: tuple[float, float]) -> None:
+    retriever, lexical = weights
+    both = evidence(
+        (0.2, 0.5, 0.1),
+        (((0, 0.1),), ((0, 0.4), (7, -0.2)), ((0, 0.3),)),
+        experimental={"retrieval_weight": retriever, "lexical_weight": lexical},
+    )
+    parts = {name: SIGNALS[name](both) for name in ("document", "sentence", "words")}
+    by_name = {
+        "document": retriever / 2,
+        "sentence": retriever / 2,
+        "words": (1 - retriever) * lexical,
+    }
+    total = sum(by_name.values())
+    wanted = [
+        sum(by_name[name] * float(part[i]) for name, part in parts.items() if part is not None) / total
+        for i in range(5)
+    ]
+    assert fused(both).tolist() == pytest.approx(wanted, abs=1e-5)
