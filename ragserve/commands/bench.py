@@ -20,6 +20,7 @@ class Name(enum.StrEnum):
     INDEX = "index"
     RETRIEVAL = "retrieval"
     LEXICAL = "lexical"
+    SELECTION = "selection"
     INGEST = "ingest"
     API = "api"
     CONTEXT = "context"
@@ -33,7 +34,15 @@ class Name(enum.StrEnum):
 
 _KERNELS = (Name.KERNELS_COMPOSE, Name.KERNELS_DECODE)  # both halves of `kernels`; only these have parts
 # `all` leaves them out: kernels measure nothing without a GPU, and the others need data of their own.
-_BY_NAME_ONLY = (Name.ALL, Name.KERNELS, Name.LEXICAL, Name.REPLAY, Name.LOAD, *_KERNELS)
+_BY_NAME_ONLY = (
+    Name.ALL,
+    Name.KERNELS,
+    Name.LEXICAL,
+    Name.SELECTION,
+    Name.REPLAY,
+    Name.LOAD,
+    *_KERNELS,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +64,7 @@ def bench(
         typer.Option(
             help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, "
             "qrels/test.tsv). lexical: such a folder, and articles ({title, text}; .jsonl, .jsonl.xz). "
+            "selection: a question set, as for `ragserve eval`. "
             "kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
             "queries and keys are measured. "
             'replay, load: NAME.trace.jsonl, one {"doc_ids": [...]} per line, beside NAME.docs.jsonl[.gz], '
@@ -107,6 +117,7 @@ def bench(
     given: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data, "index_types": types},
         "lexical": {"data": data},
+        "selection": {"data": data},
         "kernels-compose": {"parts": part},
         "kernels-decode": {"parts": part, "model": model, "data": data},
         "replay": {"traces": data, "n_queries": queries, "shares": share},

@@ -1,0 +1,181 @@
+"""The share of questions whose answer is among the sentences that `samkv` keeps, by signal and by share kept.
+
+Needs no model. Sentences are chosen by the engine's code, without attention. Each of a question's documents
+is one chunk, embedded as at ingestion. The rivals are a word search by token ids, as `samkv` had it before,
+and the best passages whole."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.config import DEFAULT_MODEL
+from ragserve.errors import InvalidRequest
+from ragserve.eval.data import Question, load, set_name
+from ragserve.eval.metrics import contains_answer
+from ragserve.measuring import report
+from sglang_ext.protocol import RetrievalScores
+from sglang_ext.request_options import SamKvOptions, merged
+
+if TYPE_CHECKING:
+    from ragserve.answering.prompt import Prompt, PromptBuilder
+    from ragserve.engine.sentence_choice import SentenceChooser
+    from ragserve.retrieval.embedder import Embedder
+
+SHARES = (0.05, 0.1, 0.15, 0.25, 0.4)
+_LIMIT, _QUICK = 40, 10  # questions a set
+_BYTES = 16  # a token, the default of setting sentence_bytes
+# options of `samkv`, and which of the retriever's scores it is given: of passages, of sentences
+_WORDS, _RETRIEVER = {"retrieval_weight": 0.0, "lexical_weight": 1.0}, {"retrieval_weight": 1.0}
+SIGNALS: dict[str, tuple[Mapping[str, float], bool, bool]] = {
+    "token ids": (_WORDS, False, False),
+    "words": (_WORDS, False, False),
+    "document": (_RETRIEVER, True, False),
+    "sentence": (_RETRIEVER, False, True),
+    "document, sentence": (_RETRIEVER, True, True),
+    "words, document, sentence": ({"retrieval_weight": 2 / 3, "lexical_weight": 1.0}, True, True),
+}
+BEST_PASSAGES = "best passages whole"
+_VARIED = ("token ids", "words", "words, document, sentence")  # asked in other spellings, too
+
+
+def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ()) -> dict[str, Any]:
+    """Measure question sets; ``quick``: 10 questions of each. Raises InvalidRequest without ``data``."""
+    from ragserve.answering.prompt import PromptBuilder, load_tokenizer
+    from ragserve.engine.sentence_choice import SentenceChooser
+    from ragserve.retrieval.embedder import Embedder
+
+    if not data:
+        raise InvalidRequest(
+            "bench selection needs question sets.",
+            hint="Give --data FILE (.jsonl, .jsonl.gz) as for `ragserve eval`; more than once for several.",
+        )
+    tokenizer = load_tokenizer(DEFAULT_MODEL)
+    builder = PromptBuilder(tokenizer)
+    choosers = {by_ids: SentenceChooser(tokenizer, by_ids=by_ids) for by_ids in (False, True)}
+    embedder = Embedder()
+    rows: list[dict[str, Any]] = []
+    for path in data:
+        questions = [q for q in load(path, _QUICK if quick else _LIMIT) if _answerable(q)]
+        asked = [_Asked(q, builder, embedder) for q in questions]
+        for signal in SIGNALS:
+            chooser = choosers[signal == "token ids"]
+            for spelling in SPELLINGS if signal in _VARIED else ("as asked",):
+                rows.append(_row(set_name(path), signal, spelling, asked, chooser, tokenizer.decode))
+        rows.append(_whole(set_name(path), asked))
+    return report.write(
+        "selection",
+        {"questions": f"at most {_QUICK if quick else _LIMIT} a set", "embedder": embedder.name},
+        rows,
+        out=out_dir / "selection.json" if out_dir else None,
+        note="Percent of questions whose answer stands in what is kept, by share of document tokens kept. "
+        "Attention takes no part. 16 bytes of sentence embeddings a token.",
+    )
+
+
+def with_typo(question: str) -> str:
+    """The question with two letters swapped in one of its longer words, always the same."""
+    found = list(re.finditer(r"\w{4,}", question))
+    if not found:
+        return question
+    draw = random.Random(question)
+    word = draw.choice(found)
+    at = word.start() + draw.randrange(1, len(word.group()) - 1)
+    return question[:at] + question[at + 1] + question[at] + question[at + 2 :]
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "as asked": str,
+    "lower case": str.lower,
+    "upper case": str.upper,
+    "one typo": with_typo,
+}
+
+
+class _Asked:
+    """A question with its prompts and scores, by spelling."""
+
+    def __init__(self, question: Question, builder: PromptBuilder, embedder: Embedder) -> None:
+        from ragserve.answering.prompt import PromptDocument
+        from ragserve.answering.results import RetrievedPassage
+        from ragserve.answering.scores import retrieval_scores
+        from ragserve.ingest.pipeline import embedding_text
+        from ragserve.ingest.sentence_plan import SentencePlan
+        from ragserve.retrieval.retriever import scored
+
+        self.question = question
+        given = question.documents
+        plan = SentencePlan([(d.text, builder.count(d.text)) for d in given], embedder.dim, _BYTES)
+        passages = embedder.encode([embedding_text(d.title, d.text) for d in given])
+        stored = plan.vectors(embedder.encode(plan.texts))
+        documents = [PromptDocument("", d.title, d.text) for d in given]
+        self.prompts: dict[str, Prompt] = {}
+        self.scores: dict[str, RetrievalScores] = {}
+        for name, spell in SPELLINGS.items():
+            text = spell(question.question)
+            self.prompts[name] = builder.build(text, documents, max_prompt_tokens=10**6)
+            [vector] = embedder.encode_queries([text])
+            found = [
+                RetrievedPassage(index=i, title=d.title, text=d.text, cosine=float(p @ vector))
+                for i, (d, p) in enumerate(zip(given, passages, strict=True), 1)
+            ]
+            sentences = [[] if own is None else scored(own, vector) for own in stored]
+            scores = retrieval_scores(builder, self.prompts[name], found, sentences)
+            self.scores[name] = scores or RetrievalScores((), ())
+
+
+def _row(
+    name: str,
+    signal: str,
+    spelling: str,
+    asked: Sequence[_Asked],
+    chooser: SentenceChooser,
+    read: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    weights, of_documents, of_sentences = SIGNALS[signal]
+    row = _head(name, signal, spelling, asked)
+    for share in SHARES:
+        options = SamKvOptions(**merged({"keep": share}, {"experimental": dict(weights)}))
+        kept = []
+        for each in asked:
+            all_scores = each.scores[spelling]
+            scores = RetrievalScores(
+                all_scores.documents if of_documents else (None,) * len(all_scores.documents),
+                all_scores.sentences if of_sentences else ((),) * len(all_scores.sentences),
+            )
+            runs = chooser.kept(each.prompts[spelling], options, scores)
+            kept.append(any(contains_answer(read(part), each.question.answers) for part in runs))
+        row[f"{share:.0%}"] = round(100 * statistics.fmean(kept), 1)
+    return row
+
+
+def _whole(name: str, asked: Sequence[_Asked]) -> dict[str, Any]:
+    """The row of the best passages, taken whole while they fit into the share."""
+    row = _head(name, BEST_PASSAGES, "as asked", asked)
+    for share in SHARES:
+        kept = []
+        for each in asked:
+            spans = each.prompts["as asked"].spans[1:]
+            sizes = [span.end - span.start for span in spans]
+            scores = each.scores["as asked"].documents
+            left, found = round(share * sum(sizes)), False
+            for i in sorted(range(len(sizes)), key=[-(score or 0.0) for score in scores].__getitem__):
+                left -= sizes[i]
+                if left < 0:
+                    break
+                found = found or contains_answer(each.question.documents[i].text, each.question.answers)
+            kept.append(found)
+        row[f"{share:.0%}"] = round(100 * statistics.fmean(kept), 1)
+    return row
+
+
+def _head(name: str, signal: str, spelling: str, asked: Sequence[_Asked]) -> dict[str, Any]:
+    return {"set": name, "questions": len(asked), "signal": signal, "question": spelling}
+
+
+def _answerable(question: Question) -> bool:
+    return any(contains_answer(document.text, question.answers) for document in question.documents)
