@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ragserve_index.sentence_vectors import SentenceVectors
+if TYPE_CHECKING:  # it needs numpy, and the process that parses files does without
+    from ragserve_index.sentence_vectors import SentenceVectors
 
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 MetadataValue = str | int | float | bool | None | list[str]
