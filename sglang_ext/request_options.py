@@ -84,6 +84,11 @@ class SamKvExperiment(RequestOptions):
         description="sentences: weight of the retriever's scores of passages and sentences beside words and "
         "attention, where the request has them. Off: the gate's measurements have no such scores.",
     )
+    feedback_weight: Weight = Field(
+        default=0.0,
+        description="sentences: weight of words shared with the best sentences of other documents, added to "
+        "the other signals: finds the second step of a question.",
+    )
     document_prior: Weight = Field(
         default=0.0,
         description="blocks: exponent of the retriever's scores of passages as a prior over documents; 0, as "

@@ -28,19 +28,22 @@ if TYPE_CHECKING:
 
 SHARES = (0.05, 0.1, 0.15, 0.25, 0.4)
 _LIMIT, _QUICK = 40, 10  # questions a set
-_BYTES = 16  # a token, the default of setting sentence_bytes
 # options of `samkv`, and which of the retriever's scores it is given: of passages, of sentences
-_WORDS, _RETRIEVER = {"retrieval_weight": 0.0, "lexical_weight": 1.0}, {"retrieval_weight": 1.0}
+_WORDS = {"retrieval_weight": 0.0, "lexical_weight": 1.0, "feedback_weight": 0.0}
+_RETRIEVER = {"retrieval_weight": 1.0, "feedback_weight": 0.0}
+_ALL = {"retrieval_weight": 2 / 3, "lexical_weight": 1.0, "feedback_weight": 0.0}
 SIGNALS: dict[str, tuple[Mapping[str, float], bool, bool]] = {
     "token ids": (_WORDS, False, False),
     "words": (_WORDS, False, False),
     "document": (_RETRIEVER, True, False),
     "sentence": (_RETRIEVER, False, True),
     "document, sentence": (_RETRIEVER, True, True),
-    "words, document, sentence": ({"retrieval_weight": 2 / 3, "lexical_weight": 1.0}, True, True),
+    "words, document, sentence": (_ALL, True, True),
+    "words, feedback": ({**_WORDS, "feedback_weight": 0.3}, False, False),
+    "all with feedback": ({**_ALL, "feedback_weight": 0.3}, True, True),
 }
 BEST_PASSAGES = "best passages whole"
-_VARIED = ("token ids", "words", "words, document, sentence")  # asked in other spellings, too
+_VARIED = ("token ids", "words", "all with feedback")  # asked in other spellings, too
 
 
 def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ()) -> dict[str, Any]:
@@ -101,31 +104,17 @@ class _Asked:
 
     def __init__(self, question: Question, builder: PromptBuilder, embedder: Embedder) -> None:
         from ragserve.answering.prompt import PromptDocument
-        from ragserve.answering.results import RetrievedPassage
-        from ragserve.answering.scores import retrieval_scores
-        from ragserve.ingest.pipeline import embedding_text
-        from ragserve.ingest.sentence_plan import SentencePlan
-        from ragserve.retrieval.retriever import scored
+        from ragserve.eval.given_scores import GivenScores
 
         self.question = question
-        given = question.documents
-        plan = SentencePlan([(d.text, builder.count(d.text)) for d in given], embedder.dim, _BYTES)
-        passages = embedder.encode([embedding_text(d.title, d.text) for d in given])
-        stored = plan.vectors(embedder.encode(plan.texts))
-        documents = [PromptDocument("", d.title, d.text) for d in given]
+        given = GivenScores(builder, embedder, question.documents)
+        documents = [PromptDocument("", d.title, d.text) for d in question.documents]
         self.prompts: dict[str, Prompt] = {}
         self.scores: dict[str, RetrievalScores] = {}
         for name, spell in SPELLINGS.items():
             text = spell(question.question)
             self.prompts[name] = builder.build(text, documents, max_prompt_tokens=10**6)
-            [vector] = embedder.encode_queries([text])
-            found = [
-                RetrievedPassage(index=i, title=d.title, text=d.text, cosine=float(p @ vector))
-                for i, (d, p) in enumerate(zip(given, passages, strict=True), 1)
-            ]
-            sentences = [[] if own is None else scored(own, vector) for own in stored]
-            scores = retrieval_scores(builder, self.prompts[name], found, sentences)
-            self.scores[name] = scores or RetrievalScores((), ())
+            self.scores[name] = given.of(text, self.prompts[name]) or RetrievalScores((), ())
 
 
 def _row(

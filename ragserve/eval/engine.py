@@ -18,6 +18,7 @@ from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
 from ragserve.eval.distribution import decode, kl
+from ragserve.eval.given_scores import GivenScores
 from ragserve.eval.metrics import exact_match, token_f1
 from ragserve.eval.rows import Key, Row
 from ragserve.measuring.engine_run import TimedAnswer, first_token
@@ -27,6 +28,8 @@ from sglang_ext.protocol import EXACT_STRATEGIES
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from ragserve.retrieval.embedder import Embedder
 
 FULL = StrategySpec("full")
 NAMESPACE = "eval"
@@ -55,16 +58,18 @@ async def evaluate(
     *,
     finished: Container[Key],
     write: Callable[[Row], object],
+    embedder: Embedder | None = None,
 ) -> None:
     """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
-    known. Failures become rows too."""
+    known. Failures become rows too. With an ``embedder`` composed requests have the scores that a retriever
+    would give their documents."""
     waiting = iter(questions)
 
     async def worker() -> None:
         for name, question in waiting:
             open_specs = [spec for spec in specs if (name, question.id, spec.label) not in finished]
             if open_specs:
-                await _Asking(engine, builder, ask, name, question).run(open_specs, write)
+                await _Asking(engine, builder, ask, name, question, embedder).run(open_specs, write)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(ask.in_flight):
@@ -75,7 +80,13 @@ class _Asking:
     """Asks one question under all strategies."""
 
     def __init__(
-        self, engine: WarmEngine, builder: PromptBuilder, ask: Ask, name: str, question: Question
+        self,
+        engine: WarmEngine,
+        builder: PromptBuilder,
+        ask: Ask,
+        name: str,
+        question: Question,
+        embedder: Embedder | None,
     ) -> None:
         self._engine = engine
         self._ask = ask
@@ -84,6 +95,10 @@ class _Asking:
         documents = [PromptDocument(str(i), d.title, d.text) for i, d in enumerate(question.documents)]
         room = engine.info.max_prompt_tokens - ask.max_new_tokens
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
+        self._scores = None
+        if embedder is not None:
+            given = GivenScores(builder, embedder, question.documents)
+            self._scores = given.of(question.question, self._prompt)
         self._reference: NDArray[np.float64] | None = None
 
     async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
@@ -105,7 +120,15 @@ class _Asking:
         sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
         rid, ids, spans = f"{self._name}-{self._question.id}", self._prompt.input_ids, self._prompt.spans
         return GenerateRequest(
-            rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, distribution=True
+            rid,
+            ids,
+            NAMESPACE,
+            spec.name,
+            sampling,
+            spans,
+            spec.options,
+            distribution=True,
+            scores=self._scores,
         )
 
     async def _row(self, spec: StrategySpec) -> Row:

@@ -27,9 +27,11 @@ def run(job: dict[str, Any]) -> None:
     from ragserve.eval.rows import appending, read
     from ragserve.files import write_json
     from ragserve.measuring.report import environment
+    from ragserve.retrieval.embedder import Embedder
     from ragserve.strategy_spec import parse
 
     folder, index = Path(job["folder"]), job["index"]
+    settings = Settings(**job["settings"])
     every = interleaved({set_name(path): load(path, job["limit"]) for path in map(Path, job["sets"])})
     finished = {key for key, row in read(folder).items() if not row.get("error")}
     specs = [spec for label in job["strategies"] for spec in parse(label)]
@@ -41,10 +43,13 @@ def run(job: dict[str, Any]) -> None:
         with appending(folder / f"rows-{index}.jsonl") as write:
             ask = Ask(job["max_new_tokens"], job["in_flight"])
             mine = every[index :: job["of"]]
-            await evaluate(engine, builder, mine, specs, ask, finished=finished, write=write)
+            embedder = Embedder(settings.embedder) if any(spec.name == "samkv" for spec in specs) else None
+            await evaluate(
+                engine, builder, mine, specs, ask, finished=finished, write=write, embedder=embedder
+            )
         await engine.control("check")
 
-    run_once(Settings(**job["settings"]), work)
+    run_once(settings, work)
 
 
 if __name__ == "__main__":

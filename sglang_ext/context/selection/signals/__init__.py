@@ -7,6 +7,7 @@ import torch
 from sglang_ext.context.selection.signals.attention import attention
 from sglang_ext.context.selection.signals.base import Evidence, Signal
 from sglang_ext.context.selection.signals.document import document
+from sglang_ext.context.selection.signals.feedback import feedback
 from sglang_ext.context.selection.signals.sentence import sentence
 from sglang_ext.context.selection.signals.words import words
 from sglang_ext.request_options import SamKvExperiment
@@ -19,7 +20,7 @@ SIGNALS: dict[str, Signal] = {
     "sentence": sentence,
     "words": words,
 }
-"""The signals, sorted by name."""
+"""The signals of the first step, sorted by name. `feedback` follows what these find."""
 
 
 def weights(tuned: SamKvExperiment, *, retrieved: bool) -> dict[str, float]:
@@ -36,11 +37,14 @@ def weights(tuned: SamKvExperiment, *, retrieved: bool) -> dict[str, float]:
 
 
 def fused(evidence: Evidence) -> torch.Tensor:
-    """f32 [sentences]: the weighted mean of the signals that the request has; zeros without any."""
+    """f32 [sentences]: the weighted mean of the signals that the request has, and `feedback` from it; zeros
+    without any."""
     total, found = torch.zeros(evidence.sentences), 0.0
     retrieved = evidence.scores is not None
     for name, weight in weights(evidence.options.experimental, retrieved=retrieved).items():
         score = SIGNALS[name](evidence) if weight else None
         if score is not None:
             total, found = total + weight * score, found + weight
-    return total / found if found else total
+    total = total / found if found else total
+    follow = evidence.options.experimental.feedback_weight
+    return total + follow * feedback(evidence, total) if follow else total

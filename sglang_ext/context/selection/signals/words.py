@@ -31,10 +31,7 @@ def words(evidence: Evidence) -> torch.Tensor:
     count = evidence.sentences
     score = torch.zeros(count)
     numbers = evidence.sentence[evidence.first].tolist()
-    indexes = [
-        index_of(analysis, evidence.ids[start : start + analysis.n_tokens].tolist(), evidence.texts)
-        for analysis, start in zip(evidence.analyses, evidence.first.tolist(), strict=True)
-    ]
+    indexes = held_terms(evidence)
     [question] = evidence.texts.read([evidence.question.tolist()])
     for term in set(terms_of(question)):
         held = [
@@ -45,6 +42,14 @@ def words(evidence: Evidence) -> torch.Tensor:
         if held:
             score[held] += math.log(count / len(held))
     return scaled(score)
+
+
+def held_terms(evidence: Evidence) -> list[Mapping[Term, Sequence[int]]]:
+    """`index_of` each document."""
+    return [
+        index_of(analysis, evidence.ids[start : start + analysis.n_tokens].tolist(), evidence.texts)
+        for analysis, start in zip(evidence.analyses, evidence.first.tolist(), strict=True)
+    ]
 
 
 def index_of(analysis: Analysis, ids: Sequence[int], texts: Texts) -> Mapping[Term, Sequence[int]]:
