@@ -16,15 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 Share = Annotated[float, Field(gt=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-RuleName = Literal["all", "deviation", "first", "none", "outliers", "random", "sensitivity", "sentences"]
+RuleName = Literal[
+    "all", "deviation", "first", "none", "outliers", "question", "random", "sensitivity", "sentences"
+]
 Recompute = Annotated[
     RuleName | list[Count],
     Field(
         description="Tokens to compute again: a rule, or a list of positions in the prompt. `sentences`: "
         "whole sentences that the question attends to and that depend on other documents; `sensitivity`: "
         "the tokens that depend most on other documents; `deviation`: those whose values differ most from "
-        "the cached ones at layer 1 (CacheBlend); `first`: the beginning of each document (EPIC); "
-        "`outliers`: SamKV's; `random`, `all`, `none`."
+        "the cached ones at layer 1 (CacheBlend); `question`: the tokens that the question attends to most "
+        "(after ProphetKV); `first`: the beginning of each document (EPIC); `outliers`: SamKV's; `random`, "
+        "`all`, `none`."
     ),
 ]
 KeptPositions = Literal["original", "compact"]

@@ -187,13 +187,14 @@ def test_odd_documents_and_questions(server: Any, builder: PromptBuilder) -> Non
 def test_every_strategy_takes_every_rule(server: Any, builder: PromptBuilder, strategy: str) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[6], 3)
     shares = {}
-    for rule in ("none", "sensitivity", "sentences", "outliers", "all"):
+    for rule in ("none", "sensitivity", "sentences", "question", "outliers", "all"):
         answer = composed(server.client, ids, spans, strategy, recompute=rule, share=0.1)
         said = report(answer)
         shares[rule] = said["recomputed"] / said["document_tokens"]
         assert len(result(answer).ids) == NEW
     assert shares["none"] == 0
     assert shares["sensitivity"] == shares["sentences"] == pytest.approx(0.1, abs=0.01)
+    assert shares["question"] == pytest.approx(0.1, abs=0.01)
     assert shares["outliers"] < 1 == shares["all"]
 
 

@@ -1,7 +1,7 @@
 """Rules for the kept tokens to compute again: one function per rule, and the table :data:`RULES`.
 
-A rule reads the plan, the kept tokens, the documents' analyses and, for `sentences`, the question's
-attention. Rule `deviation` (CacheBlend) needs the model and decides in the recompute pass."""
+A rule reads the plan, the kept tokens, the documents' analyses and, for `sentences` and `question`, the
+question's attention. Rule `deviation` (CacheBlend) needs the model and decides in the recompute pass."""
 
 from __future__ import annotations
 
@@ -157,6 +157,12 @@ def _sensitivity(kept: Kept, rule: Rule) -> torch.Tensor:
     return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), rule.share)
 
 
+def _question(kept: Kept, rule: Rule) -> torch.Tensor:
+    """The share that the question attends to most, over layers together (after ProphetKV)."""
+    attention = torch.zeros(kept.plan.question_start - kept.first)
+    return kept.best(attention if kept.attention is None else kept.attention, rule.share)
+
+
 def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
     """Whole sentences that depend on the text before their document and that the question attends to.
 
@@ -244,6 +250,7 @@ RULES = {
     "none": RuleEntry(_none),
     "outliers": RuleEntry(_outliers, needs_analysis=True),
     "positions": RuleEntry(_positions),
+    "question": RuleEntry(_question, needs_question_attention=True),
     "random": RuleEntry(_random),
     "sensitivity": RuleEntry(_sensitivity, needs_analysis=True),
     "sentences": RuleEntry(_sentences, needs_analysis=True, needs_question_attention=True),

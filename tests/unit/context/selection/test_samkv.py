@@ -248,9 +248,10 @@ def test_blocks_cover_documents_once(sizes: list[int], initial: int, local: int,
     st.integers(0, 10_000),
     st.floats(0.01, 1.0),
     st.booleans(),
+    st.sampled_from(["sensitivity", "question"]),
 )
-def test_sensitivity_takes_the_highest_of_what_is_kept(
-    sizes: list[int], seed: int, share: float, by_layer: bool
+def test_sensitivity_and_question_take_the_highest_of_what_is_kept(
+    sizes: list[int], seed: int, share: float, by_layer: bool, rule: str
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan = plan_of(sizes)
@@ -262,10 +263,11 @@ def test_sensitivity_takes_the_highest_of_what_is_kept(
         for _ in range(LAYERS if by_layer else 1)
     ]
     kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
+    attention = torch.rand(n, generator=generator)
     found = rules.choose(
-        Kept(plan, kept if by_layer else kept[0], analyses), Rule("sensitivity", share)
+        Kept(plan, kept if by_layer else kept[0], analyses, attention=attention), Rule(rule, share)
     ).tolist()
-    score = torch.cat([a.sensitivity for a in analyses])
+    score = attention if rule == "question" else torch.cat([a.sensitivity for a in analyses])
     layers = [sum(SYSTEM + t in row for row in (r.tolist() for r in rows)) / len(rows) for t in range(n)]
     ranked = sorted((t for t in range(n) if layers[t]), key=lambda t: -float(score[t]) * layers[t])
     expected = min(count, max(1, round(share * count)))
