@@ -83,12 +83,12 @@ class SamKvExperiment(RequestOptions):
         description="sentences: weight of the question's words beside attention; 1 needs no query pass.",
     )
     retrieval_weight: Weight = Field(
-        default=0.0,
+        default=0.67,
         description="sentences: weight of the retriever's scores of passages and sentences beside words and "
-        "attention, where the request has them. Off: the gate's measurements have no such scores.",
+        "attention, where the request has them.",
     )
     feedback_weight: Weight = Field(
-        default=0.0,
+        default=0.3,
         description="sentences: weight of words shared with the best sentences of other documents, added to "
         "the other signals: finds the second step of a question.",
     )

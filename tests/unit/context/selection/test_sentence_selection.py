@@ -85,6 +85,7 @@ def test_the_best_sentences_are_kept(
         experimental=SamKvExperiment(
             scoring=scoring,
             lexical_weight=weight,
+            feedback_weight=0.0,
             title_weight=0.0,
             attention_power=powers[0],
             length_penalty=powers[1],
