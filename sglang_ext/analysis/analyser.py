@@ -1,4 +1,4 @@
-"""Computes analyses inside the engine: one pass of a document alone and behind each unrelated text, through
+"""Computes analyses inside the engine: one pass of documents alone and behind each unrelated text, through
 the model's own layers.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from sglang_ext.analysis.document_analysis import Analysis, Cut, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.ranks import Ranks
+
+Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called for each layer with K and V, [tokens, kv_heads, head_dim], of the documents one after another."""
 
 
 class Analyser:
@@ -46,55 +50,49 @@ class Analyser:
         """Analyse one document, prefilled from position 0; the result is placed on the device as
         :meth:`Analysis.placed` says.
         """
+        return self.analyse_all([ids], cut)[0]
+
+    def analyse_all(
+        self, documents: Sequence[Sequence[int]], cut: Cut | None = None, keep: Keep | None = None
+    ) -> list[Analysis]:
+        """Analyse documents in one pass, each as :meth:`analyse` does. ``keep`` gets their K and V, which are
+        those of a prefill.
+        """
         cut = cut or self.cut
-        n, block = len(ids), self.block_of(len(ids), cut)
-        retrieval = self.heads
-        plan = BlockPlan.build([n], block_tokens=block, local_blocks=cut.local_blocks, device=self._device)
-        tokens, places = self._tensor(ids), torch.arange(n, device=self._device)
-        texts = [Text(tokens, places)]
+        lengths = [len(ids) for ids in documents]
+        blocks = [self.block_of(n, cut) for n in lengths]
+        plan = BlockPlan.build(
+            lengths, block_tokens=blocks, local_blocks=cut.local_blocks, device=self._device
+        )
+        layers = _Layers(self, plan, keep)
+        tokens = [self._tensor(ids) for ids in documents]
+        places = [torch.arange(n, device=self._device) for n in lengths]
+        texts = [Text(*text) for text in zip(tokens, places, strict=True)]
         for context in self._unrelated_contexts:
-            texts.append(Text(tokens, places + len(context[0][0]), context.__getitem__))
-        rows: list[dict[str, torch.Tensor]] = []
-        keys: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the retrieval heads, in order
-        moved = torch.zeros(n, dtype=torch.float32, device=self._device)
+            first = len(context[0][0])
+            texts += [
+                Text(ids, place + first, context.__getitem__)
+                for ids, place in zip(tokens, places, strict=True)
+            ]
+        run(self._runner, texts, layers.observe)
+        found = layers.by_document(self._ranks.sum(layers.moved).cpu())
+        return [
+            Analysis(
+                n,
+                block,
+                cut.local_blocks,
+                begins=self.texts.begins(ids),
+                heads=torch.tensor(self.heads, dtype=torch.uint8).view(-1, 2),
+                basis=self.basis,
+                **tensors,
+            ).placed(self._device)
+            for ids, n, block, tensors in zip(documents, lengths, blocks, found, strict=True)
+        ]
 
-        def observe(layer: int, states: Sequence[LayerState]) -> None:
-            alone, *behind = states
-            summary = _summary(self.gather_heads(alone.q), self.gather_heads(alone.k), plan, alone.scaling)
-            rank = self._ranks.rank
-            own = slice(rank * alone.k.shape[1], (rank + 1) * alone.k.shape[1])
-            heads = slice(rank * alone.q.shape[1], (rank + 1) * alone.q.shape[1])
-            row = {"attention": summary.attention, "exponent": summary.exponent.half()}
-            row["mean_k"], row["mean_k_scale"] = quantize(summary.mean_k[:, own])
-            row["local_q"], row["local_q_scale"] = quantize(summary.local_q[0, heads])
-            row["token"] = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
-            rows.append(row)
-            keys.extend(quantize(alone.k[:, head]) for at, head in retrieval if at == layer)
-            for state in behind:
-                moved.add_((state.v.float() - alone.v.float()).square().sum((1, 2)))
-
-        run(self._runner, texts, observe)
-        sensitivity = self._ranks.sum(moved)
-        stacked = {name: torch.stack([row[name] for row in rows]).cpu() for name in rows[0]}
-        none = (
-            torch.empty(n, 0, stacked["mean_k"].shape[-1], dtype=torch.int8),
-            torch.empty(n, 0, dtype=torch.float16),
-        )
-        token_k, token_k_scale = (
-            (torch.stack(parts, dim=1).cpu() for parts in zip(*keys, strict=True)) if keys else none
-        )
-        return Analysis(
-            n,
-            block,
-            cut.local_blocks,
-            **stacked,
-            sensitivity=sensitivity.cpu(),
-            begins=self.texts.begins(ids),
-            heads=torch.tensor(retrieval, dtype=torch.uint8).view(-1, 2),
-            token_k=token_k,
-            token_k_scale=token_k_scale,
-            basis=self.basis,
-        ).placed(self._device)
+    @property
+    def rank(self) -> int:
+        """The tensor-parallel rank whose heads are analysed."""
+        return self._ranks.rank
 
     @cached_property
     def heads(self) -> list[tuple[int, int]]:
@@ -149,6 +147,68 @@ class Analyser:
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64).to(self._device)
+
+
+class _Layers:
+    """Collects what one pass finds of several documents, layer by layer."""
+
+    def __init__(self, analyser: Analyser, plan: BlockPlan, keep: Keep | None) -> None:
+        self._analyser = analyser
+        self._plan = plan
+        self._keep = keep
+        self._heads = analyser.heads
+        self._rows: list[dict[str, torch.Tensor]] = []
+        self._keys: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the retrieval heads, in order
+        self._head_dim = 0
+        self.moved = torch.zeros(plan.tokens, dtype=torch.float32, device=plan.doc_start.device)
+
+    def observe(self, layer: int, states: Sequence[LayerState]) -> None:
+        """Take a layer of the documents alone, then behind each unrelated text."""
+        count, plan, gather = self._plan.documents, self._plan, self._analyser.gather_heads
+        alone = states[:count]
+        q, k, v = (torch.cat([getattr(state, name) for state in alone]) for name in "qkv")
+        if self._keep is not None:
+            self._keep(layer, k, v)
+        summary = _summary(gather(q), gather(k), plan, alone[0].scaling)
+        rank = self._analyser.rank
+        own = slice(rank * k.shape[1], (rank + 1) * k.shape[1])
+        heads = slice(rank * q.shape[1], (rank + 1) * q.shape[1])
+        row = {"attention": summary.attention, "exponent": summary.exponent.half()}
+        row["mean_k"], row["mean_k_scale"] = quantize(summary.mean_k[:, own])
+        row["local_q"], row["local_q_scale"] = quantize(summary.local_q[:, heads])
+        row["token"] = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
+        self._rows.append(row)
+        self._head_dim = k.shape[2]
+        self._keys.extend(quantize(k[:, head]) for at, head in self._heads if at == layer)
+        v = v.float()
+        for first in range(count, len(states), count):
+            behind = torch.cat([state.v for state in states[first : first + count]])
+            self.moved.add_((behind.float() - v).square().sum((1, 2)))
+
+    def by_document(self, sensitivity: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """The tensors of each document's analysis, on the CPU; ``sensitivity`` is that of all tokens."""
+        stacked = {name: torch.stack([row[name] for row in self._rows]).cpu() for name in self._rows[0]}
+        none = (
+            torch.empty(self._plan.tokens, 0, self._head_dim, dtype=torch.int8),
+            torch.empty(self._plan.tokens, 0, dtype=torch.float16),
+        )
+        token_k, token_k_scale = (
+            (torch.stack(parts, dim=1).cpu() for parts in zip(*self._keys, strict=True))
+            if self._keys
+            else none
+        )
+        tokens = {"sensitivity": sensitivity, "token_k": token_k, "token_k_scale": token_k_scale}
+        found = []
+        bounds = zip(
+            pairwise(self._plan.doc_start.tolist()), pairwise(self._plan.doc_block.tolist()), strict=True
+        )
+        for number, (own, blocks) in enumerate(bounds):
+            parts = {name: tensor[slice(*own)] for name, tensor in tokens.items()}
+            for name, tensor in stacked.items():
+                local = name.startswith("local_q")
+                parts[name] = tensor[:, number] if local else tensor[:, slice(*blocks)]
+            found.append({name: part.clone() for name, part in parts.items()})  # not views of all documents
+        return found
 
 
 def _summary(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, scale: float) -> BlockSummary:

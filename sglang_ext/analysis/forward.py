@@ -2,12 +2,13 @@
 read nor written.
 
 Layers are the outer loop and chunks of rows the inner one, so a pass holds Q, K and V of one layer only,
-however long its texts are.
+however long its texts are. Of the last layer, only Q, K and V are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang_ext.model import decoder_layers, forward_batch
 
 ROWS = 8192  # rows that go through a layer at once
 _QUERIES = 1024  # rows of one attention call: bounds its mask
+_KEPT_MASK = 2**20  # elements of the largest mask that serves all layers
 
 Kv = tuple[torch.Tensor, torch.Tensor]
 """K and V, [tokens, kv_heads, head_dim] each, K rotated for the tokens' positions."""
@@ -54,6 +56,10 @@ Observer = Callable[[int, Sequence[LayerState]], None]
 """Called after each layer with its number and one state a text, which the next layer overwrites."""
 
 
+class _Complete(Exception):
+    """The last layer's Q, K and V are there, and nothing reads what the rest of it would compute."""
+
+
 class _Memory:
     """Attention of a pass, as `RadixAttention` finds it in the forward context."""
 
@@ -65,7 +71,9 @@ class _Memory:
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self._states: list[LayerState | None] = [None] * len(texts)
         self._context: tuple[int, Kv | None] = (-1, None)
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}  # by rows and keys before them, for all layers
         self.first = 0  # first of the rows that go through the layer now
+        self.last = False  # the layer is the last: nothing follows its Q, K and V
 
     def states(self) -> list[LayerState]:
         return [state for state in self._states if state is not None]
@@ -86,7 +94,12 @@ class _Memory:
             if start < end:
                 rows = slice(start - self.first, end - self.first)
                 self._keep(i, start - self._starts[i], q[rows], k[rows], v[rows], layer.scaling)
-                out[rows] = self._attend(i, layer.layer_id, start - self._starts[i], end - self._starts[i])
+                if not self.last:
+                    out[rows] = self._attend(
+                        i, layer.layer_id, start - self._starts[i], end - self._starts[i]
+                    )
+        if self.last:
+            raise _Complete
         return out.view(len(out), -1)
 
     def _keep(
@@ -110,7 +123,9 @@ class _Memory:
             before = len(context[0])
             k, v = torch.cat((context[0].to(k.dtype), k)), torch.cat((context[1].to(v.dtype), v))
         parts = [slice(at, min(at + _QUERIES, end)) for at in range(start, end, _QUERIES)]
-        return torch.cat([attend(state.q[part], k, v, before + part.start, state.scaling) for part in parts])
+        return torch.cat(
+            [attend(state.q[part], k, v, before + part.start, state.scaling, self._masks) for part in parts]
+        )
 
     def _context_of(self, i: int, layer: int) -> Kv | None:
         """The text's context at a layer, made once for all of its chunks, since texts follow each other."""
@@ -123,9 +138,16 @@ class _Memory:
         return self._context[1]
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scaling: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    scaling: float,
+    masks: dict[tuple[int, int], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Causal attention of q [r, heads, head_dim], whose rows are keys ``start`` to ``start + r - 1`` of k and
-    v.
+    v. ``masks`` keeps masks for further calls.
     """
     rows, end = len(q), start + len(q)
     if kernels.use_triton(q) and q.shape[-1] in HEAD_DIMS:
@@ -136,9 +158,13 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scalin
         return prefix_rows_attention(
             q.contiguous(), k, v, slots, first, bounds, seen, max_rows=rows, scale=scaling
         )
-    mask = None
-    if start:
-        mask = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(start)
+    masks = {} if masks is None else masks
+    mask = masks.get((rows, start)) if start else None
+    if start and mask is None:
+        # of the queries' dtype: torch would convert a mask of bool at every call
+        mask = torch.full((rows, end), -torch.inf, dtype=q.dtype, device=q.device).triu(start + 1)
+        if mask.numel() <= _KEPT_MASK:
+            masks[rows, start] = mask
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k[:end].transpose(0, 1)[None],
@@ -168,8 +194,11 @@ def run(model_runner: Any, texts: Sequence[Text], observe: Observer) -> None:
     residual: list[Any] = [None] * len(steps)
     backend: Any = _Memory(model_runner, texts)
     with forward_context(ForwardContext(attn_backend=backend)):
-        for number, layer in enumerate(decoder_layers(model)):
+        layers = decoder_layers(model)
+        for number, layer in enumerate(layers):
+            backend.last = number == len(layers) - 1
             for i, rows in enumerate(steps):
                 backend.first = rows.start
-                hidden[i], residual[i] = layer(positions[rows], hidden[i], batches[i], residual[i])
+                with suppress(_Complete):
+                    hidden[i], residual[i] = layer(positions[rows], hidden[i], batches[i], residual[i])
             observe(number, backend.states())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 
@@ -32,15 +31,20 @@ def block_summary_naive(
     chosen = torch.full((blocks,), -1, dtype=torch.int32, device=device)
     attention, exponent = (torch.full((blocks,), math.inf, device=device) for _ in range(2))
     outlier = torch.zeros(blocks, dtype=torch.bool, device=device)
-    tables = (plan.block_start, plan.doc_start, plan.doc_block)
-    block_start, doc_start, doc_block = (table.tolist() for table in tables)
-    for b, (first, last) in enumerate(pairwise(block_start)):
-        keys = k[first:last].to(precision)
-        mean_k[b], min_k[b], max_k[b] = keys.mean(0), keys.amin(0), keys.amax(0)
+    doc_start, doc_block = plan.doc_start.tolist(), plan.doc_block.tolist()
     for d, local in enumerate(plan.local_start.tolist()):
         start, end = doc_start[d], doc_start[d + 1]
         if start == end:
             continue
+        own, size = slice(doc_block[d], doc_block[d + 1]), plan.block_tokens[d]
+        count = own.stop - own.start
+        keys = k[start:end].to(precision)
+        filled = _by_block(keys, count, size, 0.0).sum(1)
+        sizes = torch.full((count, 1, 1), float(size), dtype=precision, device=device)
+        sizes[-1] = end - start - (count - 1) * size
+        mean_k[own] = (filled / sizes).to(mean_k.dtype)
+        min_k[own] = _by_block(keys, count, size, math.inf).amin(1).to(min_k.dtype)
+        max_k[own] = _by_block(keys, count, size, -math.inf).amax(1).to(max_k.dtype)
         local_q[d] = q[local:end].to(precision).mean(0)
         # [sampled, n], strictly later queries
         weights = sampled_weights(q[start:end], k[start:end], plan.query_stride, scale, precision)
@@ -48,19 +52,30 @@ def block_summary_naive(
         later = (queries[:, None] > torch.arange(end - start, device=device)[None, :]).sum(0)
         received[start:end] = weights.sum(0)
         mean = torch.where(later >= plan.min_queries, weights.sum(0) / later.clamp(min=1), -math.inf)
-        own = slice(doc_block[d], doc_block[d + 1])
-        for b in range(own.start, own.stop):
-            first, last = block_start[b] - start, block_start[b + 1] - start
-            best = first + int(mean[first:last].argmax()) if token is None else int(token[b]) - start
-            if best < 0 or mean[best] == -math.inf:
-                continue
-            chosen[b], attention[b] = start + best, mean[best]
-            distance = (queries - best)[queries > best].to(precision).log()
-            height = weights[queries > best, best].clamp(min=TINY).log()
-            distance -= distance.mean()
-            exponent[b] = -(distance * (height - height.mean())).sum() / (distance * distance).sum()
+        first = torch.arange(count, device=device) * size
+        if token is None:
+            best = first + _by_block(mean, count, size, -math.inf).argmax(1)
+        else:
+            best = token[own].long() - start
+        fits = (best >= 0) & (mean[best.clamp(min=0)] > -math.inf)
+        fitted, best = own.start + fits.nonzero()[:, 0], best[fits]
+        chosen[fitted], attention[fitted] = (start + best).int(), mean[best].to(attention.dtype)
+        behind = (queries[:, None] > best[None, :]).to(precision)  # [sampled, fitted]
+        distance = (queries[:, None] - best[None, :]).clamp(min=1).to(precision).log()
+        height = weights[:, best].clamp(min=TINY).log()
+        distance = (distance - (distance * behind).sum(0) / behind.sum(0)) * behind
+        height = (height - (height * behind).sum(0) / behind.sum(0)) * behind
+        slope = (distance * height).sum(0) / (distance * distance).sum(0)
+        exponent[fitted] = -slope.to(exponent.dtype)
         outlier[own] = outliers(exponent[own].to(precision))
     return BlockSummary(mean_k, min_k, max_k, local_q, received, chosen, attention, exponent, outlier)
+
+
+def _by_block(values: torch.Tensor, blocks: int, size: int, fill: float) -> torch.Tensor:
+    """Cut ``values`` [n, ...] into [blocks, size, ...], the last block filled up."""
+    padded = values.new_full((blocks * size, *values.shape[1:]), fill)
+    padded[: len(values)] = values
+    return padded.unflatten(0, (blocks, size))
 
 
 def sampled_weights(

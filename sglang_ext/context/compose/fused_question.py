@@ -45,7 +45,7 @@ class FusedQuestion:
         self._runner = model_runner
         self._graphs = graphs
         self._alone = Ranks(model_runner.tp_group).alone
-        self._possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
+        self.possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
         self._hidden: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class FusedQuestion:
             len(row) == context.slots + context.question_tokens
             for context, row in zip(contexts, rows, strict=True)
         )
-        if not (self._possible and complete and all(job is None or job.uniform for job in jobs)):
+        if not (self.possible and complete and all(job is None or job.uniform for job in jobs)):
             return None
         recomputes = any(job is not None for job in jobs)
         # A pass of questions alone pays by graph only. A graph waits for all layers, while SGLang's extend

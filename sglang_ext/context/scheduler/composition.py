@@ -20,6 +20,7 @@ from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.rope import rotation_of
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
+from sglang_ext.context.scheduler.document_pass import DocumentPass
 from sglang_ext.context.scheduler.metrics import context_metrics
 from sglang_ext.context.scheduler.model_check import check_composition
 from sglang_ext.context.scheduler.query_pass import QueryPass
@@ -115,6 +116,12 @@ class Composition:
             stable=config.profile.stable,
         )
         self.admission = Admission(tree, tiers, self._locator, self.stage, ranks, layers=pool.layer_num)
+        self._documents = DocumentPass(
+            model_runner,
+            tree.req_to_token_pool.req_to_token,
+            self.stage.analyse_all,
+            possible=self.composer.fused_question.possible,
+        )
         self._engine = recall_probe.ProbeEngine(
             model_runner, rotation, analyser, selector, self.stage.analyse, self._shape
         )
@@ -137,6 +144,9 @@ class Composition:
         requests. Runs on the stream of the forward pass.
         """
         stages.run("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
+        if self._documents.takes(batch):
+            stages.run("document", stages.ending(batch.reqs), self._documents.run, batch)
+            return
         new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
         if not new:
             return
@@ -177,11 +187,13 @@ class Composition:
         """Return, once, the model's output that `before_forward` has computed already; None if the model has
         to run.
         """
-        return self.composer.fused_question.output(forward_batch)
+        output = self._documents.output()
+        return self.composer.fused_question.output(forward_batch) if output is None else output
 
     def end_forward(self) -> None:
         """The forward pass has been launched, or has failed."""
         self.composer.fused_question.drop()
+        self._documents.drop()
 
     def after_forward(self, batch: Any) -> None:
         """After the extend batch's forward pass (launched, on CUDA): analyse the documents that are complete
@@ -197,7 +209,8 @@ class Composition:
             document = getattr(req, "ragserve", None)
             if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
                 continue  # an ordinary request, or a document that was removed meanwhile
-            if document.analyse and req.extend_range.end >= len(document.ids):
+            complete = req.extend_range.end >= len(document.ids)
+            if document.analyse and document.analysis is None and complete:
                 stages.run("document", stages.ending([req]), self._analyse, document)
 
     def _extended(self) -> None:

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 
 from sglang_ext import stages
-from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.analyser import Analyser, Keep
 from sglang_ext.analysis.analysis_cache import AnalysisCache
 from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler.query_pass import QueryPass
+from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.base import ContextSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.model import forward_stream
@@ -71,7 +72,7 @@ class SelectionStage:
         self._ranks = ranks
         self._stable = stable
         self._cache = AnalysisCache(memory_bytes)
-        self._computed = 0
+        self._computed = self._prefilled = 0
         self._waiting: list[ComposedContext] = []
         self._step: Callable[[], Any] = lambda: None
         self._reads: dict[str, Any] = {}  # reads of stored analyses under way, by document key
@@ -137,9 +138,20 @@ class SelectionStage:
             return known
         return self._compute(key, ids, cut)
 
+    def analyse_all(self, documents: Sequence[DocumentRequest], keep: Keep) -> list[Analysis]:
+        """Analyse documents with the server's cut in one pass, and hand over their K and V by layer."""
+        made = self._analyser.analyse_all([document.ids for document in documents], keep=keep)
+        self._computed += len(made)
+        self._prefilled += len(made)
+        for document, analysis in zip(documents, made, strict=True):
+            self._cache.put(document.key, analysis)
+        return made
+
     def stat(self) -> dict[str, int]:
-        """Figures of the analyses in memory; ``computed`` counts those made since the start."""
-        return self._cache.stat() | {"computed": self._computed}
+        """Figures of the analyses in memory; ``computed`` counts those made since the start, ``prefilled``
+        those whose pass was the document's prefill as well.
+        """
+        return self._cache.stat() | {"computed": self._computed, "prefilled": self._prefilled}
 
     def forget(self, keys: Sequence[str] | None) -> None:
         """Drop the analyses of removed documents. With None some were removed: the others are read again from

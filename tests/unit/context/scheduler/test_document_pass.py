@@ -1,0 +1,144 @@
+"""Documents of a batch are prefilled by the pass that analyses them, which takes no other batch."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.document_analysis import Cut
+from sglang_ext.analysis.forward import LayerState, Text, run
+from sglang_ext.analysis.texts import Texts
+from sglang_ext.context.scheduler import document_pass
+from sglang_ext.context.scheduler.document_pass import DocumentPass
+from sglang_ext.context.scheduler.sglang_req import DocumentRequest
+from tests.unit.context.small_model import KV_HEADS, LAYERS, VOCABULARY, runner_of
+
+LENGTHS = (63, 40, 111)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Any:
+    runner = runner_of(400, seed=3)
+    runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
+    runner.model_config = SimpleNamespace(vocab_size=VOCABULARY)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def analyser(runner: Any) -> Analyser:
+    unrelated = torch.randint(0, VOCABULARY, (2, 90), generator=torch.Generator().manual_seed(4)).tolist()
+    return Analyser(
+        runner, lambda: Texts(unrelated, torch.zeros(VOCABULARY, dtype=torch.bool)), Cut(), [(1, 0), (2, 1)]
+    )
+
+
+def request(number: int, n: int) -> Any:
+    ids = torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    return SimpleNamespace(
+        ragserve=DocumentRequest(f"{number}", "n", array("q", ids), analyse=True),
+        req_pool_idx=number,
+        extend_range=SimpleNamespace(start=0, end=n),
+        grammar=None,
+        output_ids=[],
+        sampling_params=SimpleNamespace(max_new_tokens=1, custom_params=None),
+    )
+
+
+def batch() -> Any:
+    return SimpleNamespace(
+        reqs=[request(number, n) for number, n in enumerate(LENGTHS)],
+        forward_mode=SimpleNamespace(name="EXTEND"),
+        return_logprob=False,
+        return_hidden_states=False,
+    )
+
+
+def pass_of(runner: Any, analyser: Analyser, table: torch.Tensor, **options: Any) -> DocumentPass:
+    def analyse(documents: Any, keep: Any) -> Any:
+        return analyser.analyse_all([document.ids for document in documents], keep=keep)
+
+    return DocumentPass(runner, table, analyse, **{"possible": True} | options)
+
+
+@pytest.fixture(params=[4096, 110], ids=["together", "in two passes"])
+def done(
+    request: pytest.FixtureRequest, runner: Any, analyser: Analyser, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, torch.Tensor, DocumentPass]:
+    monkeypatch.setattr(document_pass, "TOGETHER", request.param)
+    table = torch.randperm(400, generator=torch.Generator().manual_seed(5))[: 3 * 130].view(3, 130).int()
+    work, todo = pass_of(runner, analyser, table), batch()
+    assert work.takes(todo)
+    work.run(todo)
+    return todo, table, work
+
+
+def test_the_slots_hold_each_documents_own_kv(
+    runner: Any, done: tuple[Any, torch.Tensor, DocumentPass]
+) -> None:
+    todo, table, _ = done
+    pool = runner.token_to_kv_pool
+    for req in todo.reqs:
+        ids = torch.tensor(req.ragserve.ids)
+        slots = table[req.req_pool_idx, : len(ids)].long()
+
+        def compare(layer: int, states: Any, slots: torch.Tensor = slots) -> None:
+            state: LayerState = states[0]
+            assert torch.allclose(pool.get_key_buffer(layer)[slots], state.k, atol=1e-5)
+            assert torch.allclose(pool.get_value_buffer(layer)[slots], state.v, atol=1e-5)
+
+        run(runner, [Text(ids, torch.arange(len(ids)))], compare)
+
+
+def test_analyses_are_those_of_each_document_by_itself(
+    analyser: Analyser, done: tuple[Any, torch.Tensor, DocumentPass]
+) -> None:
+    todo, _, _ = done
+    for req in todo.reqs:
+        found, alone = req.ragserve.analysis, analyser.analyse(req.ragserve.ids)
+        assert (found.n_tokens, found.block, found.layers, found.basis) == (
+            alone.n_tokens,
+            alone.block,
+            LAYERS,
+            alone.basis,
+        )
+        for name, wanted in alone._tensors().items():
+            got = getattr(found, name)
+            assert got.shape == wanted.shape, name
+            if wanted.dtype in (torch.int8, torch.uint8):
+                assert (got.int() - wanted.int()).abs().max() <= 1, name
+            else:
+                assert torch.allclose(got.float(), wanted.float(), rtol=2e-3, atol=1e-5), name
+        assert got.untyped_storage().nbytes() == got.nbytes, "no analysis holds those of its batch"
+
+
+def test_sglang_gets_a_token_for_each_once(done: tuple[Any, torch.Tensor, DocumentPass]) -> None:
+    _, _, work = done
+    assert work.output().logits_output.next_token_logits.shape == (3, VOCABULARY)
+    assert work.output() is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda todo: setattr(todo.reqs[1].extend_range, "start", 16),
+        lambda todo: setattr(todo.reqs[2].extend_range, "end", 100),
+        lambda todo: setattr(todo.reqs[0].ragserve, "analyse", False),
+        lambda todo: setattr(todo.reqs[0], "ragserve", None),
+        lambda todo: setattr(todo.reqs[0], "grammar", object()),
+        lambda todo: setattr(todo.reqs[0].sampling_params, "max_new_tokens", 2),
+        lambda todo: setattr(todo, "return_logprob", True),
+        lambda todo: setattr(todo.forward_mode, "name", "MIXED"),
+    ],
+    ids=["cached prefix", "a chunk", "not analysed", "a question", "grammar", "answer", "logprobs", "mixed"],
+)
+def test_other_batches_are_left_to_sglang(runner: Any, analyser: Analyser, change: Any) -> None:
+    work, todo = pass_of(runner, analyser, torch.zeros(3, 130)), batch()
+    assert work.takes(todo)
+    change(todo)
+    assert not work.takes(todo)
+    assert not pass_of(runner, analyser, torch.zeros(3, 130), possible=False).takes(batch())
