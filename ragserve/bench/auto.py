@@ -27,6 +27,11 @@ class _Forced(Gate):
         return list(self._labels)
 
 
+def calibrated_chooser(engine: Any, costs: Path, labels: Sequence[str]) -> Chooser:
+    """A chooser by the costs that `ragserve calibrate` has written, with strategies ``labels`` verified."""
+    return Chooser(engine, _Forced(labels), costs)
+
+
 @contextlib.contextmanager
 def chooser(engine: Any, samples: Sequence[CostSample]) -> Iterator[Chooser]:
     """Yield a chooser calibrated by ``samples``, with all their strategies verified. Raises InvalidRequest if

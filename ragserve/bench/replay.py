@@ -18,11 +18,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ragserve.answering.auto import Chooser
 from ragserve.bench import model_shapes
+from ragserve.bench.auto import calibrated_chooser, prompt_of
 from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache_in, read_trace, require
 from ragserve.children import end_with_parent
 from ragserve.config import DEFAULT_MODEL, load
@@ -32,6 +34,8 @@ from ragserve.engine.offline import run_once
 from ragserve.errors import RagserveError
 from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token
 from ragserve.measuring.report import GrowingReport, percentile, read_report
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.strategy_spec import parse
 
 SHARES = (0.05, 0.2, 1.0)
 HOST_SHARE, DISK_SHARE = 0.3, 1.2  # budgets, as shares of the documents' KV
@@ -41,22 +45,35 @@ AT_ONCE = 4  # requests in flight in the last case: load on every tier at the sa
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A strategy to replay the trace with. ``warmed``: the documents are on disk when the replay begins, with
-    device and host empty; else every tier is empty."""
+    """A strategy to replay the trace with. ``warmed``: the documents, or a ``part`` of them, are on disk when
+    the replay begins, with device and host empty; else every tier is empty. ``auto`` chooses among `AUTO` and
+    `prefix` by the costs that `ragserve calibrate` has written to the data folder, and is left out without
+    them; its times include the choice."""
 
     name: str
     strategy: str
     options: Mapping[str, Any]
     warmed: bool
     at_once: int = 1
+    part: float = 1.0
+
+    @property
+    def namespace(self) -> str:
+        if not self.warmed:
+            return f"cold-{self.strategy}"
+        return "warmed" if self.part == 1 else f"warmed-{self.part:.0%}".rstrip("%")
 
 
+AUTO = parse("concat:recompute=sentences,share=0.1")[0]
 CASES = (
     ReplayCase("prefix", "prefix", {}, warmed=False),
     ReplayCase("concat", "concat", {}, warmed=False),
     ReplayCase("concat, warmed", "concat", {}, warmed=True),
     ReplayCase("epic 16, warmed", "epic", {"first": 16}, warmed=True),
     ReplayCase(f"concat, warmed, {AT_ONCE} at once", "concat", {}, warmed=True, at_once=AT_ONCE),
+    ReplayCase("auto", "auto", {}, warmed=False),
+    ReplayCase("auto, half warmed", "auto", {}, warmed=True, part=0.5),
+    ReplayCase("auto, warmed", "auto", {}, warmed=True),
 )
 
 
@@ -138,24 +155,38 @@ def _measured(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
     )
-    return run_once(settings, lambda engine: _Replay(engine, trace, share).run())
+    costs = load().data_dir / COSTS_FILE
+
+    async def work(engine: LocalEngine) -> list[dict[str, Any]]:
+        auto = calibrated_chooser(engine, costs, [AUTO.label]) if costs.exists() else None
+        return await _Replay(engine, trace, share, auto).run()
+
+    return run_once(settings, work)
 
 
 class _Replay:
     """The cases of one engine."""
 
-    def __init__(self, engine: LocalEngine, trace: Trace, share: float) -> None:
+    def __init__(self, engine: LocalEngine, trace: Trace, share: float, auto: Chooser | None = None) -> None:
+        """Without ``auto``, cases of that strategy are left out."""
         self._engine = engine
         self._trace = trace
         self._share = share
         self._most: Counter[str] = Counter()  # highest bytes by tier
+        self._chooser = auto
+        self._chosen: Counter[str] = Counter()
 
     async def run(self) -> list[dict[str, Any]]:
         rows = []
         for case in CASES:
-            namespace = "warmed" if case.warmed else f"cold-{case.strategy}"
+            if case.strategy == "auto" and self._chooser is None:
+                continue
+            namespace = case.namespace
             if case.warmed:
-                await cache_in(self._engine, namespace, self._trace, "disk")
+                names = list(self._trace.unique)
+                wanted = names[: max(1, round(case.part * len(names)))]
+                part = replace(self._trace, unique={name: self._trace.unique[name] for name in wanted})
+                await cache_in(self._engine, namespace, part, "disk")
             rows.append(await self._case(case, namespace))
             print(
                 f"{self._trace.name} {self._share:.0%} {case.name}: {rows[-1]['ttft ms mean']} ms", flush=True
@@ -166,6 +197,7 @@ class _Replay:
 
     async def _case(self, case: ReplayCase, namespace: str) -> dict[str, Any]:
         self._most.clear()
+        self._chosen.clear()
         evicted = (await self._within_budget())["evictions"]
         found: Counter[str] = Counter()
         ttft: list[float] = []  # milliseconds
@@ -193,6 +225,8 @@ class _Replay:
         else:
             row |= {f"{tier} %": round(100 * found[tier] / found.total(), 1) for tier in TIERS}
             row["miss %"] = round(100 * found["absent"] / found.total(), 1)
+        if case.strategy == "auto":
+            row["composed %"] = round(100 * self._chosen[AUTO.name] / self._chosen.total(), 1)
         row |= {"ttft ms mean": round(statistics.mean(ttft), 1)}
         row |= {f"ttft ms p{q}": round(percentile(ttft, q), 1) for q in (50, 99)}
         row["queries/s"] = round(len(ttft) / seconds, 1)
@@ -208,9 +242,17 @@ class _Replay:
         """Raises RagserveError if another strategy answered."""
         sampling = Sampling(max_new_tokens=NEW_TOKENS)
         request = query.request(f"replay-{number}", namespace, case.strategy, case.options, sampling)
-        answer = await first_token(self._engine, request)
-        if answer.last.fallback or (case.strategy != "prefix" and answer.context is None):
-            raise RagserveError(f"query {number} was not answered by {case.strategy}: {answer.last.fallback}")
+        started = time.perf_counter()
+        if self._chooser is not None and case.strategy == "auto":
+            documents, end = replace(request, input_ids=query.ids[: query.spans[-1].end]), query.spans[-1].end
+            choice = await self._chooser.choose(prompt_of(documents, query.ids[end:]), namespace)
+            self._chosen[choice.spec.name] += 1
+            request = replace(request, strategy=choice.spec.name, options=choice.spec.options)
+        answer = await first_token(self._engine, request, started=started)
+        if answer.last.fallback or (request.strategy != "prefix" and answer.context is None):
+            raise RagserveError(
+                f"query {number} was not answered by {request.strategy}: {answer.last.fallback}"
+            )
         return answer
 
     async def _within_budget(self) -> dict[str, Any]:

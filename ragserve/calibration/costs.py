@@ -16,7 +16,7 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest
 from ragserve.measuring.engine_run import TIERS, doubling, first_token, in_tier, random_tokens
-from ragserve.profiles.costs import CostSample
+from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import Span
 
@@ -56,8 +56,8 @@ async def measure(
     schedule: CostSchedule,
     report: Callable[[str], None],
 ) -> list[CostSample]:
-    """Measure exact prefill, and each strategy with its documents in each tier; ``report`` gets a line for
-    each.
+    """Measure exact prefill, and each strategy with its documents in each tier and in none; ``report`` gets a
+    line for each.
 
     A tier too small for a prompt's documents is skipped, and reported as such."""
     probe = _Probe(engine, schedule)
@@ -72,6 +72,9 @@ async def measure(
                 took = f"{found.ms:.1f} ms" if found else "the documents do not all fit there"
                 report(f"{spec.label}, {length} document tokens, {tier}: {took}")
                 samples += [found] if found else []
+            absent = await probe.absent(spec, length)
+            report(f"{spec.label}, {length} document tokens, cached nowhere: {absent.ms:.1f} ms")
+            samples.append(absent)
         await engine.forget(NAMESPACE, None)
     return samples
 
@@ -96,12 +99,7 @@ class _Probe:
 
     async def composed(self, spec: StrategySpec, tier: str, length: int) -> CostSample | None:
         """Measure a composed context with all documents in ``tier``; None if some were elsewhere."""
-        documents = self._documents.setdefault(length, self._tokens(length))
-        size = self._schedule.document_tokens
-        spans = (
-            Span(0, SYSTEM_TOKENS),
-            *(Span(a, min(a + size, length)) for a in range(SYSTEM_TOKENS, length, size)),
-        )
+        documents, spans = self._documents.setdefault(length, self._tokens(length)), self._spans(length)
         await self._engine.warm(_request(spec, documents, spans))
         taken = []
         for _ in range(self._schedule.repeats + 1):
@@ -114,6 +112,24 @@ class _Probe:
                 return None
             taken.append(answer.ttft_ms)
         return CostSample(length, statistics.median(taken[1:]), strategy=spec.label, tier=tier)
+
+    async def absent(self, spec: StrategySpec, length: int) -> CostSample:
+        """Measure a composed context whose documents are new, twice at most: they are slow, and other cases
+        have warmed the engine up."""
+        taken = []
+        for _ in range(min(2, self._schedule.repeats)):
+            ids = self._tokens(length + QUESTION_TOKENS)
+            answer = await first_token(self._engine, _request(spec, ids, self._spans(length)))
+            taken.append(answer.ttft_ms)
+        return CostSample(length, statistics.median(taken), strategy=spec.label, tier=ABSENT)
+
+    def _spans(self, length: int) -> tuple[Span, ...]:
+        """The system text and documents of the schedule's size."""
+        size = self._schedule.document_tokens
+        return (
+            Span(0, SYSTEM_TOKENS),
+            *(Span(a, min(a + size, length)) for a in range(SYSTEM_TOKENS, length, size)),
+        )
 
     async def _median(self, strategy: str, cached: list[int], length: int) -> float:
         """Median TTFT in milliseconds over prompts that begin with ``cached``, without the first run."""

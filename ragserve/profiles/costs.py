@@ -5,9 +5,12 @@ Milliseconds; all coefficients are at least 0, fitted by least squares of the re
 
     exact:     a0 + a1 (n - c) + a2 (n^2 - c^2)  n prompt tokens, the first c in the exact prefix cache
     composed:  b0 + b1 d + b2 d^2                d document tokens, per strategy (with options) and tier
+    absent:    c0 + c1 m + c2 m^2                m of them cached nowhere, on top, per strategy
 
-Documents of different tiers count by their share of the tokens. A document that is cached nowhere is
-prefilled first, alone."""
+Documents of different tiers count by their share of the tokens. Those cached nowhere count as on the device,
+from where they are composed in the end. What it takes until then comes on top: refusing the request,
+prefilling each alone, analysing it where the strategy needs that. A file of an earlier version has no such
+coefficients: then it is a prefill of each, which is too little."""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ Coefficients = tuple[float, float, float]
 @dataclass(frozen=True, slots=True)
 class CostSample:
     """A measurement. Without a ``strategy``: exact prefill of ``tokens`` prompt tokens, ``cached`` of them
-    in the prefix cache. With one: a composed context of ``tokens`` document tokens, all in ``tier``."""
+    in the prefix cache. With one: a composed context of ``tokens`` document tokens, all in ``tier``, or all
+    `ABSENT`."""
 
     tokens: int
     ms: float
@@ -62,10 +66,14 @@ class Costs:
         spent = 0.0
         for tier in {tier for _, tier in documents}:
             share = sum(tokens for tokens, other in documents if other == tier) / total
-            # one that is cached nowhere is prefilled first, and then on the device
             known = tiers.get("device" if tier == ABSENT else tier)
             spent += math.inf if known is None else share * _dot(known, _composed_terms(total))
-        return spent + sum(self.exact_ms(tokens) for tokens, tier in documents if tier == ABSENT)
+        absent = [tokens for tokens, tier in documents if tier == ABSENT]
+        if not absent:
+            return spent
+        if (cold := tiers.get(ABSENT)) is not None:
+            return spent + _dot(cold, _composed_terms(sum(absent)))
+        return spent + sum(map(self.exact_ms, absent))
 
 
 def fit(samples: Iterable[CostSample], *, model: str, hardware: str, date: str) -> Costs:
@@ -81,7 +89,19 @@ def fit(samples: Iterable[CostSample], *, model: str, hardware: str, date: str) 
     composed: dict[str, dict[str, Coefficients]] = {}
     for strategy, tier in dict.fromkeys((s.strategy, s.tier) for s in samples if s.strategy):
         group = [s for s in samples if (s.strategy, s.tier) == (strategy, tier)]
-        composed.setdefault(strategy, {})[tier] = _fitted([_composed_terms(s.tokens) for s in group], group)
+        if tier != ABSENT:
+            composed.setdefault(strategy, {})[tier] = _fitted(
+                [_composed_terms(s.tokens) for s in group], group
+            )
+    for strategy, tiers in composed.items():
+        group = [s for s in samples if (s.strategy, s.tier) == (strategy, ABSENT)]
+        if group and (device := tiers.get("device")) is not None:
+            terms = [_composed_terms(s.tokens) for s in group]
+            extra = [
+                replace(s, ms=max(s.ms - _dot(device, own), 0.01 * s.ms))
+                for s, own in zip(group, terms, strict=True)
+            ]
+            tiers[ABSENT] = _fitted(terms, extra)
     costs = Costs(exact_fit, composed, 0.0, model, hardware, date)
     errors = [abs(_predicted(costs, sample) / sample.ms - 1) for sample in samples]
     return replace(costs, error=round(sum(errors) / len(errors), 4))

@@ -49,7 +49,9 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) 
     costs = COSTS.load(tmp_path / COSTS_FILE, model_fingerprint(str(MODEL), ""))
     assert costs is not None
     assert set(costs.composed) == {"epic:first=8"}
-    assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk"}
+    assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk", "absent"}
+    new = costs.composed_ms("epic:first=8", [(1000, "absent")])
+    assert new > costs.composed_ms("epic:first=8", [(1000, "device")]), "computed first"
     assert costs.exact_ms(1000) > costs.exact_ms(1000, 900) > 0
     assert costs.exact_ms(4000) > costs.exact_ms(1000)
     found = SAMKV.load(model / SAMKV_FILE, model_fingerprint(str(MODEL), ""))

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from ragserve.answering.prompt import PromptBuilder
+from ragserve.answering.auto import StrategyChoice
+from ragserve.answering.prompt import Prompt, PromptBuilder
 from ragserve.bench import replay
 from ragserve.bench import retrieval_trace as traces
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import ContextReport
 
 
@@ -117,6 +119,17 @@ class Engine:
         yield GenerateChunk("x", EngineUsage(100, 25, 1), EngineTimings(), "stop", context)
 
 
+class Alternating:
+    """Chooses prefix and concat by turns."""
+
+    def __init__(self) -> None:
+        self.asked: list[Prompt] = []
+
+    async def choose(self, prompt: Prompt, namespace: str) -> StrategyChoice:
+        self.asked.append(prompt)
+        return StrategyChoice(StrategySpec("prefix" if len(self.asked) % 2 else "concat"), "its turn")
+
+
 def test_documents_are_counted_where_they_are_on_arrival(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +146,16 @@ def test_documents_are_counted_where_they_are_on_arrival(
     assert all(request.input_ids[request.spans[-1].end :] for request in engine.asked), (
         "a question follows the documents"
     )
+    monkeypatch.setattr(
+        replay, "CASES", (replay.ReplayCase("auto, half warmed", "auto", {}, True, part=0.5),)
+    )
+    assert asyncio.run(replay._Replay(engine, trace, 0.2).run()) == [], "nothing to choose by"  # type: ignore[arg-type]
+    auto: Any = Alternating()
+    (half,) = asyncio.run(replay._Replay(engine, trace, 0.2, auto).run())  # type: ignore[arg-type]
+    assert (half["composed %"], len(auto.asked)) == (33.3, 3)
+    assert [request.strategy for request in engine.asked[-3:]] == ["prefix", "concat", "prefix"]
+    assert all(prompt.documents_kept == 2 for prompt in auto.asked)
+    monkeypatch.undo()
     engine.over = "host"
     with pytest.raises(RagserveError, match="host tier holds 11 bytes, 10 allowed"):
         asyncio.run(replay._Replay(engine, trace, 0.2).run())  # type: ignore[arg-type]
