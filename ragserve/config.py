@@ -158,7 +158,7 @@ class Settings(BaseSettings):
     )
     kv_analysis: Literal["ingest", "lazy"] = Field(
         "ingest",
-        description="When to analyse documents, at the cost of about 3 prefills. ingest: with a warm-up, "
+        description="When to analyse documents, at the cost of about 2 prefills. ingest: with a warm-up, "
         "and documents that came with a query at the first query whose strategy or rule needs it. lazy: "
         "always at that query.",
     )
@@ -172,6 +172,12 @@ class Settings(BaseSettings):
         0,
         description="samkv: tokens of a block; 0: about 1/32 of a document, 8 to 64. A request with another "
         "size has its documents analysed again.",
+    )
+
+    warm_ingested: bool = Field(
+        True,
+        description="Compute the KV of what is ingested while a server runs on the data folder: in the "
+        "background, when no query is being answered, as long as the cache has room.",
     )
 
     # the server
@@ -203,10 +209,10 @@ class Settings(BaseSettings):
 
     # answering
     strategy: str = Field(
-        "prefix",
-        description="Default strategy. full, prefix: exact. auto: the fastest verified one. concat, epic, "
-        "cacheblend, random, samkv: composed from documents, with options as in "
-        "concat:recompute=sentences,share=0.1.",
+        "auto",
+        description="Default strategy. auto: the fastest verified one, prefix where nothing is verified and "
+        "measured. full, prefix: exact. concat, epic, cacheblend, random, samkv: composed from documents, "
+        "with options as in concat:recompute=sentences,share=0.1.",
     )
     force_strategies: bool = Field(
         False,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragserve.answering.prompt import Prompt
 from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine
+from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import StrategySpec, parse
+from sglang_ext.protocol import EXACT_STRATEGIES
 
 AUTO = "auto"
 MIN_GAIN = 0.05  # composed contexts are approximate: a smaller gain is not worth it
@@ -45,27 +48,46 @@ class Chooser:
         return self._costs
 
     async def choose(self, prompt: Prompt, namespace: str) -> StrategyChoice:
-        """Choose for one prompt. Without a cost profile or a verified strategy, the choice is exact.
+        """Choose for one prompt. The choice is exact, and the reason says what to do, where nothing is
+        verified or measured, or the engine cannot be asked."""
+        try:
+            found = self._candidates()
+            if isinstance(found, str):
+                return StrategyChoice(_EXACT, found)
+            return await self._sooner(prompt, namespace, *found)
+        except RagserveError as error:  # a broken profile, or a cache that does not answer
+            return StrategyChoice(_EXACT, str(error))
 
-        Raises InvalidRequest for a broken profile."""
+    def _candidates(self) -> tuple[CachingEngine, Costs, list[str]] | str:
+        """The engine, its costs and the strategies to choose from, or why there are none. Asks nothing of the
+        engine."""
+        info = self._engine.info
+        if set(info.strategies) <= set(EXACT_STRATEGIES):
+            return info.only_exact or "the engine serves exact strategies only"
+        if not isinstance(self._engine, CachingEngine):
+            return "the engine does not report its cache"
+        verified = [label for label in self._gate.verified() if parse(label)[0].name in info.strategies]
+        if not verified:
+            return "no composed strategy is verified for this model: run ragserve eval --write-gate"
         costs = self._profile()
         if costs is None:
-            return StrategyChoice(_EXACT, "no cost profile of this machine: run ragserve calibrate")
-        verified = [label for label in self._gate.verified() if label in costs.composed]
-        verified = [label for label in verified if parse(label)[0].name in self._engine.info.strategies]
-        if not verified:
-            return StrategyChoice(
-                _EXACT, "no composed strategy is both verified (ragserve eval --write-gate) and calibrated"
-            )
-        if not isinstance(self._engine, CachingEngine):
-            return StrategyChoice(_EXACT, "the engine does not report its cache")
+            return "no cost profile of this machine: run ragserve calibrate"
+        calibrated = [label for label in verified if label in costs.composed]
+        if not calibrated:
+            return f"calibrated is none of the verified {'; '.join(verified)}: run ragserve calibrate"
+        return self._engine, costs, calibrated
+
+    async def _sooner(
+        self, prompt: Prompt, namespace: str, engine: CachingEngine, costs: Costs, labels: Sequence[str]
+    ) -> StrategyChoice:
+        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached."""
         pieces = [prompt.input_ids[span.start : span.end] for span in prompt.spans]
-        tiers = (await self._engine.where(namespace, pieces)).fastest()
-        cached = await self._engine.prefix(namespace, prompt.input_ids)
+        tiers = (await engine.where(namespace, pieces)).fastest()
+        cached = await engine.prefix(namespace, prompt.input_ids)
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
         label, composed = min(
-            ((label, costs.composed_ms(label, documents)) for label in verified), key=lambda pair: pair[1]
+            ((label, costs.composed_ms(label, documents)) for label in labels), key=lambda pair: pair[1]
         )
         missing = tiers.count(ABSENT)
         uncached = f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm"

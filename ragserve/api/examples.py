@@ -236,12 +236,13 @@ INFO: dict[str, Any] = {
     "defaults": {
         "k": 5,
         "retrieval": "dense",
-        "strategy": "prefix",
+        "strategy": "auto",
         "max_new_tokens": 128,
         "temperature": 0.0,
     },
     "limits": {"max_query_chars": 16384, "max_k": 64, "max_body_bytes": 4194304},
     "index": {"default_type": "flat", "device": "cpu", "namespaces": 1, "documents": 30, "chunks": 412},
+    "warming": {"jobs": 1, "documents": 30, "documents_left": 12},
 }
 METRICS = (
     "# HELP ragserve_queries_in_flight Queries being answered.\n"

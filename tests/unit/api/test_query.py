@@ -137,7 +137,7 @@ def test_sampling_and_strategy_reach_the_engine(client: httpx.Client, live: Live
     assert (request.sampling.seed, request.sampling.stop) == (3, ("\n",))
     ask(client)
     assert live.engine.requests[-1].sampling.max_new_tokens == live.settings.max_new_tokens
-    assert live.engine.requests[-1].strategy == live.settings.strategy
+    assert live.engine.requests[-1].strategy == "prefix", "what the default, auto, has chosen"
 
 
 def test_a_server_answers_by_its_strategy_with_its_options(tmp_path: Path, model_path: Path) -> None:
@@ -233,7 +233,9 @@ def test_bad_decode_options_are_fields_at_fault(client: httpx.Client, live: Live
     assert live.engine.requests == []
 
 
-def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs: str) -> None:
+def test_auto_is_the_default_and_says_what_it_chose_and_why(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
     def chosen(**options: Any) -> httpx.Response:
         return client.post(
             "/rag/query",
@@ -242,7 +244,10 @@ def test_auto_says_what_it_chose_and_why(client: httpx.Client, live: Live, docs:
 
     exact = chosen().json()["context"]
     assert exact["strategy"] == "prefix"
-    assert "ragserve calibrate" in exact["choice"]
+    assert exact["choice"] == "prefix: the engine does not report its cache"
+    assert ask(client)["context"] == exact, "without a strategy"
+    assert ask(client, strategy="prefix")["context"]["choice"] is None
+    assert client.get("/info").json()["defaults"]["strategy"] == "auto"
     assert chosen(first=16).status_code == 400
     good = Figures(n=500, f1=99.0, f1_vs_full=-0.5, kl=0.01, kept=100.0, recomputed=12.0)
     record(

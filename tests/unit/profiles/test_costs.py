@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ragserve.answering.auto import Chooser
 from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
-from ragserve.errors import InvalidRequest
+from ragserve.errors import EngineError, InvalidRequest
 from ragserve.profiles.costs import COSTS, Costs, CostSample, fit
 from ragserve.profiles.gate import Entry, Figures, Gate, record
 
@@ -52,6 +53,37 @@ def test_a_fit_recovers_the_machine() -> None:
     assert missing == pytest.approx(15 + 10 + 50 + 2.5, rel=1e-3), "prefilled alone first, on the device then"
     assert math.isinf(found.composed_ms("concat", [(1000, "device")]))
     assert math.isinf(costs([s for s in machine() if s.tier != "disk"]).composed_ms(label, [(1000, "disk")]))
+
+
+def cold(samples: list[CostSample], step: float = 30.0, each: float = 0.5) -> list[CostSample]:
+    """The same machine, on which a context of new documents takes ``step`` and ``each`` ms a token more."""
+    label = "epic:first=16"
+    return samples + [
+        CostSample(n, 5 + 0.01 * n + step + each * n, strategy=label, tier="absent") for n in LENGTHS
+    ]
+
+
+def test_documents_that_are_cached_nowhere_cost_what_was_measured() -> None:
+    found, label = costs(cold(machine())), "epic:first=16"
+    assert found.error < 1e-3
+    assert found.composed_ms(label, [(1000, "absent")]) == pytest.approx(15 + 30 + 500, rel=1e-2)
+    mixed = found.composed_ms(label, [(900, "device"), (100, "absent")])
+    assert mixed == pytest.approx(15 + 30 + 50, rel=1e-2), "the step is paid for the first document"
+    assert costs().composed_ms(label, [(1000, "absent")]) < 150, "a prefill alone was too little"
+    without = [sample for sample in cold(machine()) if sample.tier != "device"]
+    assert math.isinf(costs(without).composed_ms(label, [(1000, "absent")]))
+
+
+def test_auto_knows_that_new_documents_are_dear(tmp_path: Path) -> None:
+    """A prefill of the missing third and composing would be sooner than a prefill of all; analysing it is
+    not."""
+    engine: Any = Cache(0, "device", "device", "absent")
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
+    assert choice(tmp_path, engine)[0] == "epic:first=16"
+    COSTS.save(tmp_path / "costs.json", "abc", costs(cold(machine())))
+    label, reason = choice(tmp_path, engine)
+    assert label == "prefix"
+    assert "1 of 3 documents cached nowhere" in reason
 
 
 def test_noise_never_makes_a_prompt_cheaper_by_being_longer() -> None:
@@ -200,5 +232,32 @@ def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
     assert asyncio.run(chooser.choose(PROMPT, "n")).spec.label == "epic:first=16"
     (tmp_path / "costs.json").write_text("{")
     os.utime(tmp_path / "costs.json", ns=(1, 1))
-    with pytest.raises(InvalidRequest, match="ragserve calibrate"):
-        asyncio.run(chooser.choose(PROMPT, "n"))
+    broken = asyncio.run(chooser.choose(PROMPT, "n"))
+    assert (broken.spec.label, "not a cost profile" in broken.reason) == ("prefix", True)
+
+
+class Asked(Cache):
+    """An engine that fails whoever asks it about its cache."""
+
+    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+        raise EngineError("The document cache failed to prefix.")
+
+    where: Any = prefix
+
+
+def test_with_nothing_measured_auto_is_exact_asks_nothing_and_says_what_to_do(tmp_path: Path) -> None:
+    def choose(engine: Any) -> tuple[str, str]:
+        gate = Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32")
+        made = asyncio.run(Chooser(engine, gate, tmp_path / "costs.json").choose(PROMPT, "n"))
+        return made.spec.label, made.reason
+
+    engine = Asked(0, *DEVICE)
+    label, reason = choose(engine)
+    assert (label, "ragserve eval --write-gate" in reason, "\n" in reason) == ("prefix", True, False)
+    record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
+    label, reason = choose(engine)
+    assert (label, "ragserve calibrate" in reason) == ("prefix", True)
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
+    assert choose(engine) == ("prefix", "The document cache failed to prefix."), "asked, and still answering"
+    engine.info = replace(engine.info, strategies=("full", "prefix"), only_exact="the KV has 8 bits")
+    assert choose(engine) == ("prefix", "the KV has 8 bits")
