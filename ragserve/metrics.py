@@ -40,6 +40,11 @@ class Metrics:
             "ragserve_ingested_files", "Files by outcome: indexed, unchanged, failed, removed.", ["outcome"]
         )
         self.ingested_chunks = Counter("ragserve_ingested_chunks", "Chunks indexed.")
+        self.warm_left = Gauge(
+            "ragserve_warm_documents_left",
+            "Documents of the running warm-up that are not done yet.",
+            multiprocess_mode="livesum",
+        )
         self.job_seconds = Histogram(
             "ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800)
         )

@@ -287,6 +287,7 @@ class Info(BaseModel):
     defaults: dict[str, Any] = Field(description="Defaults of a query.")
     limits: dict[str, int]
     index: dict[str, Any]
+    warming: dict[str, int] = Field(description="Warm-ups that are queued or running, and their documents.")
 
 
 class ErrorDetail(BaseModel):

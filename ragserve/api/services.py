@@ -124,13 +124,16 @@ async def open_services(
             embedder,
             tokenizer=info.tokenizer,
             evict=lambda: asyncio.run_coroutine_threadsafe(evict(), loop).result(),
+            warms=lambda: isinstance(engine, CachingEngine) and not info.only_exact,
         )
         runner = JobRunner(ingestor)
         await asyncio.to_thread(runner.start)
         stack.push_async_callback(asyncio.to_thread, runner.stop)
         warm_runner = None
         if isinstance(engine, CachingEngine):
-            warm_runner = JobRunner(Warmer(store, engine, prompts, loop), WARM)
+            warm_runner = JobRunner(
+                Warmer(store, engine, prompts, loop, busy=lambda: limiter.in_flight > 0), WARM
+            )
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         gate = Gate.of(

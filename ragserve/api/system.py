@@ -15,6 +15,7 @@ from ragserve.api import examples
 from ragserve.api.openapi import documented, failures
 from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, Info, Ready
 from ragserve.api.services import RequestId, Services, Svc
+from ragserve.cache.warm import warming
 from ragserve.errors import Unavailable
 from ragserve.metrics import exposition
 
@@ -34,6 +35,7 @@ async def info(svc: Svc) -> Info:
     """Show all that a client needs to know and a bug report should contain."""
     settings, engine = svc.settings, svc.engine.info
     namespaces = await asyncio.to_thread(svc.store.namespaces)
+    warm_ups = await asyncio.to_thread(warming, svc.ingestor.jobs)
     versions = {"ragserve": __version__, "sglang": engine.version, "python": platform.python_version()}
     for package in ("torch", "faiss-cpu", "sentence-transformers"):
         try:
@@ -74,6 +76,7 @@ async def info(svc: Svc) -> Info:
             "documents": sum(one.n_documents for one in namespaces),
             "chunks": sum(one.n_chunks for one in namespaces),
         },
+        warming=warm_ups,
     )
 
 

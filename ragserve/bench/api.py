@@ -74,7 +74,7 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
     rounds, load = (1, 16) if quick else (5, 240)
     with contextlib.ExitStack() as stack:
         if url is None:
-            url = stack.enter_context(running_server()).url
+            url = stack.enter_context(running_server(warm_ingested=False)).url
         key = os.environ.get("RAGSERVE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=300))

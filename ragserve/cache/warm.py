@@ -2,11 +2,15 @@
 
 A warm-up is a job like an ingestion: resumable, cancellable, one item per document. Documents that are cached
 are skipped. A document counts as warmed when all of it has reached the lowest tier, which survives a restart
-if that is the disk; the next group is computed meanwhile, at the pace of the disk."""
+if that is the disk; the next group is computed meanwhile, at the pace of the disk.
+
+A server warms what is ingested in the background: such a job waits while queries are being answered, computes
+a quarter of a second at a time, and never makes room by evicting other documents."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -20,15 +24,20 @@ from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, OnProgress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
+from ragserve.metrics import metrics
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem
 from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
-__all__ = ["KIND", "Warmer", "submit_warm"]
+__all__ = ["KIND", "Warmer", "submit_warm", "warming"]
 
+log = logging.getLogger(__name__)
 KIND = "warm"
 # Tokens computed at a time: enough to fill a prefill batch, few enough that queries do not wait long.
 _GROUP_TOKENS = 4096
+_BACKGROUND_S = 0.25  # of computing at a time in the background: how long a query may wait for it
+_BACKGROUND_FIRST_TOKENS = 256  # at a time, before the pace is known
+_LOG_S = 30.0
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
 _RETRY_S = 1.0  # an engine that has died takes its server along within seconds
@@ -43,6 +52,14 @@ def submit_warm(store: IndexStore, namespace: str, documents: Sequence[str] | No
     else:
         sources = [_find(store, namespace, name).source for name in documents]
     return JobStore(store).create(namespace, {"kind": KIND}, sources)
+
+
+def warming(jobs: JobStore) -> dict[str, int]:
+    """Numbers of warm-up jobs that are queued or running, of their documents, and of those not done yet."""
+    open_jobs = [job for state in ("queued", "running") for job in jobs.list(state=state, limit=1_000_000)]
+    own = [job for job in open_jobs if job.kind == KIND]
+    left = sum(job.counts.get("pending", 0) for job in own)
+    return {"jobs": len(own), "documents": sum(job.n_items for job in own), "documents_left": left}
 
 
 def _find(store: IndexStore, namespace: str, name: str) -> Document:
@@ -80,7 +97,10 @@ class Warmer:
         engine: CachingEngine,
         prompts: PromptBuilder,
         loop: asyncio.AbstractEventLoop,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``busy``: queries are being answered, for which jobs in the background wait."""
+        self.busy = busy
         self.store = store
         self.prompts = prompts
         self.engine = engine
@@ -148,28 +168,57 @@ class _WarmRun:
         self._notify = run.notify
         self._start = self._where([])
         self._size = 0  # of all documents of the job that are, or are to be, in the lasting tier
+        self._background = bool(run.job.spec.get("background"))
+        self._limit = _BACKGROUND_FIRST_TOKENS if self._background else _GROUP_TOKENS  # tokens of a group
+        self._logged = time.monotonic()
 
     def run(self) -> None:
         """Run the job. Raises ``Interrupted``, ``StorageFull`` and engine errors that concern
         every document.
         """
-        self._warmer.check()
+        if self._background:
+            if not self._worthwhile():
+                return
+            cached = self._warmer.call(self._warmer.engine.control("stat"))
+            self._size = int(cached[self._start.lasting]["bytes"])
+        else:
+            self._warmer.check()
+        log.info("Warming %d documents of namespace %s", self._progress.total, self._job.namespace)
         self._notify()
         before = _Group()
         for group in self._groups():
             if self._should_stop():
                 raise Interrupted
+            if self._background:
+                self._give_way()
             self._compute(group)
             self._settle(before)
             before = group
         self._settle(before)
+
+    def _worthwhile(self) -> bool:
+        """Return False, with the job's items skipped, if the engine never reads the document cache."""
+        try:
+            self._warmer.check()
+        except InvalidRequest as error:
+            for item in self._warmer.jobs.items(self._job.job_id, "pending"):
+                self._record(_Item(item.source), "skipped", str(error))
+            return False
+        return True
+
+    def _give_way(self) -> None:
+        """Wait until no query is being answered. Raises ``Interrupted``."""
+        while self._warmer.busy():
+            if self._should_stop():
+                raise Interrupted
+            time.sleep(_POLL_S)
 
     def _groups(self) -> Iterator[_Group]:
         group = _Group()
         for item, pieces in self._documents():
             item.left = len(pieces)
             for ids in pieces:
-                if group.tokens and group.tokens + len(ids) > _GROUP_TOKENS:
+                if group.tokens and group.tokens + len(ids) > self._limit:
                     yield group
                     group = _Group()
                 group.pieces.append((item, ids))
@@ -233,7 +282,11 @@ class _WarmRun:
             return
         wanted = sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new)
         self._wait(found, lambda now: now.write_room_bytes >= wanted or not now.queued_bytes, [])
+        started = time.perf_counter()
         if self._failure(prompt, [span for own in spans.values() for span in own]) is None:
+            if self._background:
+                seconds = max(time.perf_counter() - started, 1e-3)
+                self._limit = min(_GROUP_TOKENS, round(len(prompt) / seconds * _BACKGROUND_S))
             return
         for item, own in spans.items():  # each document by itself, to find the one that fails
             item.reason = self._failure(prompt, own) or item.reason
@@ -300,6 +353,13 @@ class _WarmRun:
             progress.tokens += item.tokens
             progress.size_bytes += item.size
         progress.current = item.source
+        left = progress.total - progress.done
+        metrics().warm_left.set(left)
+        if time.monotonic() - self._logged > _LOG_S:
+            self._logged = time.monotonic()
+            log.info(
+                "Warming namespace %s: %d of %d documents left", self._job.namespace, left, progress.total
+            )
         outcome = JobItem(item.source, state, reason, item.computed, item.tokens, item.size, item.doc_id)
         self._warmer.jobs.update_items(self._job.job_id, [outcome])
         self._notify()

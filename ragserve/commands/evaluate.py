@@ -182,4 +182,4 @@ def _server(settings: Settings, api_key: str | None) -> contextlib.AbstractConte
         flags["engine_args"] = json.dumps(flags["engine_args"])
     if api_key:
         flags["api_key"] = api_key
-    return running_server(**flags)
+    return running_server(warm_ingested=False, **flags)

@@ -125,6 +125,14 @@ def ingest(
     raise typer.Exit(3 if session.failed else 0)
 
 
+def _server_runs(settings: Settings) -> bool:
+    """Return True if a server with an engine of its own uses the data folder."""
+    from ragserve.cache import lock
+
+    with lock.alone(settings.data_dir) as nobody_else:
+        return not nobody_else
+
+
 class _Session:
     """The ingestor of one command; counts ``files`` looked at and ``failed``."""
 
@@ -145,7 +153,13 @@ class _Session:
         self._as_json = as_json
         self._console = Console(quiet=as_json)
         self.files = self.failed = 0
-        self.ingestor = Ingestor(settings, store, embedder, evict=lambda: clean_files(settings, store))
+        self.ingestor = Ingestor(
+            settings,
+            store,
+            embedder,
+            evict=lambda: clean_files(settings, store),
+            warms=lambda: _server_runs(settings),
+        )
 
     def run(self, job_id: str, *, wait: bool = False, pruned: bool = False, compact: bool = False) -> None:
         """Run a job and the warm-up that may follow it, and report both."""

@@ -79,6 +79,7 @@ class Ingestor:
         *,
         tokenizer: str | None = None,
         evict: Callable[[], object] | None = None,
+        warms: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
@@ -88,6 +89,7 @@ class Ingestor:
             tokenizer: Name of the tokenizer; default: the settings' tokenizer or model.
             evict: Removes the KV of replaced and removed documents. Called before the end of a job is
                 recorded; it must not raise.
+            warms: Returns True if a server on the data folder warms in the background what is ingested.
         """
         self._settings = settings
         self._store = store
@@ -97,6 +99,7 @@ class Ingestor:
         self._tokenizer_name = tokenizer or settings.tokenizer or settings.model
         self._tokenizer: TokenizerSource | None = None
         self._evict = evict or (lambda: None)
+        self._warms = warms
         self.jobs = JobStore(store)
         self.spool = Spool(settings.data_dir)
 
@@ -258,13 +261,18 @@ class Ingestor:
         return replace(report, skipped=skipped, notes=notes, vanished=vanished, warm_job=warm_job)
 
     def _create_warm_job(self, job: Job) -> str | None:
-        """Create a job that computes the KV of the documents found, with ``warm``, and return its id."""
-        if not job.spec.get("warm"):
+        """Create a job that computes KV, and return the id of one that the caller asked for: with ``warm`` of
+        all documents found, else of new ones, in the background, where a server does that."""
+        asked = bool(job.spec.get("warm"))
+        if not asked and not (self._settings.warm_ingested and self._warms()):
             return None
-        states = ("indexed", "unchanged")
+        states = ("indexed", "unchanged") if asked else ("indexed",)
         sources = [item.source for item in self.jobs.items(job.job_id) if item.state in states]
-        spec = {"kind": "warm", "after": job.job_id}
-        return self.jobs.create(job.namespace, spec, sources).job_id if sources else None
+        if not sources:
+            return None
+        spec = {"kind": "warm", "after": job.job_id} | ({} if asked else {"background": True})
+        warm_job = self.jobs.create(job.namespace, spec, sources).job_id
+        return warm_job if asked else None
 
     def tidy(self) -> int:
         """Remove uploads that no job needs and return their number."""

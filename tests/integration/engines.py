@@ -68,7 +68,11 @@ class Server:
 
 @contextlib.contextmanager
 def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Iterator[Server]:
-    with running_server(data_dir=data_dir, **flags) as running, running.client() as client:
+    """Start a server that caches only what a test asks for."""
+    with (
+        running_server(data_dir=data_dir, warm_ingested=False, **flags) as running,
+        running.client() as client,
+    ):
         yield Server(running, client, flags.get("model"), storage)
 
 

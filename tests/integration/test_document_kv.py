@@ -126,6 +126,18 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
     assert len(list((data / "kv").rglob("*.pages"))) == 2
 
 
+def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, tmp_path: Path) -> None:
+    space = "background"
+    (tmp_path / "sule.txt").write_text(TEXT.format("Sule"))
+    command = [sys.executable, "-m", "ragserve.cli", "ingest", str(tmp_path / "sule.txt"), "--json"]
+    command += ["--namespace", space, "--data-dir", str(server.data_dir)]
+    done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert (done["files"]["indexed"], done["warm_job"]) == (1, None), "it does not wait for the server"
+    eventually(server, space, (2, 2))
+    assert ask(server, space)["context"]["tokens_kept"] > 0
+    assert server.client.get("/info").json()["warming"]["documents_left"] == 0
+
+
 def metric(server: Any, name: str) -> float:
     """Sum of one metric, given with its labels, over the processes."""
     lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(name)]
@@ -137,6 +149,7 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     names = [f"station-{i}" for i in range(6)]
     # about as long as a chunk, so that keys and token ids weigh what they do in use
     texts = {name: (4 * TEXT).format(*4 * [name]) for name in names}
+    analyses = server.client.get("/rag/cache").json()["analyses"]
     job = ingest(server, space, {name: texts[name] for name in names[:3]}, warm=True)
     assert (job["kind"], job["counts"]["indexed"]) == ("upload", 3)
     deadline = time.monotonic() + 60
@@ -151,6 +164,8 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
         assert time.monotonic() < deadline, follow_up
         time.sleep(0.05)
     assert follow_up["counts"]["warmed"] == 3
+    found = server.client.get("/rag/cache").json()["analyses"]
+    assert found["prefilled"] - analyses["prefilled"] == found["computed"] - analyses["computed"] == 4
     assert held(server, space) == (4, 4), "three documents and the system text"
     ingest(server, space, {name: texts[name] for name in names[3:]})
     command = [

@@ -43,7 +43,7 @@ class Cache:
         self.poison: list[int] | None = None
         self.budget: int | None = 10**9
         self.faults: dict[str, int] = {}
-        self.queued = 0
+        self.queued = self.used = 0
         self.groups = 0
         self.hold = threading.Event()
         self.hold.set()
@@ -64,6 +64,10 @@ class Cache:
                 raise EngineError("cannot compute this one")
             self.computed.append(ids)
             self.state[tuple(ids)] = self.settles_as
+
+    async def control(self, operation: str) -> dict[str, Any]:
+        assert operation == "stat"
+        return {"disk": {"bytes": self.used}}
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         below: Any = tuple(self.state.get(tuple(ids), "absent") for ids in documents)
@@ -273,6 +277,69 @@ def test_an_engine_that_composes_nothing_is_not_warmed(
     with pytest.raises(InvalidRequest, match="cannot compose"):
         warmer.run(job.job_id)
     assert "cannot compose" in (warmer.jobs.get(job.job_id).error or "")
+
+
+def in_background(store: IndexStore) -> str:
+    """Queue what an ingestion leaves for the server to warm; the job's id."""
+    sources = [f"d{number}" for number in range(4)]
+    return JobStore(store).create("n", {"kind": KIND, "background": True}, sources).job_id
+
+
+def test_a_job_in_the_background_waits_for_queries_and_can_be_stopped_meanwhile(
+    store: IndexStore, engine: Cache, prompts: PromptBuilder, loop: asyncio.AbstractEventLoop
+) -> None:
+    busy, stop = threading.Event(), threading.Event()
+    looks = 0
+
+    def answering() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            stop.set()
+        return busy.is_set()
+
+    warmer = Warmer(store, engine, prompts, loop, busy=answering)
+    busy.set()
+    job_id = in_background(store)
+    assert warmer.run(job_id, stop=stop).state == "interrupted"
+    assert (looks, engine.computed) == (3, []), "looked again and again, and computed nothing"
+    assert warm.warming(warmer.jobs) == {"jobs": 1, "documents": 4, "documents_left": 4}
+    busy.clear()
+    assert warmer.run(job_id).progress.warmed == 4
+    assert warm.warming(warmer.jobs) == {"jobs": 0, "documents": 0, "documents_left": 0}
+    asked = warmer.run(submit_warm(store, "n").job_id)
+    assert (asked.progress.unchanged, looks > 3) == (4, True)
+
+
+def test_a_slow_engine_computes_a_chunk_at_a_time_in_the_background(
+    warmer: Warmer, store: IndexStore, engine: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_BACKGROUND_FIRST_TOKENS", 1)
+    monkeypatch.setattr(warm, "_BACKGROUND_S", 0.0)
+    warmer.run(in_background(store))
+    assert engine.groups == len(engine.computed) == 13
+    engine.state.clear()
+    warmer.run(submit_warm(store, "n").job_id)
+    assert engine.groups == 14, "all at once for who asked"
+
+
+def test_warming_in_the_background_evicts_nothing(
+    warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder
+) -> None:
+    one = sum(-(-len(ids) // 16) * PAGE * 103 // 100 for ids in ids_of(prompts, "d0"))
+    engine.budget, engine.used = 3 * one, 2 * one
+    report = warmer.run(in_background(store))
+    assert (report.progress.warmed, report.progress.skipped) == (1, 3)
+    assert "kv_disk_bytes" in report.failures[0][1]
+
+
+def test_an_engine_that_composes_nothing_fails_no_job_that_nobody_asked_for(
+    warmer: Warmer, store: IndexStore, engine: Cache
+) -> None:
+    engine.info = replace(engine.info, strategies=("full", "prefix"))
+    report = warmer.run(in_background(store))
+    assert (report.state, report.progress.skipped, engine.computed) == ("done", 4, [])
+    assert "cannot compose" in report.failures[0][1]
 
 
 def test_unknown_documents_and_namespaces(store: IndexStore) -> None:

@@ -75,6 +75,34 @@ def test_documents_are_indexed_with_their_metadata(
     assert hits[0].chunk.title == "Otters"
 
 
+def warm_jobs(ingestor: Ingestor) -> list[tuple[int, bool]]:
+    """Documents of each warm-up, newest first, and whether it is one in the background."""
+    jobs = [job for job in ingestor.jobs.list() if job.kind == "warm"]
+    return [(job.n_items, bool(job.spec.get("background"))) for job in jobs]
+
+
+def test_what_is_new_is_warmed_in_the_background_where_a_server_does_that(
+    settings: Settings, store: IndexStore, folder: Path, embedder: Embedder
+) -> None:
+    serving = False
+    ingestor = Ingestor(settings, store, embedder, warms=lambda: serving)
+    ingest(ingestor, folder)
+    assert warm_jobs(ingestor) == [], "no server"
+    serving = True
+    assert ingest(ingestor, folder).warm_job is None
+    assert warm_jobs(ingestor) == [], "nothing new"
+    (folder / "whales.md").write_text("# Whales\n\nOther words about whales.\n")
+    assert ingest(ingestor, folder).warm_job is None, "nobody waits for it"
+    assert warm_jobs(ingestor) == [(1, True)]
+    report = ingest(ingestor, folder, warm=True)
+    assert report.warm_job is not None
+    assert warm_jobs(ingestor) == [(3, False), (1, True)], "all of them, for who asks"
+    off = settings.model_copy(update={"warm_ingested": False})
+    (folder / "whales.md").write_text("# Whales\n\nYet other words about whales.\n")
+    ingest(Ingestor(off, store, embedder, warms=lambda: True), folder)
+    assert len(warm_jobs(ingestor)) == 2
+
+
 def test_progress_shows_while_a_slow_embedder_works(
     settings: Settings, store: IndexStore, tmp_path: Path
 ) -> None:
