@@ -53,9 +53,14 @@ def _before_schedule(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
     from sglang_ext.context.compose.request import is_composed
+    from sglang_ext.context.scheduler.document_pass import would_be_cut
 
     if current.composition is None or not is_composed(req):
+        if current.composition is not None and would_be_cut(adder, req):
+            return AddReqResult.OTHER
         return original(adder, req, *args, **kwargs)
     return current.composition.admission.admit(adder, req, lambda: original(adder, req, *args, **kwargs))
 

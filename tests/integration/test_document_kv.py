@@ -126,18 +126,6 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
     assert len(list((data / "kv").rglob("*.pages"))) == 2
 
 
-def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, tmp_path: Path) -> None:
-    space = "background"
-    (tmp_path / "sule.txt").write_text(TEXT.format("Sule"))
-    command = [sys.executable, "-m", "ragserve.cli", "ingest", str(tmp_path / "sule.txt"), "--json"]
-    command += ["--namespace", space, "--data-dir", str(server.data_dir)]
-    done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    assert (done["files"]["indexed"], done["warm_job"]) == (1, None), "it does not wait for the server"
-    eventually(server, space, (2, 2))
-    assert ask(server, space)["context"]["tokens_kept"] > 0
-    assert server.client.get("/info").json()["warming"]["documents_left"] == 0
-
-
 def metric(server: Any, name: str) -> float:
     """Sum of one metric, given with its labels, over the processes."""
     lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(name)]
@@ -200,3 +188,15 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     for tier in ("host", "disk"):
         assert metric(server, f'ragserve_kv_bytes{{tier="{tier}"}}') == stat[tier]["bytes"] > 0
         assert 0 < stat[tier]["metadata_bytes"] <= 0.03 * (stat[tier]["bytes"] - stat[tier]["metadata_bytes"])
+
+
+def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, tmp_path: Path) -> None:
+    space = "background"
+    (tmp_path / "sule.txt").write_text(TEXT.format("Sule"))
+    command = [sys.executable, "-m", "ragserve.cli", "ingest", str(tmp_path / "sule.txt"), "--json"]
+    command += ["--namespace", space, "--data-dir", str(server.data_dir)]
+    done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert (done["files"]["indexed"], done["warm_job"]) == (1, None), "it does not wait for the server"
+    eventually(server, space, (2, 2))
+    assert ask(server, space)["context"]["tokens_kept"] > 0
+    assert server.client.get("/info").json()["warming"]["documents_left"] == 0

@@ -83,6 +83,16 @@ class DocumentPass:
         self._done = 0
 
 
+def would_be_cut(adder: Any, req: Any) -> bool:
+    """True for a document to analyse of which only a part fits the step's token budget beside what the step
+    has. It waits for the next step: cut in two, it and all documents beside it would be prefilled twice.
+    """
+    document, left = getattr(req, "ragserve", None), adder.rem_chunk_tokens
+    if not isinstance(document, DocumentRequest) or not document.analyse or left is None:
+        return False
+    return bool(adder.can_run_list) and len(document.ids) > left
+
+
 def _is_whole(req: Any) -> bool:
     document = getattr(req, "ragserve", None)
     if not isinstance(document, DocumentRequest) or not document.analyse or wanted(req):

@@ -123,6 +123,25 @@ def test_sglang_gets_a_token_for_each_once(done: tuple[Any, torch.Tensor, Docume
 
 
 @pytest.mark.parametrize(
+    ("left", "beside", "analyse", "waits"),
+    [
+        (39, 1, True, True),
+        (40, 1, True, False),
+        (39, 0, True, False),
+        (39, 1, False, False),
+        (None, 1, True, False),
+    ],
+)
+def test_a_document_that_the_step_would_cut_waits_for_the_next(
+    left: int | None, beside: int, analyse: bool, waits: bool
+) -> None:
+    document = request(0, 40)
+    document.ragserve.analyse = analyse
+    adder = SimpleNamespace(rem_chunk_tokens=left, can_run_list=[None] * beside)
+    assert document_pass.would_be_cut(adder, document) == waits
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda todo: setattr(todo.reqs[1].extend_range, "start", 16),
