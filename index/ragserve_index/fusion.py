@@ -1,5 +1,6 @@
 """Fusion of a dense and a lexical ranking by reciprocal rank (Cormack, Clarke and Buettcher, SIGIR 2009):
-score(d) = sum over the rankings that have d of 1 / (60 + rank of d)."""
+score(d) = sum over the rankings that have d of 1 / (60 + rank of d). Lexical rankings of several wordings of
+one question have scores of one kind, and are fused by their mean."""
 
 from __future__ import annotations
 
@@ -30,3 +31,15 @@ def by_reciprocal_rank(
             fused[chunk] = fused.get(chunk, 0.0) + 1 / (K + rank)
     order = sorted(fused, key=lambda chunk: (-fused[chunk], -cosine.get(chunk, -1.0), chunk))
     return [Ranked(chunk, fused[chunk], cosine.get(chunk), bm25.get(chunk)) for chunk in order]
+
+
+def by_mean_score(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Fuse rankings of (chunk id, score) by the mean score, best first. The first ranking counts as much as
+    all others together; a chunk that a ranking lacks has score 0 there."""
+    others = len(rankings) - 1
+    weights = [0.5, *[0.5 / others] * others] if others else [1.0]
+    fused: dict[int, float] = {}
+    for weight, ranking in zip(weights, rankings, strict=True):
+        for chunk, score in ranking:
+            fused[chunk] = fused.get(chunk, 0.0) + weight * score
+    return sorted(fused.items(), key=lambda one: (-one[1], one[0]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import sqlite3
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ragserve_index import lexical_search, registry
 from ragserve_index.database import Database
 from ragserve_index.errors import lexical_index_damaged
 from ragserve_index.filters import AnyFilter, compile_filter
-from ragserve_index.fusion import DEPTH, Ranked, by_reciprocal_rank
+from ragserve_index.fusion import DEPTH, Ranked, by_mean_score, by_reciprocal_rank
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.selection_cache import SelectionCache
@@ -84,12 +85,19 @@ class Searcher:
             return self._search_pinned(connection, index, checked, k, condition)
 
     def search_text(
-        self, namespace: str, text: str, k: int, filter: AnyFilter | None, vector: np.ndarray | None
+        self,
+        namespace: str,
+        texts: Sequence[str],
+        k: int,
+        filter: AnyFilter | None,
+        vector: np.ndarray | None,
     ) -> SearchResult:
-        """See :meth:`IndexStore.search_text`. FTS5 is read at the version of a transaction, so the dense
-        search is repeated until it is of that version, and at last made inside the transaction."""
+        """See :meth:`IndexStore.search_text`; ``texts`` are the text and its variants.
+
+        FTS5 is read at the version of a transaction, so the dense search is repeated until it is of that
+        version, and at last made inside the transaction."""
         k, condition = _checked_k(k), _compile(filter)
-        depth = k if vector is None else max(k, DEPTH)
+        depth = max(k, DEPTH)
         queries = None if vector is None else np.atleast_2d(vector)
         dense: Scored | None = None
         for _ in range(_TRIES):
@@ -98,30 +106,33 @@ class Searcher:
             with self._database.read() as connection:
                 ns = registry.namespace(connection, namespace)
                 if dense is None or dense[2] == ns.version:
-                    return self._fused(connection, ns, text, k, condition, dense)
+                    return self._fused(connection, ns, texts, k, condition, dense)
         with self._database.read() as connection:
             index = self._pool.of(registry.namespace(connection, namespace))
         with index.updating, self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
             if queries is not None:
                 dense = self._search_pinned(connection, index, _checked(queries, index.dim), depth, condition)
-            return self._fused(connection, ns, text, k, condition, dense)
+            return self._fused(connection, ns, texts, k, condition, dense)
 
     def _fused(
         self,
         connection: sqlite3.Connection,
         ns: registry.Namespace,
-        text: str,
+        texts: Sequence[str],
         k: int,
         condition: Condition | None,
         dense: Scored | None,
     ) -> SearchResult:
         """Search FTS5 in this transaction, fuse with the dense search of the same version, read the rows."""
         selection = None if condition is None else self._select(connection, ns, condition)
-        depth = k if dense is None else max(k, DEPTH)
-        found = lexical_search.search(connection, ns, text, depth, selection, self._counts)
+        depth = k if dense is None and len(texts) == 1 else max(k, DEPTH)
+        rankings = [
+            lexical_search.search(connection, ns, text, depth, selection, self._counts) for text in texts
+        ]
+        found = by_mean_score(rankings)[:depth]
         if dense is None:
-            ranked = [Ranked(chunk, score, None, score) for chunk, score in found]
+            ranked = [Ranked(chunk, score, None, score) for chunk, score in found[:k]]
         else:
             scores, ids, _ = dense
             near = [(i, s) for i, s in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if i >= 0]

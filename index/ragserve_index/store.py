@@ -247,14 +247,17 @@ class IndexStore:
         text: str,
         k: int,
         *,
+        variants: Sequence[str] = (),
         vector: np.ndarray | None = None,
         filter: AnyFilter | None = None,
     ) -> SearchResult:
         """The k best chunks for one text by BM25, all of one committed version; fewer if fewer share a word
         with it. With its ``vector`` [dim] float32, a dense search's chunks are fused in by reciprocal rank.
 
-        Any text is a valid query. Raises InvalidRequest as :meth:`search`."""
-        return self._searcher.search_text(namespace, text, k, filter, vector)
+        Each of ``variants``, other wordings of the text, is searched too: BM25 is then the mean of all, in
+        which ``text`` counts as much as the variants together. Any text is a valid query. Raises
+        InvalidRequest as :meth:`search`."""
+        return self._searcher.search_text(namespace, (text, *variants), k, filter, vector)
 
     def search_ids(
         self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None

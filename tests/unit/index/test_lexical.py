@@ -193,6 +193,23 @@ def test_reciprocal_ranks() -> None:
     assert [one.score for one in fused] == pytest.approx([2 / 62, 1 / 61, 1 / 61])
 
 
+def test_the_scores_of_several_wordings_are_averaged(store: IndexStore) -> None:
+    texts = {f"lamp{i}": "lamp " * (i + 1) for i in range(3)} | {
+        "oil": "oil of olives",
+        "both": "lamp with oil",
+    }
+    write(store, texts)
+    expected = dict.fromkeys(texts, 0.0)
+    for text, weight in (("lamp", 0.5), ("oil", 0.25), ("olive oil", 0.25)):
+        for hit in store.search_text("n", text, 10).hits[0]:
+            expected[hit.chunk.source] += weight * hit.score
+    hits = store.search_text("n", "lamp", 10, variants=["oil", "olive oil"]).hits[0]
+    assert {hit.chunk.source: hit.score for hit in hits} == pytest.approx(expected)
+    assert [hit.score for hit in hits] == sorted((hit.bm25 for hit in hits), reverse=True)
+    best = max(expected, key=lambda name: expected[name])
+    assert found(store, "lamp", 1, variants=["oil", "olive oil"]) == [best], "each is read deeper than k"
+
+
 @pytest.mark.parametrize("tries", [4, 0], ids=["repeated", "in one transaction"])
 def test_hybrid_searches_are_of_one_version(
     tmp_path: Path, tries: int, monkeypatch: pytest.MonkeyPatch
