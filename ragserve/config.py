@@ -25,6 +25,7 @@ from sglang_ext.request_options import DecodeMode
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 Retrieval = Literal["dense", "lexical", "hybrid"]
+FollowUps = Literal["rewrite", "context", "alone"]
 StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
 
 Namespace = Annotated[str, Field(pattern=f"^{NAMESPACE.pattern}$", examples=["default"])]
@@ -224,6 +225,12 @@ class Settings(BaseSettings):
         "dense",
         description="Default search. dense: by the embedder. lexical: by words (BM25). hybrid: both, fused "
         "by reciprocal rank.",
+    )
+    follow_ups: FollowUps = Field(
+        "rewrite",
+        description="What is searched for when a question follows others. rewrite: the question, rewritten "
+        "by the model to stand alone; context, if it cannot. context: the question together with the turn "
+        "before. alone: the question as it is.",
     )
     max_new_tokens: int = Field(128, ge=1, le=32768, description="Default limit of an answer, tokens.")
     system_prompt: str | None = Field(

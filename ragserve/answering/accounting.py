@@ -86,7 +86,7 @@ class Clock:
 def observe(answer: Answer) -> None:
     """Record an answer's times and tokens as metrics."""
     recorded = metrics()
-    for stage in ("embed", "search", "prompt", "ttft", "total"):
+    for stage in ("rewrite", "embed", "search", "prompt", "ttft", "total"):
         milliseconds = getattr(answer.timings, f"{stage}_ms")
         if milliseconds is not None:
             recorded.query_stage.labels(stage).observe(milliseconds / 1e3)

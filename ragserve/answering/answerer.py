@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve.answering.accounting import Clock, context_use, observe
 from ragserve.answering.auto import AUTO, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
+from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.results import (
     Answer,
@@ -24,25 +25,21 @@ from ragserve.answering.results import (
     Usage,
 )
 from ragserve.answering.scores import retrieval_scores
-from ragserve.config import Retrieval
+from ragserve.config import FollowUps, Retrieval
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
-from ragserve_index.types import Hit
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ragserve.retrieval.retriever import Retriever, SentenceScores
     from ragserve_index.filters import Filter
 
 # Longer prompts are laid out in a thread, so that other streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
-# A shorter follow-up ("And who wrote it?") seldom names its subject: retrieval adds the user's previous turn.
-_SHORT_FOLLOW_UP_WORDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,7 @@ class Query:
     request: GenerateRequest
     filter: Filter | None = None
     retrieval: Retrieval = "dense"
+    follow_ups: FollowUps = "context"
     system: str | None = None
     history: tuple[Message, ...] = ()
     documents: list[RetrievedPassage] | None = None
@@ -130,7 +128,7 @@ class Answerer:
     def __init__(
         self,
         engine: Engine,
-        retriever: Retriever,
+        search: DialogueSearch,
         prompts: PromptBuilder,
         limiter: QueryLimiter,
         gate: Gate | None,
@@ -140,7 +138,7 @@ class Answerer:
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
-        self._retriever = retriever
+        self._search = search
         self._prompts = prompts
         self._limiter = limiter
 
@@ -163,8 +161,14 @@ class Answerer:
         clock = Clock()
         request = query.request
         self._check(request)
-        found, version, retrieval, sentences = await self._retrieved(query)
-        searched = None if query.documents is not None else query.retrieval
+        search = await self._found(query)
+        found = (query.documents or []) if search is None else search.passages
+        retrieval = RetrievalTimings() if search is None else search.timings
+        searched: dict[str, Any] = {
+            "retrieval": None if search is None else query.retrieval,
+            "searched_for": None if search is None else search.searched_for,
+            "index_version": None if search is None else search.version,
+        }
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
         slot.prompt = prompt
@@ -180,8 +184,7 @@ class Answerer:
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
             namespace=request.namespace,
-            retrieval=searched,
-            index_version=version,
+            **searched,
             results=found,
             documents_kept=prompt.documents_kept,
             timings=retrieval,
@@ -192,8 +195,8 @@ class Answerer:
         pieces: list[str] = []
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
-        if request.strategy not in EXACT_STRATEGIES and query.documents is None:
-            scores = retrieval_scores(self._prompts, prompt, found, sentences)
+        if request.strategy not in EXACT_STRATEGIES and search is not None:
+            scores = retrieval_scores(self._prompts, prompt, found, search.sentences)
             request = replace(request, scores=scores)
         async with aclosing(self._generate(query, request, prompt)) as chunks:
             async for chunk in chunks:
@@ -228,8 +231,7 @@ class Answerer:
             decode=None
             if last.decode is None
             else DecodeUse.model_validate(last.decode, from_attributes=True),
-            retrieval=searched,
-            index_version=version,
+            **searched,
             namespace=request.namespace,
             finish_reason=last.finish_reason,
             request_id=request.rid,
@@ -266,23 +268,21 @@ class Answerer:
         if not force:
             self._gate.check(StrategySpec(request.strategy, _own_options(request)).label)
 
-    async def _retrieved(
-        self, query: Query
-    ) -> tuple[list[RetrievedPassage], int | None, RetrievalTimings, list[SentenceScores]]:
-        """Return the passages for the prompt, the version of the searched namespace, times, and the scores of
-        the passages' sentences."""
+    async def _found(self, query: Query) -> Found | None:
+        """Search for the query's passages; None if it brings its own."""
         if query.documents is not None:
-            return query.documents, None, RetrievalTimings(), []
-        found = await self._retriever.retrieve(
-            query.request.namespace,
-            retrieval_text(query),
+            return None
+        return await self._search.search(
+            query.question,
             query.k,
+            namespace=query.request.namespace,
+            request_id=query.request.rid,
+            history=query.history,
+            follow_ups=query.follow_ups,
             filter=query.filter,
             retrieval=query.retrieval,
             sentences=query.request.strategy not in EXACT_STRATEGIES,
         )
-        timings = RetrievalTimings(embed_ms=found.embed_ms, search_ms=found.search_ms)
-        return passages(found.hits), found.version, timings, found.sentences
 
     async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
         limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens
@@ -360,20 +360,3 @@ def _check_room(query: Query, prompt: Prompt, found: int) -> None:
 def _own_options(request: GenerateRequest) -> dict[str, Any]:
     """The strategy's options, without the gate's `force`."""
     return {name: value for name, value in request.options.items() if name != FORCE}
-
-
-def retrieval_text(query: Query) -> str:
-    """The text to search for: the question, after the user's previous turn if it is a short follow-up."""
-    if len(query.question.split()) < _SHORT_FOLLOW_UP_WORDS:
-        for message in reversed(query.history):
-            if message.role == "user":
-                return f"{message.content}\n{query.question}"
-    return query.question
-
-
-def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
-    """Convert hits to passages, numbered from 1."""
-    return [
-        RetrievedPassage(index=index, score=hit.score, cosine=hit.cosine, bm25=hit.bm25, **asdict(hit.chunk))
-        for index, hit in enumerate(hits, 1)
-    ]

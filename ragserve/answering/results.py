@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
-from ragserve.config import Retrieval
+from ragserve.config import FollowUps, Retrieval
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -108,6 +108,9 @@ class DecodeUse(Result):
 class RetrievalTimings(Result):
     """Milliseconds. Null if a stage did not run."""
 
+    rewrite_ms: float | None = Field(
+        default=None, description="Rewriting a follow-up, whether or not the rewrite was used."
+    )
     embed_ms: float | None = Field(
         default=None, description="Embedding the question, including the wait for a batch."
     )
@@ -136,6 +139,18 @@ class Timings(RetrievalTimings):
     total_ms: float = Field(description="From the request's arrival to the complete answer.")
 
 
+class SearchedFor(Result):
+    """What a follow-up was searched for as."""
+
+    question: str = Field(description="The question that was searched for; rewritten with `rewrite`.")
+    variants: list[str] = Field(
+        description="With `context`: texts that were searched for along with it, and count half in all."
+    )
+    follow_up: FollowUps = Field(description="What was done, see the request's `follow_ups`.")
+    note: str | None = Field(default=None, description="Why the question was not rewritten.")
+
+
+SEARCHED_FOR = "What a follow-up was searched for as; null if there are no earlier turns, or no search."
 _RETRIEVAL = "Search that found the passages; null for documents given in the request."
 
 
@@ -147,6 +162,7 @@ class SearchResults(Result):
     index_version: int | None = Field(
         description="Version of the namespace that was searched; null for documents given in the request."
     )
+    searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
     results: list[RetrievedPassage] = Field(
         description="Best first; of these, the first `documents_kept` are in the prompt."
     )
@@ -165,6 +181,7 @@ class Answer(Result):
     timings: Timings
     decode: DecodeUse | None = Field(default=None, description="Pages read; null without sparse decoding.")
     retrieval: Retrieval | None = Field(default=None, description=_RETRIEVAL)
+    searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
     index_version: int | None = Field(
         description="Version of the namespace that was searched; null for documents given in the request."
     )

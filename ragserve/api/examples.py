@@ -43,6 +43,7 @@ def _request(summary: str, **value: Any) -> dict[str, Any]:
     return {"summary": summary, "value": value}
 
 
+_HISTORY = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 QUERY_REQUESTS: dict[str, Any] = {
     "simple": _request("Ask", query=_QUESTION),
     "filtered": _request("Ask part of a namespace", query=_QUESTION, namespace="docs", k=3, filter=_FILTER),
@@ -50,11 +51,17 @@ QUERY_REQUESTS: dict[str, Any] = {
     "dialogue": _request(
         "Ask on",
         query="And when was it lit?",
-        history=[{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}],
+        history=_HISTORY,
     ),
     "given": _request("Bring the context along", query=_QUESTION, documents=[_TITLED]),
 }
-_SEARCHED = {"namespace": "docs", "retrieval": "hybrid", "index_version": 12, "request_id": _ID}
+_SEARCHED = {
+    "namespace": "docs",
+    "retrieval": "hybrid",
+    "index_version": 12,
+    "request_id": _ID,
+    "searched_for": None,
+}
 _SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6}
 _EXTRAS = {
     "context": {
@@ -109,6 +116,7 @@ QUERY_SSE = _sse(
 RETRIEVE_REQUESTS: dict[str, Any] = {
     "simple": _request("Search", query=_QUESTION, k=3),
     "filtered": _request("Search part of a namespace", query="lighthouse", namespace="docs", filter=_FILTER),
+    "follow-up": _request("Search on", query="And when was it lit?", history=_HISTORY),
     "lexical": _request("Search by words", query="ISO 8601", retrieval="lexical"),
 }
 RETRIEVED = {**_RESULTS, "timings": {**_SEARCH_TIMINGS, "total_ms": 9.0}}
@@ -236,6 +244,7 @@ INFO: dict[str, Any] = {
     "defaults": {
         "k": 5,
         "retrieval": "dense",
+        "follow_ups": "rewrite",
         "strategy": "auto",
         "max_new_tokens": 128,
         "temperature": 0.0,

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from ragserve.answering.results import Citation, ContextUse, Timings
+from ragserve.answering.results import Citation, ContextUse, SearchedFor, Timings
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, DocumentsOverflow, GivenDocument, Stop, StrategyOptions
-from ragserve.config import Retrieval, StrategyName
+from ragserve.config import FollowUps, Retrieval, StrategyName
 from ragserve_index.filters import Filter
 
 Content = Annotated[Text, Field(max_length=65_536)]
@@ -73,7 +73,8 @@ class TextFormat(RequestModel):
 
 class ChatRequest(RequestModel):
     """A dialogue whose last message is the question. OpenAI's client sends our own fields `k`, `filter`,
-    `retrieval`, `strategy`, `strategy_options`, `documents` and `documents_overflow` as `extra_body`."""
+    `retrieval`, `follow_ups`, `strategy`, `strategy_options`, `documents` and `documents_overflow` as
+    `extra_body`."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -105,6 +106,7 @@ class ChatRequest(RequestModel):
     k: int | None = Field(None, ge=1, le=MAX_K)
     filter: Filter | None = None
     retrieval: Retrieval | None = None
+    follow_ups: FollowUps | None = None
     strategy: StrategyName | None = None
     strategy_options: StrategyOptions
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
@@ -156,6 +158,7 @@ class Extras(BaseModel):
     context: ContextUse
     timings: Timings
     retrieval: Retrieval | None
+    searched_for: SearchedFor | None
     index_version: int | None
     namespace: str
     request_id: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -17,7 +17,7 @@ from ragserve.api import examples
 from ragserve.api.body import JsonRoute
 from ragserve.api.openai_schemas import ChatRequest
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import DoneEvent, ErrorBody, MessageEvent, QueryRequest
+from ragserve.api.schemas import DoneEvent, ErrorBody, HistoryMessage, MessageEvent, QueryRequest
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.config import Settings
@@ -76,7 +76,7 @@ async def query(
         sampling,
         body.decode.model_dump(exclude_unset=True),
         question=body.query,
-        history=tuple(Message(message.role, message.content) for message in body.history),
+        history=to_history(body.history),
         system=body.system,
     )
     events = svc.answerer.events(asked)
@@ -104,6 +104,7 @@ def to_query(
         ),
         filter=body.filter,
         retrieval=body.retrieval or settings.retrieval,
+        follow_ups=body.follow_ups or settings.follow_ups,
         overflow=body.documents_overflow,
         documents=None
         if body.documents is None
@@ -113,6 +114,11 @@ def to_query(
         ],
         **fields,
     )
+
+
+def to_history(messages: Sequence[HistoryMessage]) -> tuple[Message, ...]:
+    """Earlier turns, as the prompt and the search take them."""
+    return tuple(Message(message.role, message.content) for message in messages)
 
 
 async def last_event(events: AsyncGenerator[Event, None]) -> FinalAnswer:

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from ragserve.answering.answerer import passages
 from ragserve.api import examples
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented
+from ragserve.api.query import to_history
 from ragserve.api.schemas import RetrieveAnswer, RetrieveRequest, RetrieveTimings
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import until_disconnect
@@ -34,21 +34,27 @@ async def retrieve(
 ) -> Response:
     """Find the passages that `/rag/query` would give to the model, in the same order."""
     start = time.perf_counter()
-    svc.check_question(body.query)
+    svc.check_question(body.query, len(body.history))
     with svc.limiter.slot():
         retrieval = body.retrieval or svc.settings.retrieval
-        search = svc.retriever.retrieve(
-            body.namespace, body.query, body.k or svc.settings.top_k, filter=body.filter, retrieval=retrieval
+        search = svc.search.search(
+            body.query,
+            body.k or svc.settings.top_k,
+            namespace=body.namespace,
+            request_id=request_id,
+            history=to_history(body.history),
+            follow_ups=body.follow_ups or svc.settings.follow_ups,
+            filter=body.filter,
+            retrieval=retrieval,
         )
         found = await until_disconnect(request, search)
     answer = RetrieveAnswer(
-        results=passages(found.hits),
+        results=found.passages,
         namespace=body.namespace,
         retrieval=retrieval,
+        searched_for=found.searched_for,
         index_version=found.version,
-        timings=RetrieveTimings(
-            embed_ms=found.embed_ms, search_ms=found.search_ms, total_ms=(time.perf_counter() - start) * 1e3
-        ),
+        timings=RetrieveTimings(**found.timings.model_dump(), total_ms=(time.perf_counter() - start) * 1e3),
         request_id=request_id,
     )
     return Response(answer.model_dump_json(), media_type="application/json")

@@ -7,9 +7,15 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from ragserve.answering.results import Overflow, RetrievalTimings, RetrievedPassage
+from ragserve.answering.results import (
+    SEARCHED_FOR,
+    Overflow,
+    RetrievalTimings,
+    RetrievedPassage,
+    SearchedFor,
+)
 from ragserve.api.body import NonBlank, RequestModel, Text
-from ragserve.config import Namespace, Retrieval, StrategyName
+from ragserve.config import FollowUps, Namespace, Retrieval, StrategyName
 from ragserve_index.filters import Filter
 from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
@@ -96,6 +102,15 @@ class RetrieveRequest(RequestModel):
         description="`dense`: by the embedder. `lexical`: by words (BM25); finds only passages that share a "
         "word with the question. `hybrid`: both, fused by reciprocal rank. Default: the server's.",
     )
+    history: list[HistoryMessage] = Field(
+        default_factory=list, description="Earlier turns, oldest first. The question is a follow-up then."
+    )
+    follow_ups: FollowUps | None = Field(
+        None,
+        description="What is searched for when there are earlier turns. `rewrite`: the question, rewritten "
+        "by the model to stand alone; `context`, if it cannot. `context`: the question together with the "
+        "turn before. `alone`: the question as it is. Default: the server's.",
+    )
 
 
 class QueryRequest(RetrieveRequest):
@@ -125,11 +140,6 @@ class QueryRequest(RetrieveRequest):
     system: Annotated[Text, Field(max_length=8192)] | None = Field(
         None, description="Replaces the system text."
     )
-    history: list[HistoryMessage] = Field(
-        default_factory=list,
-        description="Earlier turns, oldest first. A question of fewer than 6 words is searched for together "
-        "with the user's previous turn.",
-    )
     documents: list[GivenDocument] | None = Field(
         None,
         max_length=MAX_DOCUMENTS,
@@ -149,6 +159,7 @@ class RetrieveAnswer(BaseModel):
     results: list[RetrievedPassage]
     namespace: str
     retrieval: Retrieval = Field(description="Search that found the passages.")
+    searched_for: SearchedFor | None = Field(description=SEARCHED_FOR)
     index_version: int = Field(description="Version of the namespace that was searched.")
     timings: RetrieveTimings
     request_id: str

@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from ragserve.answering.answerer import Answerer, QueryLimiter
 from ragserve.answering.auto import Chooser
+from ragserve.answering.follow_ups import DialogueSearch
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
@@ -41,6 +42,7 @@ class Services:
     store: IndexStore
     embedder: Embedder
     retriever: Retriever
+    search: DialogueSearch
     ingestor: Ingestor
     runner: JobRunner
     limiter: QueryLimiter
@@ -140,8 +142,9 @@ async def open_services(
             settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
         )
         chooser = Chooser(engine, gate, settings.data_dir / COSTS_FILE)
+        search = DialogueSearch(engine, retriever, prompts)
         answerer = Answerer(
-            engine, retriever, prompts, limiter, None if settings.force_strategies else gate, chooser
+            engine, search, prompts, limiter, None if settings.force_strategies else gate, chooser
         )
         yield Services(
             settings=settings,
@@ -149,6 +152,7 @@ async def open_services(
             store=store,
             embedder=embedder,
             retriever=retriever,
+            search=search,
             ingestor=ingestor,
             runner=runner,
             limiter=limiter,

@@ -53,6 +53,7 @@ async def info(svc: Svc) -> Info:
         defaults={
             "k": settings.top_k,
             "retrieval": settings.retrieval,
+            "follow_ups": settings.follow_ups,
             "strategy": settings.strategy,
             "max_new_tokens": settings.max_new_tokens,
             "temperature": 0.0,

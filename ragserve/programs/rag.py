@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.results import RetrievedPassage
 from ragserve.client import Client
-from ragserve.config import Retrieval
+from ragserve.config import FollowUps, Retrieval
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -80,11 +80,22 @@ class Rag:
         *,
         filter: Mapping[str, Any] | None = None,
         retrieval: Retrieval | None = None,
+        history: Sequence[tuple[str, str]] = (),
+        follow_ups: FollowUps | None = None,
     ) -> list[RetrievedPassage]:
         """Find the ``k`` best passages (default: the server's ``top_k``), best first, by the search
-        ``retrieval`` (default: the server's)."""
+        ``retrieval`` (default: the server's).
+
+        With ``history``, earlier (question, answer) pairs, the question is a follow-up; ``follow_ups`` says
+        what is searched for (default: the server's)."""
         return self._client.retrieve(
-            question, namespace=self.namespace, k=k, filter=filter, retrieval=retrieval
+            question,
+            namespace=self.namespace,
+            k=k,
+            filter=filter,
+            retrieval=retrieval,
+            history=_messages(history) if history else None,
+            follow_ups=follow_ups,
         )
 
     def context(
@@ -95,11 +106,16 @@ class Rag:
         *,
         filter: Mapping[str, Any] | None = None,
         retrieval: Retrieval | None = None,
+        history: Sequence[tuple[str, str]] = (),
+        follow_ups: FollowUps | None = None,
         reserve: int = 256,
     ) -> Context:
-        """Retrieve for ``question`` and begin the state's prompt with the passages; see `insert`."""
+        """Begin the state's prompt with the passages for ``question``; see `retrieve` and `insert`."""
         _must_be_empty(s)
-        return self.insert(s, self.retrieve(question, k, filter=filter, retrieval=retrieval), reserve=reserve)
+        found = self.retrieve(
+            question, k, filter=filter, retrieval=retrieval, history=history, follow_ups=follow_ups
+        )
+        return self.insert(s, found, reserve=reserve)
 
     def insert(
         self, s: Any, passages: Iterable[RetrievedPassage | tuple[str, str]], *, reserve: int = 256
@@ -184,6 +200,14 @@ def _must_be_empty(s: Any) -> None:
             "The state already holds text, and documents come first in a prompt.",
             hint="Fork the state while it is empty (with s.copy() as hop:), and insert the documents there.",
         )
+
+
+def _messages(history: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    return [
+        {"role": role, "content": text}
+        for turn in history
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
 
 
 def _passage(passage: RetrievedPassage | tuple[str, str], index: int) -> RetrievedPassage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -68,6 +69,7 @@ class Retriever:
         question: str,
         k: int,
         *,
+        variants: Sequence[str] = (),
         filter: Filter | None = None,
         retrieval: Retrieval = "dense",
         sentences: bool = False,
@@ -75,18 +77,28 @@ class Retriever:
         """Find the ``k`` best passages, or all if there are fewer: lexical finds only those that share a word
         with the question. With ``sentences``, score those of the passages, unless lexical.
 
+        ``variants`` are wordings of the same question. A dense search takes the mean of their vectors, a
+        lexical one the mean of their scores; the question counts as much as all variants together.
+
         Raises ``NotFound`` for an unknown namespace and, unless lexical, ``Conflict`` for one embedded with
         another model."""
         start = time.perf_counter()
-        vector = None if retrieval == "lexical" else await self.embed(question)
+        vector = None if retrieval == "lexical" else await self._mean(question, variants)
         embedded = time.perf_counter()
-        text = None if retrieval == "dense" else question
+        texts = () if retrieval == "dense" else (question, *variants)
         hits, version, scores = await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._search, namespace, text, vector, k, filter, sentences
+            self._search_threads, self._search, namespace, texts, vector, k, filter, sentences
         )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
         return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
+
+    async def _mean(self, question: str, variants: Sequence[str]) -> np.ndarray:
+        vector, *others = await asyncio.gather(*map(self.embed, (question, *variants)))
+        if not others:
+            return vector
+        mean = len(others) * vector + np.sum(others, axis=0)
+        return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-12), dtype=np.float32)
 
     async def embed(self, text: str) -> np.ndarray:
         """Embed a question to float32 [dim].
@@ -137,7 +149,7 @@ class Retriever:
     def _search(
         self,
         namespace: str,
-        text: str | None,
+        texts: tuple[str, ...],
         vector: np.ndarray | None,
         k: int,
         filter: Filter | None,
@@ -151,10 +163,12 @@ class Retriever:
                 hint="Start the server with that --embedder, or ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
-        if text is None and vector is not None:
+        if vector is not None and not texts:
             result = self._store.search(namespace, vector[None, :], k, filter=filter)
         else:
-            result = self._store.search_text(namespace, text or "", k, vector=vector, filter=filter)
+            result = self._store.search_text(
+                namespace, texts[0], k, variants=texts[1:], vector=vector, filter=filter
+            )
         hits = result.hits[0]
         if vector is None or not sentences:
             return hits, result.version, [[] for _ in hits]

@@ -44,6 +44,7 @@ class ScriptedEngine:
 
     def reset(self) -> None:
         self.deltas: Sequence[str] = (" Alan", " Stevenson", " [1]", ".")
+        self.reply: Callable[[GenerateRequest], Sequence[str] | None] = lambda request: None  # None: deltas
         self.cached = 0
         self.forgotten: list[tuple[str, Any]] = []
         self.finish_reason = "stop"
@@ -83,12 +84,13 @@ class ScriptedEngine:
         self.requests.append(request)
         self.running.add(request.rid)
         finished = False
+        deltas = self.reply(request) or self.deltas
         try:
-            for place, delta in enumerate(self.deltas):
+            for place, delta in enumerate(deltas):
                 if self.error is not None and place == self.error_after:
                     finished = True
                     raise self.error
-                last = place == len(self.deltas) - 1
+                last = place == len(deltas) - 1
                 usage = EngineUsage(len(request.input_ids), self.cached, place + 1)
                 finished = last
                 yield GenerateChunk(

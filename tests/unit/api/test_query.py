@@ -263,21 +263,6 @@ def test_auto_is_the_default_and_says_what_it_chose_and_why(
     assert live.engine.requests[-1].strategy == "prefix"
 
 
-def test_a_short_follow_up_is_searched_for_with_the_turn_before(
-    client: httpx.Client, live: Live, docs: str
-) -> None:
-    history = [
-        {"role": "user", "content": "Tell me of Skerryvore."},
-        {"role": "assistant", "content": "A lighthouse."},
-    ]
-    ask(client, "And who built it?", history=history)
-    assert live.embedder.calls[-1] == ["Tell me of Skerryvore.\nAnd who built it?"]
-    ask(client, "Now please tell me in detail who it was that built it?", history=history)
-    assert live.embedder.calls[-1] == ["Now please tell me in detail who it was that built it?"]
-    ask(client, "And who built it?")
-    assert live.embedder.calls[-1] == ["And who built it?"]
-
-
 def test_filters_restrict_the_search(client: httpx.Client, docs: str) -> None:
     answer = client.post(
         "/rag/retrieve",

@@ -182,6 +182,39 @@ def test_by_vectors_by_words_and_by_both(store: IndexStore) -> None:
     run(store, embedder, test)
 
 
+def test_variants_of_a_question_count_half(store: IndexStore) -> None:
+    embedder = WordEmbedder()
+    store.ensure_namespace("n", embedder=embedder.name, dim=embedder.dim)
+    texts = {"a": "otters swim", "b": "beavers swim", "c": "beavers build dams"}
+    batch = []
+    for name, text in texts.items():
+        document = NewDocument(name, name, "hash", "text/plain", len(text))
+        batch.append((document, [NewChunk(text, 0, len(text), 1)], embedder.encode([text])))
+    store.replace_documents("n", batch)
+    embedder.calls.clear()
+    asked, variants = "swim", ["beavers swim", "dams swim"]
+
+    async def test(retriever: Retriever) -> None:
+        dense = await retriever.retrieve("n", asked, 3, variants=variants)
+        assert embedder.calls == [[asked, *variants]], "one batch"
+        mean = 2 * embedder.encode([asked])[0] + embedder.encode(variants).sum(axis=0)
+        expected = embedder.encode(list(texts.values())) @ (mean / np.linalg.norm(mean))
+        scores = dict(zip(texts, expected.tolist(), strict=True))
+        assert {hit.chunk.source: hit.cosine for hit in dense.hits} == pytest.approx(scores, abs=1e-5)
+        bm25 = dict.fromkeys(texts, 0.0)
+        for text, weight in zip((asked, *variants), (0.5, 0.25, 0.25), strict=True):
+            for hit in (await retriever.retrieve("n", text, 3, retrieval="lexical")).hits:
+                bm25[hit.chunk.source] += weight * hit.score
+        for retrieval in ("lexical", "hybrid"):
+            found = await retriever.retrieve("n", asked, 3, variants=variants, retrieval=retrieval)
+            assert {hit.chunk.source: hit.bm25 for hit in found.hits} == pytest.approx(bm25)
+            assert [hit.score for hit in found.hits] == sorted(
+                (hit.score for hit in found.hits), reverse=True
+            )
+
+    run(store, embedder, test)
+
+
 def test_another_embedders_namespace_can_be_searched_by_words_only(store: IndexStore) -> None:
     store.ensure_namespace("n", embedder="another", dim=WordEmbedder.dim)
 

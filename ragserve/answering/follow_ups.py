@@ -1,0 +1,283 @@
+"""Find out what a follow-up asks for: "And who is the king there?" after a question about Norway.
+
+Either the serving model rewrites it as a question that stands alone, or the search uses it together with the
+turn before. A rewrite is used only if it keeps the follow-up's words and adds none but the dialogue's. Models
+that cannot rewrite (two test dialogues show it, once for each server) are not asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, cast
+
+from ragserve.answering.prompt import Message, PromptBuilder
+from ragserve.answering.results import RetrievalTimings, RetrievedPassage, SearchedFor
+from ragserve.config import FollowUps, Retrieval
+from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
+from ragserve.errors import RagserveError
+
+if TYPE_CHECKING:
+    from ragserve.retrieval.retriever import Retriever, SentenceScores
+    from ragserve_index.filters import Filter
+
+log = logging.getLogger(__name__)
+
+_CONTEXT_CHARS = 300  # of an earlier message in a search: an embedder reads little, the question comes last
+_MESSAGES = 6  # of the dialogue that the model reads
+_MESSAGE_CHARS = 500
+_MAX_NEW_TOKENS = 64
+_MAX_CHARS = 400  # of a rewrite
+_KEPT = 0.5  # share of the follow-up's words that a rewrite keeps: "that country" becomes a name
+
+_SYSTEM = (
+    "Rewrite the last question of a dialogue so that it can be understood without the dialogue. Keep its "
+    "language and its words, and put the names from the dialogue in place of words like it, she or there. "
+    "If it can be understood alone, repeat it. Write the question and nothing else."
+)
+_SHOTS = (
+    (("Who wrote Dracula?", "Bram Stoker."), "And when was he born?", "When was Bram Stoker born?"),
+    (
+        ("How tall is the Eiffel Tower?", "330 metres."),
+        "What does a ticket for the Louvre cost?",
+        "What does a ticket for the Louvre cost?",
+    ),
+    (
+        ("Was kostet das Modell X200?", "499 Euro."),
+        "Und wie schwer ist es?",
+        "Wie schwer ist das Modell X200?",
+    ),
+)
+# A model can rewrite if it names these subjects.
+_TESTS = (
+    (("Where was Marie Curie born?", "In Warsaw."), "Which prizes did she win in her life?", "curie"),
+    (
+        ("What is the capital of Bolivia?", "Sucre."),
+        "Which large rivers flow through the country?",
+        "bolivia",
+    ),
+)
+
+_WORD = re.compile(r"\w+")
+_MARKER = re.compile(r"\s*\[\d{1,3}\]")
+_SHORT_WORD = 3  # letters up to which any word is free: of, the, in, der, est
+# Longer words without a subject of their own. Rewrites in other languages pass if they need no new ones.
+_FREE = frozenset(
+    _WORD.findall(
+        "about above after also because been before being below between both could does doing down during "
+        "each else from further give have having here hers herself himself into itself just know latter like "
+        "made many more most much must need only other ours over please same says shall should some such "
+        "tell than thanks that their theirs them then there these they thing things this those through under "
+        "until upon very want were what when where whether which while whom whose will with within without "
+        "would your yours former"
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Passages, best first, read at ``version`` of the namespace, and the scores of their sentences."""
+
+    passages: list[RetrievedPassage]
+    version: int
+    timings: RetrievalTimings
+    sentences: list[SentenceScores]
+    searched_for: SearchedFor | None  # None for a question without earlier ones
+
+
+class DialogueSearch:
+    """Searches for the last question of a dialogue, with one engine and retriever. Belongs to one event
+    loop."""
+
+    def __init__(self, engine: Engine, retriever: Retriever, prompts: PromptBuilder) -> None:
+        self._retriever = retriever
+        self._rewriter = Rewriter(engine, prompts)
+
+    async def search(
+        self,
+        question: str,
+        k: int,
+        *,
+        namespace: str,
+        request_id: str,
+        history: Sequence[Message] = (),
+        follow_ups: FollowUps = "context",
+        filter: Filter | None = None,
+        retrieval: Retrieval = "dense",
+        sentences: bool = False,
+    ) -> Found:
+        """Find the ``k`` best passages; with ``sentences``, score those of them. Raises as ``Retriever.retrieve``; a rewrite that fails is noted."""
+        started, rewrites = time.perf_counter(), False
+        asked = None
+        if any(message.role == "user" for message in history):
+            rewrites = follow_ups == "rewrite"
+            asked = await self._asked(question, history, follow_ups, namespace, request_id)
+        rewrite_ms = (time.perf_counter() - started) * 1e3 if rewrites else None
+        found = await self._retriever.retrieve(
+            namespace,
+            asked.question if asked else question,
+            k,
+            variants=asked.variants if asked else (),
+            filter=filter,
+            retrieval=retrieval,
+            sentences=sentences,
+        )
+        timings = RetrievalTimings(rewrite_ms=rewrite_ms, embed_ms=found.embed_ms, search_ms=found.search_ms)
+        passages = [
+            RetrievedPassage(
+                index=index, score=hit.score, cosine=hit.cosine, bm25=hit.bm25, **asdict(hit.chunk)
+            )
+            for index, hit in enumerate(found.hits, 1)
+        ]
+        return Found(passages, found.version, timings, found.sentences, asked)
+
+    async def _asked(
+        self, question: str, history: Sequence[Message], how: FollowUps, namespace: str, request_id: str
+    ) -> SearchedFor:
+        if how == "alone":
+            return SearchedFor(question=question, variants=[], follow_up="alone")
+        note = None
+        if how == "rewrite":
+            rewrite, note = await self._rewriter.rewrite(question, history, namespace, request_id)
+            if rewrite is not None:
+                return SearchedFor(question=rewrite, variants=[], follow_up="rewrite")
+        return SearchedFor(
+            question=question, variants=variants(question, history), follow_up="context", note=note
+        )
+
+
+class Rewriter:
+    """Lets one engine's model rewrite follow-ups. Belongs to one event loop."""
+
+    def __init__(self, engine: Engine, prompts: PromptBuilder) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._able: bool | None = None  # None: not tested yet
+        self._testing = asyncio.Lock()
+
+    async def rewrite(
+        self, question: str, history: Sequence[Message], namespace: str, request_id: str
+    ) -> tuple[str, None] | tuple[None, str]:
+        """Return the question that stands alone, or why there is none."""
+        try:
+            if not await self._can_rewrite(namespace, request_id):
+                return None, "The model cannot rewrite questions."
+            rewrite = await self._rewritten(question, history, namespace, request_id)
+        except RagserveError as error:
+            return None, f"The question was not rewritten: {error}"
+        if is_usable(rewrite, question, history):
+            return rewrite, None
+        return None, f"The model's rewrite is not usable: {rewrite[:_MAX_CHARS]!r}"
+
+    async def _can_rewrite(self, namespace: str, request_id: str) -> bool:
+        async with self._testing:
+            if self._able is None:
+                self._able = await self._passes_tests(namespace, request_id)
+                log.info("the model %s rewrite follow-up questions", "can" if self._able else "cannot")
+            return self._able
+
+    async def _passes_tests(self, namespace: str, request_id: str) -> bool:
+        for turn, question, subject in _TESTS:
+            history = _messages(turn)
+            rewrite = await self._rewritten(question, history, namespace, request_id)
+            if subject not in rewrite.casefold() or not is_usable(rewrite, question, history):
+                return False
+        return True
+
+    async def _rewritten(
+        self, question: str, history: Sequence[Message], namespace: str, request_id: str
+    ) -> str:
+        """Return the first line that the model writes."""
+        shots = [
+            message
+            for turn, follow_up, rewrite in _SHOTS
+            for message in _messages((_dialogue(_messages(turn), follow_up), rewrite))
+        ]
+        prompt = self._prompts.build(
+            _dialogue(history, question),
+            [],
+            max_prompt_tokens=self._engine.info.max_prompt_tokens - _MAX_NEW_TOKENS,
+            history=shots,
+            system=_SYSTEM,
+        )
+        request = GenerateRequest(
+            f"{request_id}-rewrite",
+            prompt.input_ids,
+            namespace,
+            sampling=Sampling(max_new_tokens=_MAX_NEW_TOKENS, stop=prompt.stop),
+        )
+        text = ""
+        # The protocol's iterators are generators: closing them aborts the request.
+        chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                text += chunk.text
+                if "\n" in text.strip():
+                    break
+        return text.strip().partition("\n")[0].strip()
+
+
+def variants(question: str, history: Sequence[Message]) -> list[str]:
+    """The question after the user's previous turn, and after the beginning of the answer to it.
+
+    The turn names the subject of most follow-ups, the answer that of others ("Who built it?" "Alan
+    Stevenson." "When was he born?")."""
+    found = []
+    for role in ("user", "assistant"):
+        earlier = next((_plain(m.content) for m in reversed(history) if m.role == role), "")
+        if earlier:
+            found.append(f"{earlier[:_CONTEXT_CHARS]}\n{question}")
+    return found
+
+
+def is_usable(rewrite: str, question: str, history: Sequence[Message]) -> bool:
+    """Whether a rewrite keeps at least half of the question's words and adds none but the dialogue's.
+
+    Words match if they share all but their ending; words of up to three letters and words without a subject
+    are free."""
+    said, asked = _words(rewrite), _words(question)
+    known = asked | {word for message in history for word in _words(message.content)}
+    if not said or len(rewrite) > _MAX_CHARS:
+        return False
+    if not all(_is_free(word) or _is_in(word, known) for word in said):
+        return False
+    telling = [word for word in asked if not _is_free(word)]
+    return sum(_is_in(word, said) for word in telling) >= _KEPT * len(telling)
+
+
+def _messages(turn: tuple[str, str]) -> list[Message]:
+    return [Message("user", turn[0]), Message("assistant", turn[1])]
+
+
+def _dialogue(history: Sequence[Message], question: str) -> str:
+    names = {"user": "User", "assistant": "Assistant", "system": "System"}
+    lines = [f"{names[m.role]}: {_plain(m.content)[:_MESSAGE_CHARS]}" for m in history[-_MESSAGES:]]
+    return "\n".join([*lines, f"Last question: {_plain(question)}"])
+
+
+def _plain(text: str) -> str:
+    """One line, without citation markers."""
+    return " ".join(_MARKER.sub("", text).split())
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text.casefold()))
+
+
+def _is_free(word: str) -> bool:
+    return word in _FREE or (len(word) <= _SHORT_WORD and not any(c.isdigit() for c in word))
+
+
+def _is_in(word: str, words: set[str]) -> bool:
+    return word in words or any(_same_stem(word, other) for other in words)
+
+
+def _same_stem(a: str, b: str) -> bool:
+    if not (a.isalpha() and b.isalpha()):
+        return False
+    n = max(4, max(len(a), len(b)) - 3)
+    return len(a) >= n and a[:n] == b[:n]
