@@ -127,7 +127,7 @@ def _ours(
     ):
         started = time.perf_counter()
         store.ensure_namespace("bench", embedder=model.name, dim=model.dim, index_type=index_type)
-        documents = [_document(*item) for item in zip(collection.documents, passages, strict=True)]
+        documents = [document_of(*item) for item in zip(collection.documents, passages, strict=True)]
         for start in range(0, len(documents), _BATCH):
             batch = documents[start : start + _BATCH]
             store.replace_documents(
@@ -154,7 +154,8 @@ def _ours(
         return build_s, {system: _timed(collection, sources(search)) for system, search in searches.items()}
 
 
-def _document(doc_id: str, text: str) -> tuple[Any, list[Any]]:
+def document_of(doc_id: str, text: str) -> tuple[Any, list[Any]]:
+    """Make a document of one chunk for ``IndexStore.replace_documents``."""
     from ragserve_index.types import NewChunk, NewDocument
 
     data = text.encode()

@@ -19,6 +19,7 @@ class Name(enum.StrEnum):
 
     INDEX = "index"
     RETRIEVAL = "retrieval"
+    DIALOGUE = "dialogue"
     LEXICAL = "lexical"
     SELECTION = "selection"
     INGEST = "ingest"
@@ -37,6 +38,7 @@ _KERNELS = (Name.KERNELS_COMPOSE, Name.KERNELS_DECODE)  # both halves of `kernel
 _BY_NAME_ONLY = (
     Name.ALL,
     Name.KERNELS,
+    Name.DIALOGUE,
     Name.LEXICAL,
     Name.SELECTION,
     Name.REPLAY,
@@ -63,7 +65,8 @@ def bench(
         list[Path] | None,
         typer.Option(
             help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, "
-            "qrels/test.tsv). lexical: such a folder, and articles ({title, text}; .jsonl, .jsonl.xz). "
+            "qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides those over the example corpus "
+            "(.jsonl[.gz]). lexical: such a folder, and articles ({title, text}; .jsonl, .jsonl.xz). "
             "selection: a question set, as for `ragserve eval`. "
             "kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
             "queries and keys are measured. "
@@ -116,6 +119,7 @@ def bench(
         )
     given: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data, "index_types": types},
+        "dialogue": {"data": data},
         "lexical": {"data": data},
         "selection": {"data": data},
         "kernels-compose": {"parts": part},
