@@ -24,6 +24,7 @@ from ragserve.errors import RagserveError
 if TYPE_CHECKING:
     from ragserve.retrieval.retriever import Retriever, SentenceScores
     from ragserve_index.filters import Filter
+    from ragserve_index.types import Hit
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,9 @@ class DialogueSearch:
         retrieval: Retrieval = "dense",
         sentences: bool = False,
     ) -> Found:
-        """Find the ``k`` best passages; with ``sentences``, score those of them. Raises as ``Retriever.retrieve``; a rewrite that fails is noted."""
+        """Find the ``k`` best passages; with ``sentences``, score those of them, too.
+
+        Raises as ``Retriever.retrieve``; a rewrite that fails is noted."""
         started, rewrites = time.perf_counter(), False
         asked = None
         if any(message.role == "user" for message in history):
@@ -127,13 +130,7 @@ class DialogueSearch:
             sentences=sentences,
         )
         timings = RetrievalTimings(rewrite_ms=rewrite_ms, embed_ms=found.embed_ms, search_ms=found.search_ms)
-        passages = [
-            RetrievedPassage(
-                index=index, score=hit.score, cosine=hit.cosine, bm25=hit.bm25, **asdict(hit.chunk)
-            )
-            for index, hit in enumerate(found.hits, 1)
-        ]
-        return Found(passages, found.version, timings, found.sentences, asked)
+        return Found(passages(found.hits), found.version, timings, found.sentences, asked)
 
     async def _asked(
         self, question: str, history: Sequence[Message], how: FollowUps, namespace: str, request_id: str
@@ -148,6 +145,14 @@ class DialogueSearch:
         return SearchedFor(
             question=question, variants=variants(question, history), follow_up="context", note=note
         )
+
+
+def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
+    """Number a search's hits from 1."""
+    return [
+        RetrievedPassage(index=index, score=hit.score, cosine=hit.cosine, bm25=hit.bm25, **asdict(hit.chunk))
+        for index, hit in enumerate(hits, 1)
+    ]
 
 
 class Rewriter:
