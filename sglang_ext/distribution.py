@@ -1,37 +1,102 @@
-"""Sends the whole distribution of a request's first token, by which `ragserve eval` compares strategies.
+"""Sends the whole distributions of a request's first tokens, and lets a request answer with given tokens.
+Strategies are compared by both: over one and the same answer, token by token.
 
-SGLang's own `top_logprobs_num` sends Python lists for every generated token; over a whole vocabulary that
-costs more than the answer.
+The given tokens are forced where SGLang samples, so they are never part of the prompt: what a strategy
+selects, keeps and recomputes is what it would be for an answer of its own. SGLang's own `top_logprobs_num`
+sends Python lists for every generated token; over a whole vocabulary that costs more than the answer.
 """
 
 from __future__ import annotations
 
 import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_ext.protocol import DISTRIBUTION_FIELD
+from sglang_ext.protocol import DISTRIBUTION_FIELD, FORCED_FIELD, MAX_TRACED, PlanError
 
 
-def wanted(req: Any) -> bool:
-    """True if a request asks for it and has no token yet; a retracted request keeps what it had."""
+@dataclass(slots=True)
+class TokenTrace:
+    """Distributions of the first ``count`` tokens are sent, and the first tokens are ``forced``.
+    ``position``: number of the answer's token that was sampled last."""
+
+    count: int
+    forced: list[int]
+    position: int = -1
+
+    @property
+    def ends(self) -> bool:
+        """All that was asked for has been sampled."""
+        return self.position + 1 >= max(self.count, len(self.forced))
+
+
+def on_request(req: Any) -> str | None:
+    """Read what a new request asks for; return why it is refused, None if it is not."""
     params = req.sampling_params.custom_params
-    return isinstance(params, dict) and bool(params.get(DISTRIBUTION_FIELD)) and not req.output_ids
+    if not isinstance(params, dict) or not {DISTRIBUTION_FIELD, FORCED_FIELD} & params.keys():
+        return None
+    try:
+        req.ragserve_trace = _trace(params, req.vocab_size or 2**31)
+    except PlanError as error:
+        return str(error)
+    except (ValueError, RecursionError) as error:
+        return f"{FORCED_FIELD} is not JSON: {error}"
+    return None
 
 
-def capture(batch: Any, logits: torch.Tensor | None) -> None:
-    """Before sampling, put the logits [rows, vocabulary] of an extend batch into the ``meta_info`` of the
-    rows that want them.
+def _trace(params: dict[str, Any], vocab_size: int) -> TokenTrace:
+    count = params.get(DISTRIBUTION_FIELD, 0)
+    if not isinstance(count, int) or not 0 <= count <= MAX_TRACED:
+        raise PlanError(f"{DISTRIBUTION_FIELD} is the number of tokens, at most {MAX_TRACED}")
+    forced = json.loads(str(params.get(FORCED_FIELD, "[]")))
+    if not isinstance(forced, list) or len(forced) > MAX_TRACED:
+        raise PlanError(f"{FORCED_FIELD} is a JSON list of at most {MAX_TRACED} token ids")
+    if any(type(token) is not int or not 0 <= token < vocab_size for token in forced):
+        raise PlanError(f"{FORCED_FIELD} has a token id that is not between 0 and {vocab_size - 1}")
+    return TokenTrace(int(count), forced)
 
-    The value is base64 of little-endian float32 log-probabilities [vocabulary]. The last chunk of a prompt
-    overwrites those before. For measurements: it waits for the forward pass, which costs overlap.
+
+def traced(reqs: Any) -> Iterator[tuple[int, Any, TokenTrace]]:
+    """Rows of a batch that want something: (row, request, what it wants)."""
+    for row, req in enumerate(reqs):
+        trace = getattr(req, "ragserve_trace", None)
+        if trace is not None:
+            yield row, req, trace
+
+
+def before_sampling(forward_batch: Any, logits: torch.Tensor | None) -> None:
+    """Put distributions into the ``meta_info`` of the rows that want them, and leave rows with forced tokens
+    nothing else to sample. ``logits`` [rows, vocabulary], changed in place.
+
+    A distribution is base64 of little-endian float32 log-probabilities [vocabulary]. For measurements: it
+    waits for the forward pass, which costs overlap.
     """
     if logits is None:
         return
-    decoding = batch.decoding_reqs or ()  # rows of a mixed batch that only decode
-    for row, req in enumerate(batch.reqs):
-        if wanted(req) and not any(req is other for other in decoding):
-            logprobs = logits[row].float().log_softmax(-1).cpu().numpy().astype("<f4")
-            text = base64.b64encode(logprobs.tobytes()).decode()
-            req.customized_info = {**(req.customized_info or {}), DISTRIBUTION_FIELD: [text]}
+    decoding = forward_batch.ragserve_decoding  # rows of a mixed batch that only decode
+    extended = forward_batch.forward_mode.is_extend()
+    for row, req, trace in traced(forward_batch.ragserve_reqs):
+        if extended and not any(req is other for other in decoding):
+            trace.position = len(req.output_ids)  # also of a request that was retracted
+        elif trace.ends:
+            continue
+        else:
+            trace.position += 1
+        if trace.position < trace.count:
+            _send(req, trace.position, logits[row])
+        if trace.position < len(trace.forced):
+            logits[row] = torch.finfo(logits.dtype).min
+            logits[row, trace.forced[trace.position]] = 0.0
+
+
+def _send(req: Any, position: int, logits: torch.Tensor) -> None:
+    """Append a token's distribution. The chunks of a prompt, and a request that was retracted, come to the
+    same token again: the last one counts."""
+    logprobs = logits.float().log_softmax(-1).cpu().numpy().astype("<f4")
+    found = (req.customized_info or {}).get(DISTRIBUTION_FIELD, [])[:position]
+    text = base64.b64encode(logprobs.tobytes()).decode()
+    req.customized_info = {**(req.customized_info or {}), DISTRIBUTION_FIELD: [*found, text]}

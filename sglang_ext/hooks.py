@@ -38,8 +38,14 @@ class Hook:
 
 def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     if current.runtime is not None:
+        from sglang_ext import distribution
+
         failed = partial(current.runtime.refuse, req, status=HTTPStatus.INTERNAL_SERVER_ERROR)
         stages.run("request", failed, current.runtime.on_request, req)
+        if req.to_finish is None:
+            reason = stages.run("request", failed, distribution.on_request, req)
+            if reason is not None and req.to_finish is None:
+                current.runtime.refuse(req, reason)
         if current.attention is not None:
             reason = stages.run("decode options", failed, current.attention.on_request, req)
             if reason is not None and req.to_finish is None:
@@ -113,13 +119,14 @@ def _no_result(batch: Any) -> Any:
 
 
 def _before_sampling(runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    current.sampled = getattr(forward_batch, "ragserve_reqs", ())
-    batch = current.batch
-    if batch is not None and batch.forward_mode.is_extend():
-        from sglang_ext.distribution import capture, wanted
+    from sglang_ext import distribution
 
-        failed = stages.ending(filter(wanted, batch.reqs))
-        stages.run("distribution", failed, capture, batch, logits_output.next_token_logits)
+    current.sampled = getattr(forward_batch, "ragserve_reqs", ())
+    if measured := [req for _, req, _ in distribution.traced(current.sampled)]:
+        logits = logits_output.next_token_logits
+        stages.run(
+            "distribution", stages.ending(measured), distribution.before_sampling, forward_batch, logits
+        )
 
 
 def _around_model(
@@ -146,7 +153,7 @@ def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_
 
 
 def _after_batch(result: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    result.ragserve_reqs = batch.reqs
+    result.ragserve_reqs, result.ragserve_decoding = batch.reqs, batch.decoding_reqs or ()
     if current.composition is not None:
         from sglang_ext.context.compose.request import is_composed
 

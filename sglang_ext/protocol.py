@@ -21,9 +21,11 @@ from sglang_ext.request_options import PlanError as PlanError
 SGLANG_VERSION = "0.5.16"  # the version that `sglang_ext` is written for
 PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
-# In custom_params: true asks for the distribution; in meta_info: the distribution
+# In custom_params: of how many first tokens the distributions are sent; in meta_info: a list of them
 # (`sglang_ext.distribution`).
 DISTRIBUTION_FIELD = "ragserve_distribution"
+FORCED_FIELD = "ragserve_forced"  # in custom_params: token ids that the answer begins with, a JSON list
+MAX_TRACED = 512  # tokens of both: 300 MB of distributions with a vocabulary of 150,000
 # In custom_params: a request's decode options as JSON text; in meta_info: its DecodeReport.
 DECODE_FIELD = "ragserve_decode"
 MISSING_PREFIX = "ragserve:missing:"

@@ -46,7 +46,7 @@ STAGES = {  # name: work
     "positions": "moves questions and answers to their positions",
     "forward": "runs SGLang's forward pass",
     "output": "gives SGLang what the recompute pass has computed of its forward pass",
-    "distribution": "sends the distribution of first tokens",
+    "distribution": "sends the distributions of tokens, and forces given ones",
     "grammar": "masks the logits of requests with a grammar, on a CPU",
     "graph": "names the CUDA graph of a decode step",
     "extended": "ends the stages of an extend",

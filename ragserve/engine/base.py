@@ -39,7 +39,8 @@ class GenerateRequest:
         sampling: Sampling parameters.
         spans: For composed strategies: the system text and each document, from position 0 without gaps.
         options: Options of the strategy.
-        distribution: Return the distribution of the first token. Costs time; for measurements.
+        distributions: Number of first tokens whose distributions are returned. Costs time; for measurements.
+        forced: Token ids that the answer begins with, whatever the model would say; for measurements.
         decode: Fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's default, for an
             engine with sparse decoding.
         unregistered: Numbers of the spans whose texts no index has, such as documents sent with a query.
@@ -53,7 +54,8 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     spans: tuple[Span, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    distribution: bool = False
+    distributions: int = 0
+    forced: Sequence[int] = ()
     decode: Mapping[str, Any] = field(default_factory=dict)
     unregistered: Sequence[int] = ()
     scores: RetrievalScores | None = None
@@ -87,8 +89,9 @@ class GenerateChunk:
     context: ContextReport | None = None  # None for exact strategies
     decode: DecodeReport | None = None  # pages read by sparse decode steps; last chunk only, None if dense
     fallback: str | None = None  # why an exact strategy answered instead of the requested one
-    # First token's log-probabilities, base64 of float32 [vocabulary]; only if requested
-    distribution: str | None = None
+    # Log-probabilities of the first tokens so far, base64 of float32 [vocabulary] each; only if requested
+    distributions: Sequence[str] = ()
+    output_ids: Sequence[int] = ()  # the answer's tokens; last chunk only, and only with distributions
 
 
 @dataclass(frozen=True, slots=True)

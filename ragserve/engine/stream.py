@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +14,7 @@ from sglang_ext.protocol import (
     DECODE_FIELD,
     DISTRIBUTION_FIELD,
     EXACT_STRATEGIES,
+    FORCED_FIELD,
     MISSING_PREFIX,
     PLAN_FIELD,
     ContextPlan,
@@ -65,7 +65,11 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["ignore_eos"] = True
     if s.seed is not None:
         sampling["sampling_seed"] = s.seed
-    custom: dict[str, Any] = {DISTRIBUTION_FIELD: True} if request.distribution else {}
+    custom: dict[str, Any] = {}
+    if request.distributions:
+        custom[DISTRIBUTION_FIELD] = request.distributions
+    if request.forced:
+        custom[FORCED_FIELD] = json.dumps(list(request.forced))
     fields: dict[str, Any] = {
         "rid": rid,
         "input_ids": request.input_ids,
@@ -93,8 +97,8 @@ def document_payload(
 
     ``analyse`` also computes its analysis, ``lasting`` writes it to disk."""
     ids = request.input_ids[span.start : span.end]
-    document = replace(
-        request, input_ids=ids, strategy="prefix", sampling=Sampling(max_new_tokens=1), distribution=False
+    document = GenerateRequest(
+        request.rid, ids, request.namespace, "prefix", Sampling(max_new_tokens=1), decode=request.decode
     )
     fields = payload(document, rid)
     options = {"analyse": analyse, "lasting": lasting}
@@ -137,10 +141,17 @@ class StreamReader:
         context = ContextReport.from_json(reports[0]) if reports and reports[0] else None
         reports = meta.get(DECODE_FIELD)
         decode = DecodeReport.from_json(reports[-1]) if reports and reports[-1] else None
-        distributions = meta.get(DISTRIBUTION_FIELD)
-        distribution = distributions[0] if distributions else None
+        distributions = tuple(each for each in meta.get(DISTRIBUTION_FIELD) or () if each is not None)
+        ids = tuple(out["output_ids"]) if finish and distributions else ()
         return GenerateChunk(
-            delta, usage, self._timings(meta), finish, context, decode, distribution=distribution
+            delta,
+            usage,
+            self._timings(meta),
+            finish,
+            context,
+            decode,
+            distributions=distributions,
+            output_ids=ids,
         )
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:

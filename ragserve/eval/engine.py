@@ -1,9 +1,10 @@
 """Ask an engine, without the product around it, every question of some sets under every strategy, on the same
 prompts.
 
-Each question is asked with `full` first: the next-token distributions of the others are compared with that of
-`full`. Then all its documents are cached, and each strategy is asked. So a strategy's time to the first token
-is measured with its documents on the device, and no row depends on another."""
+Each question is asked with `full` first. Then all its documents are cached, and each strategy is led along
+the answer of `full` (`ragserve.measuring.distribution`), so that its distributions are compared token by
+token; where it would have said something else, it is asked again for its own answer. So a strategy's time to
+the first token is measured with its documents on the device, and no row depends on another."""
 
 from __future__ import annotations
 
@@ -17,18 +18,15 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
-from ragserve.eval.distribution import decode, kl
 from ragserve.eval.given_scores import GivenScores
 from ragserve.eval.metrics import exact_match, token_f1
 from ragserve.eval.rows import Key, Row
+from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
 from ragserve.measuring.engine_run import TimedAnswer, first_token
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ragserve.retrieval.embedder import Embedder
 
 FULL = StrategySpec("full")
@@ -99,7 +97,7 @@ class _Asking:
         if embedder is not None:
             given = GivenScores(builder, embedder, question.documents)
             self._scores = given.of(question.question, self._prompt)
-        self._reference: NDArray[np.float64] | None = None
+        self._reference: ReferenceAnswer | None = None
 
     async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
         others = [spec for spec in specs if spec.label != FULL.label]
@@ -120,33 +118,42 @@ class _Asking:
         sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
         rid, ids, spans = f"{self._name}-{self._question.id}", self._prompt.input_ids, self._prompt.spans
         return GenerateRequest(
-            rid,
-            ids,
-            NAMESPACE,
-            spec.name,
-            sampling,
-            spans,
-            spec.options,
-            distribution=True,
-            scores=self._scores,
+            rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, scores=self._scores
         )
 
     async def _row(self, spec: StrategySpec) -> Row:
         try:
-            return self._measured(spec, await first_token(self._engine, self._request(spec)))
+            return await self._asked(spec)
         except RagserveError as error:
             return self._failed(spec, error)
 
-    def _measured(self, spec: StrategySpec, answer: TimedAnswer) -> Row:
-        text, last = answer.text, answer.last
+    async def _asked(self, spec: StrategySpec) -> Row:
+        request = self._request(spec)
+        if spec.label == FULL.label:
+            self._reference = await answer_of(self._engine, request)
+            tokens = len(self._reference.ids)
+            same = Closeness((0.0,) * tokens, (True,) * tokens)
+            return self._measured(spec, self._reference.timed, self._reference.timed.text, same)
+        if self._reference is None:  # `full` failed
+            answer = await first_token(self._engine, request)
+            return self._measured(spec, answer, answer.text, None)
+        close, timed = await forced_along(self._engine, request, self._reference)
+        own = self._reference.timed if close.same_answer else await first_token(self._engine, request)
+        return self._measured(spec, timed, own.text, close)
+
+    def _measured(self, spec: StrategySpec, answer: TimedAnswer, text: str, close: Closeness | None) -> Row:
+        last = answer.last
         answers = self._question.answers
         use = context_use(spec.name, self._prompt, last, len(self._question.documents))
-        row = self._head(spec) | {
+        return self._head(spec) | {
             "answer": text.strip(),
             "em": exact_match(text, answers),
             "f1": round(token_f1(text, answers), 4),
-            "kl": None,
-            "agrees": None,
+            "kl": None if close is None else _shown(close.kl[0]),
+            "agrees": None if close is None else close.agrees[0],
+            "answer_kl": None if close is None else _shown(close.mean_kl),
+            "answer_agrees": None if close is None else round(close.agreement, 4),
+            "answer_tokens": None if close is None else len(close.kl),
             "ttft_ms": round(answer.ttft_ms, 3),
             "prompt_tokens": len(self._prompt.input_ids),
             "document_tokens": use.tokens_retrieved,
@@ -156,13 +163,6 @@ class _Asking:
             "fallback": last.fallback,
             "error": None,
         }
-        distribution = decode(last.distribution)
-        if spec.label == FULL.label:
-            self._reference = distribution
-        if self._reference is not None:  # None if `full` failed
-            row["kl"] = float(f"{kl(self._reference, distribution):.4g}")
-            row["agrees"] = bool(self._reference.argmax() == distribution.argmax())
-        return row
 
     def _failed(self, spec: StrategySpec, error: RagserveError) -> Row:
         failure = f"{error.code}: {error.message}"
@@ -171,3 +171,7 @@ class _Asking:
     def _head(self, spec: StrategySpec) -> dict[str, Any]:
         question = self._question
         return {"set": self._name, "id": question.id, "kind": question.kind, "strategy": spec.label}
+
+
+def _shown(nats: float) -> float:
+    return float(f"{nats:.4g}")

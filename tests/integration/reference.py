@@ -60,6 +60,24 @@ class Reference:
         )
 
     @torch.no_grad()
+    def along(self, ids: list[int], spans: list[tuple[int, int]], answer: list[int]) -> torch.Tensor:
+        """Log-probabilities before each token of a given answer, [tokens, vocabulary], decoded one by one
+        behind a prompt whose spans were prefilled alone; without spans behind the plain prompt."""
+        from transformers import DynamicCache
+
+        position = spans[-1][1] if spans else 0
+        cache: Any = self._cache(ids, spans) if spans else DynamicCache()
+        step, found = ids[position:], []
+        for token in answer:
+            positions = torch.arange(position, position + len(step))[None]
+            out = self.model(
+                torch.tensor([step]), past_key_values=cache, position_ids=positions, use_cache=True
+            )
+            found.append(out.logits[0, -1].log_softmax(-1))
+            step, position = [token], position + len(step)
+        return torch.stack(found)
+
+    @torch.no_grad()
     def attention(self, ids: list[int], spans: list[tuple[int, int]]) -> torch.Tensor:
         """Attention of the question's last token to the composed context, [layers, heads, context tokens]."""
         start = spans[-1][1]

@@ -20,7 +20,6 @@ from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, Generat
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval import rows
 from ragserve.eval.data import GivenPassage, Question, find, interleaved
-from ragserve.eval.distribution import decode, kl
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
 from ragserve.strategy_spec import parse
@@ -55,12 +54,19 @@ class Table:
             if composed
             else None
         )
-        distribution = sent(self.distributions[request.strategy]) if request.distribution else None
+        distributions = [sent(self.distributions[request.strategy])] * bool(request.distributions)
         for text, reason in ((self.answers[request.strategy], None), ("", "stop")):
             usage = EngineUsage(len(request.input_ids), 0, 2)
             fallback = "no room" if request.strategy == "random" else None
             yield GenerateChunk(
-                text, usage, EngineTimings(), reason, report, fallback=fallback, distribution=distribution
+                text,
+                usage,
+                EngineTimings(),
+                reason,
+                report,
+                fallback=fallback,
+                distributions=distributions,
+                output_ids=request.forced or [7],
             )
 
 
@@ -107,6 +113,7 @@ def test_each_strategy_is_scored_on_the_same_prompt_and_compared_with_full() -> 
     assert epic["answer"] == "dark red"
     assert (epic["em"], epic["f1"], epic["agrees"]) == (0.0, pytest.approx(2 / 3, abs=1e-4), False)
     assert epic["kl"] == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5), rel=1e-3)
+    assert (epic["answer_kl"], epic["answer_agrees"], epic["answer_tokens"]) == (epic["kl"], 0.0, 1)
     assert full["recomputed"] == full["kept"] == full["document_tokens"] > 0
     assert (epic["kept"], epic["recomputed"]) == (epic["document_tokens"] // 2, 3)
     assert (epic["fallback"], random["fallback"]) == (None, "no room")
@@ -117,7 +124,18 @@ def test_full_is_asked_for_its_distribution_even_where_it_is_not_wanted_or_done(
     [row] = asked(table, "full,epic", finished=frozenset({("s", "q1", "full")}))
     assert row["strategy"] == "epic"
     assert row["kl"] > 0
-    assert [request.strategy for request in table.asked] == ["full", "epic"]
+    asked_for = [(request.strategy, list(request.forced)) for request in table.asked]
+    assert asked_for == [("full", []), ("epic", [7]), ("epic", [])], "led, and then for its own answer"
+
+
+def test_a_strategy_that_agrees_at_every_token_is_not_asked_twice() -> None:
+    table = Table({**ANSWERS, "random": " not asked for"}, DISTRIBUTIONS)
+    full, random = asked(table, "full,random")
+    assert [(request.strategy, list(request.forced)) for request in table.asked] == [
+        ("full", []),
+        ("random", [7]),
+    ]
+    assert (random["answer"], random["answer_agrees"], random["answer_kl"]) == (full["answer"], 1.0, 0.0)
 
 
 def test_a_failure_is_a_row_and_the_others_go_on() -> None:
@@ -131,16 +149,6 @@ def test_nothing_is_asked_twice() -> None:
     table = Table(ANSWERS, DISTRIBUTIONS)
     assert asked(table, "full,epic", finished=frozenset({("s", "q1", "full"), ("s", "q1", "epic")})) == []
     assert table.asked == []
-
-
-def test_an_engine_that_sends_no_distribution_is_named() -> None:
-    with pytest.raises(EngineError, match="no distribution"):
-        decode(None)
-    p = decode(sent((0.5, 0.5)))
-    assert kl(p, p) == 0.0
-    assert kl(p, decode(sent((0.9, 0.1)))) == pytest.approx(
-        0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-5
-    )
 
 
 def row(name: str, strategy: str, f1: float, **more: Any) -> rows.Row:
@@ -162,6 +170,12 @@ def test_averages_by_hand() -> None:
     assert epic["f1_vs_full_se"] == pytest.approx(50 / math.sqrt(3), abs=0.01)
     assert (epic["kl"], epic["kl_p50"], epic["ttft_ms"]) == (1.0, 1.0, 6.0)
     assert (epic["kept"], epic["recomputed"], epic["agrees"]) == (50.0, 20.0, 100.0)
+    assert epic["answer_kl"] is epic["answer_kl_bound"] is None, "rows of an earlier version"
+    assert epic["f1_loss_bound"] > 100.0, "three questions show nothing"
+    [led] = summarise([row("1", "epic", 1.0, answer_kl=0.5, answer_agrees=0.75)] * 400)
+    assert (led["answer_kl"], led["answer_agrees"]) == (0.5, 75.0)
+    assert 0.5 <= led["answer_kl_bound"] < 0.51
+    assert 74.0 < led["answer_agrees_bound"] < 75.0
 
 
 def test_rows_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
