@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.measuring import report
+from ragserve.measuring.bounds import upper_bound
 from ragserve.measuring.report import percentile
 
 if TYPE_CHECKING:
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
 NOTE = (
     "em, f1: percent, SQuAD's normalisation; f1_vs_full: points above full on the same questions, +- its "
     "standard error. kl: KL(full || strategy) of the first answer token in nats over the whole vocabulary, "
-    "mean and median; agrees: percent with the same most likely token. kept, recomputed: percent of the "
-    "document tokens. ttft: milliseconds, documents on the device."
+    "mean and median; agrees: percent with the same most likely token. answer_kl, answer_agrees: the same a "
+    "token, over the whole answer of full along which the strategy is led. ..._bound: 95 % confidence bound "
+    "on the side of the loss, f1_loss in points below full. kept, recomputed: percent of the document "
+    "tokens. ttft: milliseconds, documents on the device."
 )
 
 # columns of the file only
-UNPRINTED = ("kl_p50", "agrees", "prompt_tokens", "documents_dropped", "fallbacks")
+UNPRINTED = (
+    *("kl_p50", "agrees", "prompt_tokens", "documents_dropped", "fallbacks"),
+    *("f1_loss_bound", "answer_kl", "answer_agrees"),
+)
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -82,6 +88,8 @@ def _line(group: Sequence[Mapping[str, Any]], full_f1: Mapping[tuple[str, str], 
         "kl": float(f"{_mean(kls):.3g}") if kls else None,
         "kl_p50": float(f"{percentile(kls, 50):.3g}") if kls else None,
         "agrees": _rounded(100 * _mean(agrees)) if agrees else None,
+        "f1_loss_bound": _rounded(upper_bound([-gain for gain in gains], 100.0)) if gains else None,
+        **answer_figures(answered),
         "kept": _share(answered, "kept", tokens),
         "recomputed": _share(answered, "recomputed", tokens),
         "ttft_ms": _rounded(_mean(ttft)) if ttft else None,
@@ -90,6 +98,22 @@ def _line(group: Sequence[Mapping[str, Any]], full_f1: Mapping[tuple[str, str], 
         "documents_dropped": sum(row["documents_dropped"] for row in answered),
         "fallbacks": sum(bool(row["fallback"]) for row in answered),
         "failed": len(group) - len(answered),
+    }
+
+
+def answer_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means and bounds over the whole answers of rows that have ``answer_kl`` and ``answer_agrees`` (a
+    share), in nats and percent, as the gate has them."""
+    pairs = [(row["answer_kl"], row["answer_agrees"]) for row in rows if row.get("answer_kl") is not None]
+    if not pairs:
+        names = ("answer_kl", "answer_kl_bound", "answer_agrees", "answer_agrees_bound")
+        return dict.fromkeys(names)
+    kls, lost = [kl for kl, _ in pairs], [1 - agrees for _, agrees in pairs]
+    return {
+        "answer_kl": float(f"{_mean(kls):.3g}"),
+        "answer_kl_bound": float(f"{upper_bound(kls, max(kls)):.3g}"),
+        "answer_agrees": _rounded(100 * (1 - _mean(lost))),
+        "answer_agrees_bound": _rounded(100 * (1 - upper_bound(lost, 1.0))),
     }
 
 

@@ -20,9 +20,13 @@ T = TypeVar("T")
 class ProfileFile(Generic[T]):
     """A kind of profile file, whose entries are profiles of type ``kind``, checked by pydantic."""
 
-    def __init__(self, version: int, what: str, command: str, kind: Any) -> None:
-        """``what`` it is and the ``command`` that writes it appear in error messages."""
+    def __init__(
+        self, version: int, what: str, command: str, kind: Any, *, reads: tuple[int, ...] = ()
+    ) -> None:
+        """``what`` it is and the ``command`` that writes it appear in error messages; ``reads``: earlier
+        versions whose entries are entries of this one, too."""
         self.version, self.what, self.command = version, what, command
+        self._reads = (version, *reads)
         self._entry: TypeAdapter[T] = TypeAdapter(kind)
 
     def load(self, place: Path, fingerprint: str) -> T | None:
@@ -60,7 +64,7 @@ class ProfileFile(Generic[T]):
             return {}
         with self._checked(place):
             raw = json.loads(place.read_text(encoding="utf-8"))
-            if raw["version"] != self.version:
+            if raw["version"] not in self._reads:
                 raise ValueError(f"version {raw['version']}, not {self.version}")
             return dict(raw["models"])
 

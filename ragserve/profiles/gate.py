@@ -1,7 +1,10 @@
-"""The gate: which composed strategies may answer, by the record of `ragserve eval --write-gate`.
+"""The gate: which composed strategies may answer, by the record of `ragserve tune` or `eval --write-gate`.
 
 Composed KV is approximate; how approximate depends on the model, the strategy's options and the data. So a
-strategy that was not measured, or fell short of full prefill, is refused unless forced. The record is a JSON
+strategy that was not measured, or fell short of full prefill, is refused unless forced. What counts is not
+the mean that was measured but its upper confidence bound (`ragserve.measuring.bounds`): a strategy passes
+where too few questions would hide a loss as little as where the loss is seen. Records of version 1 have no
+bounds and keep the rule that they were measured by. The record is a JSON
 file in the data folder; a model's folder may bring one, measured on another machine. It belongs to the
 model's weights (`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed
 and full prefill were compared in one engine, and only coarser rounding can add to the difference."""
@@ -22,59 +25,92 @@ from sglang_ext.protocol import EXACT_STRATEGIES
 log = logging.getLogger(__name__)
 
 FILE_NAME = "ragserve-gate.json"
-VERSION = 1
-MIN_QUESTIONS = 100  # per set: with fewer, two points of F1 are noise
+VERSION = 2
+MIN_QUESTIONS = 100  # per set with labels: with fewer, two points of F1 are noise
 MAX_F1_LOSS = 2.0  # points below full
-# percent; if full itself scores less, F1 is inconclusive and only the KL of such a set counts
+# percent; if full itself scores less, F1 is inconclusive and only the distributions of such a set count
 MIN_FULL_F1 = 20.0
-MAX_KL = 0.02  # nats, mean over a set: sufficient by itself
+# Sufficient by themselves, and all there is without labels: KL in nats a token and the percentage of tokens
+# that both contexts find most likely, over whole answers of full prefill.
+MAX_ANSWER_KL = 0.01
+MIN_AGREEMENT = 98.0
+MAX_KL = 0.02  # nats at the first token, mean over a set: instead of both in records of version 1
 MAX_FALLBACKS = 0.01  # share of answers given by another strategy
 _MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one question set: F1 in percent, its difference from full in points, KL in nats, tokens kept
-    and recomputed in percent of the document tokens."""
+    """Figures of one question set: F1 in percent, its difference from full in points (both None without
+    labels), KL of the first token in nats, tokens kept and recomputed in percent of the document tokens, KL
+    and agreement over whole answers. A ``_bound`` is the 95 % confidence bound on the side of the larger
+    loss, None in records of version 1; ``f1_loss_bound`` in points below full."""
 
     n: int
-    f1: float
-    f1_vs_full: float
+    f1: float | None
+    f1_vs_full: float | None
     kl: float | None
     kept: float | None
     recomputed: float | None
     fallbacks: int = 0
     failed: int = 0
+    f1_loss_bound: float | None = None
+    answer_kl: float | None = None
+    answer_kl_bound: float | None = None
+    answer_agrees: float | None = None
+    answer_agrees_bound: float | None = None
 
     @property
-    def full_f1(self) -> float:
-        """F1 of full prefill on the same questions, in percent."""
-        return self.f1 - self.f1_vs_full
+    def full_f1(self) -> float | None:
+        """F1 of full prefill on the same questions, in percent; None without labels."""
+        return None if self.f1 is None or self.f1_vs_full is None else self.f1 - self.f1_vs_full
+
+    @property
+    def f1_loss(self) -> float:
+        """Points below full that the strategy may lose; 0 without labels."""
+        return -(self.f1_vs_full or 0.0) if self.f1_loss_bound is None else self.f1_loss_bound
 
     @property
     def close(self) -> bool:
         """The distributions are so close that F1 need not be."""
-        return self.kl is not None and self.kl <= MAX_KL
+        if self.answer_kl_bound is None or self.answer_agrees_bound is None:
+            return self.kl is not None and self.kl <= MAX_KL
+        return self.answer_kl_bound <= MAX_ANSWER_KL and self.answer_agrees_bound >= MIN_AGREEMENT
 
     @property
     def conclusive(self) -> bool:
-        """Full answers enough of the set, the distributions are close, or requests failed."""
-        return bool(self.failed) or self.full_f1 >= MIN_FULL_F1 or self.close
+        """Full answers enough of the set, nobody knows what it should answer, the distributions are close, or
+        requests failed."""
+        return bool(self.failed) or self.full_f1 is None or self.full_f1 >= MIN_FULL_F1 or self.close
 
     def shortfall(self) -> str | None:
         """Give the reason why these figures verify nothing; None if they verify the strategy."""
-        if self.n < MIN_QUESTIONS:
+        if self.full_f1 is not None and self.n < MIN_QUESTIONS:
             return f"{self.n} questions, fewer than {MIN_QUESTIONS}"
         if self.failed or self.fallbacks > MAX_FALLBACKS * self.n:
             return f"{self.failed} failed, {self.fallbacks} answered by another strategy"
         if self.close:
             return None
+        if self.full_f1 is None:
+            return f"over {self.n} answers without labels {self.distance}"
         if self.full_f1 < MIN_FULL_F1:
-            kl = f"KL is {_shown(self.kl)}, above {MAX_KL}"
-            return f"full has F1 {self.full_f1:.1f}, which proves nothing, and {kl}"
-        if self.f1_vs_full < -MAX_F1_LOSS:
-            return f"F1 {self.f1:.1f}, {-self.f1_vs_full:.1f} points below full, and KL {_shown(self.kl)}"
+            return f"full has F1 {self.full_f1:.1f}, which proves nothing, and {self.distance}"
+        if self.f1_loss > MAX_F1_LOSS:
+            most = "" if self.f1_loss_bound is None else f", at 95 % at most {self.f1_loss_bound:.1f}"
+            below = f"{-(self.f1_vs_full or 0.0):.1f} points below full{most}"
+            return f"F1 {self.f1:.1f}, {below}, and {self.distance}"
         return None
+
+    @property
+    def distance(self) -> str:
+        """The distance of the distributions, beside its limits, in words."""
+        if self.answer_kl_bound is None or self.answer_agrees_bound is None:
+            return "KL unknown" if self.kl is None else f"KL {self.kl:.3g}, above {MAX_KL}"
+        return (
+            f"KL a token is {self.answer_kl or 0.0:.3g}, at 95 % at most {self.answer_kl_bound:.3g} (limit "
+            f"{MAX_ANSWER_KL}), agreement {self.answer_agrees or 0.0:.1f} %, at least "
+            f"{self.answer_agrees_bound:.1f} (limit {MIN_AGREEMENT:.0f})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +207,8 @@ class Gate:
             reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
         raise InvalidRequest(
             f"Strategy {label} {reason}.",
-            hint=f"Measure it: ragserve eval --data SET --strategies 'full,{label}' --write-gate. "
+            hint=f"Measure it: ragserve tune --strategies '{label}', or with labels ragserve eval --data SET "
+            f"--strategies 'full,{label}' --write-gate. "
             'Or force it: strategy_options {"force": true}, or the server\'s --force-strategies true.',
             code="strategy_not_verified",
             param="strategy",
@@ -193,7 +230,7 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
     names = Figures.__dataclass_fields__
     for row in report["rows"]:
         if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
-            figures = Figures(**{name: row[name] for name in names})
+            figures = Figures(**{name: row[name] for name in names if name in row})
             groups.setdefault(row["strategy"], {})[row["set"]] = figures
     where = (
         workload["model"],
@@ -206,14 +243,24 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
     return {label: Entry(sets, *where) for label, sets in groups.items()}
 
 
-def record(place: Path, fingerprint: str, entries: Mapping[str, Entry]) -> None:
-    """Add records to a gate's file, replacing those of the same model and strategy; atomic. Raises
-    InvalidRequest for a foreign file."""
-    _FILE.update(place, fingerprint, lambda known: known | _FILE.dump(dict(entries)))
+def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_sets: bool = False) -> None:
+    """Add records to a gate's file, replacing those of the same model and strategy; atomic. With
+    ``keep_sets``, figures of other sets stay where they were measured in the same precision and with the same
+    samkv profile. Raises InvalidRequest for a foreign file."""
+
+    def change(known: dict[str, Any]) -> dict[str, Any]:
+        new = _FILE.dump(dict(entries))
+        for label, entry in new.items():
+            before = known.get(label) if keep_sets else None
+            if before and all(before.get(name, "") == entry[name] for name in ("dtype", "samkv")):
+                entry["sets"] = before["sets"] | entry["sets"]
+        return known | new
+
+    _FILE.update(place, fingerprint, change)
 
 
 _FILE: ProfileFile[dict[str, Entry]] = ProfileFile(
-    VERSION, "gate's file", "ragserve eval --write-gate", dict[str, Entry]
+    VERSION, "gate's file", "ragserve tune", dict[str, Entry], reads=(1,)
 )
 
 
@@ -222,7 +269,3 @@ def _stamp(place: Path) -> int:
         return place.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _shown(kl: float | None) -> str:
-    return "unknown" if kl is None else f"{kl:.3g}"

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from ragserve.config import Settings, load
+from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record
 from sglang_ext.documents.fingerprint import model_fingerprint
 
+DEFAULT_RECORD = Path(DEFAULT_MODEL) / FILE_NAME
+[BUNDLED] = json.loads(DEFAULT_RECORD.read_text())["models"]
 GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=10.0)
 
 
@@ -60,6 +62,89 @@ def test_what_figures_verify(changed: dict[str, Any], why: str | None) -> None:
     assert found is None if why is None else found is not None and why in found
 
 
+UNLABELLED = Figures(
+    n=150,
+    f1=None,
+    f1_vs_full=None,
+    kl=0.5,
+    kept=20.0,
+    recomputed=10.0,
+    answer_kl=0.004,
+    answer_kl_bound=0.008,
+    answer_agrees=99.5,
+    answer_agrees_bound=98.4,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"n": 40}, None),
+        ({"answer_kl_bound": 0.0101}, "at most 0.0101 (limit 0.01)"),
+        ({"answer_agrees_bound": 97.9}, "at least 97.9 (limit 98)"),
+        ({"answer_kl_bound": None, "kl": 0.5}, "KL 0.5, above"),
+        ({"failed": 1}, "1 failed"),
+    ],
+)
+def test_what_figures_without_labels_verify(changed: dict[str, Any], why: str | None) -> None:
+    found = dataclasses.replace(UNLABELLED, **changed).shortfall()
+    assert found is None if why is None else found is not None and why in found
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"f1_vs_full": -1.0, "f1_loss_bound": 1.9}, None),
+        ({"f1_vs_full": -1.0, "f1_loss_bound": 2.1}, "1.0 points below full, at 95 % at most 2.1"),
+        ({"f1_loss_bound": 9.0, "answer_kl_bound": 0.001, "answer_agrees_bound": 99.0}, None),
+        ({"f1_loss_bound": 9.0, "kl": 0.001, "answer_kl_bound": 0.1, "answer_agrees_bound": 99.0}, "9.0"),
+    ],
+)
+def test_the_bound_decides_where_there_is_one(changed: dict[str, Any], why: str | None) -> None:
+    found = figures(**changed).shortfall()
+    assert found is None if why is None else found is not None and why in found
+
+
+def test_a_record_of_version_1_keeps_its_rule(tmp_path: Path) -> None:
+    """Written by hand as version 1 was; the embedded model brings such a record."""
+    place = tmp_path / FILE_NAME
+    figures_of_1 = {
+        "n": 457,
+        "f1": 98.25,
+        "f1_vs_full": -0.66,
+        "kl": 0.0122,
+        "kept": 100.0,
+        "recomputed": 10.0,
+        "fallbacks": 0,
+        "failed": 0,
+    }
+    old = {"model": "tiny", "date": "d", "hardware": "h", "dtype": "float32", "versions": {}, "samkv": ""}
+    entries = {"concat": old | {"sets": {"onehop": figures_of_1}}}
+    place.write_text(json.dumps({"version": 1, "models": {"abc": entries}}))
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
+    assert gate.verified() == ["concat"]
+    record(place, "abc", {"epic": entry(figures(f1_loss_bound=2.5))})
+    assert json.loads(place.read_text())["version"] == 2
+    assert gate.verified() == ["concat"], "beside a record with bounds, which falls short"
+    bundled = Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype="float32")
+    assert "concat:recompute=sentences,share=0.1" in bundled.verified()
+
+
+def test_figures_of_other_sets_stay_where_they_are_asked_to(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
+    record(place, "abc", {"concat": Entry({"a": GOOD}, "tiny", "d", "h", "float32")})
+    bad = dataclasses.replace(UNLABELLED, answer_kl_bound=9.0)
+    record(place, "abc", {"concat": Entry({"b": bad}, "tiny", "d", "h", "float32")}, keep_sets=True)
+    assert set(gate.entries()["concat"].sets) == {"a", "b"}
+    assert not gate.verified(), "every set must pass"
+    record(place, "abc", {"concat": Entry({"b": UNLABELLED}, "tiny", "d", "h", "float32")}, keep_sets=True)
+    assert gate.verified() == ["concat"]
+    record(place, "abc", {"concat": Entry({"c": GOOD}, "tiny", "d", "h", "bfloat16")}, keep_sets=True)
+    assert set(gate.entries()["concat"].sets) == {"c"}, "measured in another precision"
+
+
 def test_every_set_must_pass() -> None:
     assert entry(GOOD, GOOD).verified
     assert not entry(GOOD, figures(f1_vs_full=-9.0)).verified
@@ -79,7 +164,8 @@ def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Pat
     with pytest.raises(InvalidRequest, match="has not been verified for tiny") as refused:
         gate.check("epic:first=16")
     assert refused.value.code == "strategy_not_verified"
-    assert "ragserve eval --data SET --strategies 'full,epic:first=16' --write-gate" in str(refused.value)
+    assert "ragserve tune --strategies 'epic:first=16'" in str(refused.value)
+    assert "eval --data SET --strategies 'full,epic:first=16' --write-gate" in str(refused.value)
     record(place, "abc", {"epic:first=16": entry(GOOD), "concat": entry(figures(f1_vs_full=-45.0))})
     gate.check("epic:first=16")  # without a restart
     with pytest.raises(InvalidRequest, match=r"verified: epic:first=16"):
