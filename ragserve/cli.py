@@ -19,6 +19,7 @@ COMMANDS = (
     "query",
     "cache",
     "doctor",
+    "tune",
     "evaluate",
     "calibrate",
     "calibrate_decode",

@@ -217,8 +217,8 @@ class Settings(BaseSettings):
     )
     force_strategies: bool = Field(
         False,
-        description="Let composed strategies answer even if `ragserve eval --write-gate` has not verified "
-        "them for the model.",
+        description="Let composed strategies answer even if neither `ragserve tune` nor `ragserve eval "
+        "--write-gate` has verified them for the model.",
     )
     top_k: int = Field(5, ge=1, le=64, description="Default number of chunks to retrieve.")
     retrieval: Retrieval = Field(

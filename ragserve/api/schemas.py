@@ -38,9 +38,7 @@ OptionValue = bool | int | float | str
 class GateOption(RequestOptions):
     """Option that every composed strategy takes over REST."""
 
-    force: bool = Field(
-        False, description="Answer though `ragserve eval --write-gate` has not verified the strategy."
-    )
+    force: bool = Field(False, description="Answer though `ragserve tune` has not verified the strategy.")
 
 
 _OPTION_MODELS = tuple(

@@ -9,12 +9,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import DOCUMENT_TOKENS, Probe, make
+from ragserve.config import Settings
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.report import environment, measured_on
+from ragserve.profiles.samkv import SAMKV, SamkvProfile, place_of
 
 _MARGIN = 2.0  # standard errors by which a default must be beaten
 _RESERVED_TOKENS = 256  # of a prompt: system text, question, document headers
@@ -84,6 +88,39 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
         "proportion": {name: _proportion(rows) for name, rows in proportions.items()},
     }
     return FoundProfile(stable, heads, figures)
+
+
+async def find_and_save(
+    settings: Settings, engine: LocalEngine, schedule: ProbeSchedule, report: Callable[[str], None]
+) -> tuple[FoundProfile, Path]:
+    """Find the profile of the engine's model and write it where an engine with these settings reads it.
+
+    Raises InvalidRequest for a model whose contexts cannot be composed."""
+    info = engine.info
+    if info.only_exact:
+        raise InvalidRequest(f"There is no samkv for this model: {info.only_exact}.")
+    probes = schedule.probes(PromptBuilder.load(info.tokenizer), info.max_prompt_tokens)
+    found = await find(engine, probes, report)
+    profile = SamkvProfile(
+        found.stable,
+        found.heads,
+        selection="",  # the built-in ones
+        options={},
+        dtype=info.dtype,
+        versions=environment()["versions"],
+        **measured_on(settings.model),
+        probes={
+            "sets": schedule.sets,
+            "seed": schedule.seed,
+            "documents": len(probes[0].spans) - 1,
+            "tokens": len(probes[0].ids),
+            "questions": sum(len(probe.questions) for probe in probes),
+        },
+        figures=found.figures,
+    )
+    place = place_of(settings, info.fingerprint)
+    SAMKV.save(place, info.fingerprint, profile)
+    return found, place
 
 
 def stable_of(stability: Sequence[float]) -> list[int]:

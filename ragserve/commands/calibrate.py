@@ -93,38 +93,11 @@ def calibrate(
 
 
 async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:
-    from ragserve.answering.prompt import PromptBuilder
-    from ragserve.calibration.samkv import ProbeSchedule, find, table
-    from ragserve.measuring.report import environment, measured_on
-    from ragserve.profiles.samkv import SAMKV, SamkvProfile, place_of
+    from ragserve.calibration.samkv import ProbeSchedule, find_and_save, table
 
-    info = engine.info
-    if info.only_exact:
-        raise InvalidRequest(f"There is no samkv for this model: {info.only_exact}.")
-    schedule = ProbeSchedule(sets=sets, questions=questions)
-    probes = schedule.probes(PromptBuilder.load(info.tokenizer), info.max_prompt_tokens)
-    found = await find(engine, probes, say)
+    found, place = await find_and_save(settings, engine, ProbeSchedule(sets=sets, questions=questions), say)
     for line in table(found):
         typer.echo(line)
-    profile = SamkvProfile(
-        found.stable,
-        found.heads,
-        selection="",  # the built-in ones
-        options={},
-        dtype=info.dtype,
-        versions=environment()["versions"],
-        **measured_on(settings.model),
-        probes={
-            "sets": sets,
-            "seed": schedule.seed,
-            "documents": len(probes[0].spans) - 1,
-            "tokens": len(probes[0].ids),
-            "questions": sum(len(probe.questions) for probe in probes),
-        },
-        figures=found.figures,
-    )
-    place = place_of(settings, info.fingerprint)
-    SAMKV.save(place, info.fingerprint, profile)
     typer.echo(f"written: {place}")
 
 
@@ -153,7 +126,7 @@ async def _costs(
     if not specs:
         why, hint = (
             "No composed strategy is verified for this model, so auto has nothing to choose from.",
-            "Run ragserve eval --write-gate first, or name strategies with --strategies.",
+            "Run ragserve tune, or eval --write-gate first, or name strategies with --strategies.",
         )
         if new_profile:
             say(f"No costs were measured. {why} {hint}")

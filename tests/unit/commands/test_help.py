@@ -38,7 +38,9 @@ def test_settings_are_grouped_and_readable(app: typer.Typer) -> None:
     assert str(REPO) not in page, "where the model is on this machine"
 
 
-@pytest.mark.parametrize("command", ["serve", "ingest", "docs", "query", "cache", "doctor", "eval", "bench"])
+@pytest.mark.parametrize(
+    "command", ["serve", "ingest", "docs", "query", "cache", "doctor", "tune", "eval", "bench"]
+)
 def test_every_command_has_help(app: typer.Typer, command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"], env=WIDE)
     assert done.exit_code == 0, done.output

@@ -1,0 +1,125 @@
+"""`ragserve tune`: verify strategies on one's own documents, without labels, and measure what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from ragserve.commands.options import ENGINE_SETTINGS, Namespace, with_settings
+from ragserve.config import Settings, StrategyName
+
+SETTINGS = (
+    *("model", "data_dir", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
+    *("kv_disk_bytes", *ENGINE_SETTINGS),
+)
+CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("tune")(with_settings(tune, SETTINGS))
+
+
+def tune(
+    settings: Settings,
+    namespace: Namespace = "default",
+    minutes: Annotated[
+        float, typer.Option(min=1, help="Time to spend, engine start included. A later run goes on.")
+    ] = 10,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Questions to ask: a text file with one a line, or JSON lines with a `question` each. "
+            "Default: questions about the namespace's own chunks.",
+        ),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(help="Candidates: composed strategies with options, as for eval.")
+    ] = CANDIDATES,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=512, help="Longest answer that is compared, in tokens.")
+    ] = 64,
+    most: Annotated[int, typer.Option("--max-questions", min=1, help="Questions to compare at most.")] = 400,
+) -> None:
+    """Verify composed strategies on your own documents, without labels.
+
+    Asks questions about a namespace as /rag/query does, lets full prefill answer, and leads each strategy
+    along that answer: how far are its distributions from those of full prefill, token by token? Writes the
+    gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none. Stop
+    a server on the same machine first: it would disturb the measurement."""
+    from ragserve.eval.console import progress
+    from ragserve.strategy_spec import parse
+    from ragserve.tuning.process import tune as run
+    from ragserve_index import IndexStore
+    from sglang_ext.protocol import EXACT_STRATEGIES
+
+    names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
+    labels = [spec.label for spec in parse(strategies, names)]
+    with IndexStore(settings.data_dir) as store:
+        store.namespace(namespace)  # before an engine is started for nothing
+    settings = settings.model_copy(update={"max_new_tokens": max_new_tokens})
+    with progress("tune", most) as step:
+        result = run(
+            settings,
+            namespace,
+            labels,
+            seconds=60 * minutes,
+            most=most,
+            questions=questions,
+            on_progress=lambda phase, done: step(done=done, what=phase),
+        )
+    _print(result, namespace, minutes, most)
+    typer.echo(f"written to {settings.data_dir}; a running server reads it at once")
+
+
+def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    counts = ", ".join(f"{count} {kind}" for kind, count in result["questions"].items()) or "none"
+    typer.echo(f"{namespace}: {counts} questions of {result['tried']} tried; {result['costs']}")
+    table = Table(
+        caption="KL in nats and agreement in percent, a token of full's answers; <= and >=: at 95 %"
+    )
+    for column in ("strategy", "KL", "agreement", "first token ms", "kept %", "recomputed %", "verdict"):
+        table.add_column(column, overflow="fold")
+    for one in result["verdicts"]:
+        figures = one["figures"]
+        table.add_row(
+            one["label"],
+            _with_bound(figures["answer_kl"], "<=", figures["answer_kl_bound"], ".4f"),
+            _with_bound(figures["answer_agrees"], ">=", figures["answer_agrees_bound"], ".1f"),
+            "" if one["ttft_ms"] is None else f"{one['ttft_ms']:.0f}",
+            "" if figures["kept"] is None else f"{figures['kept']:.0f}",
+            "" if figures["recomputed"] is None else f"{figures['recomputed']:.0f}",
+            one["line"],
+        )
+    Console().print(table)
+    if advice := more(result, minutes, most):
+        typer.echo(advice)
+
+
+def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
+    """Say what more time would bring; None if it would bring nothing."""
+    asked = sum(result["questions"].values())
+    wanted = [one["needed"] for one in result["verdicts"] if one["decision"] == "undecided"]
+    if not wanted and result["verdicts"]:
+        return None
+    if result["finished"]:
+        return "All questions have been asked: more documents, or a longer --questions, would decide more."
+    needed = max((count for count in wanted if count), default=0)
+    if not asked or not needed:
+        return "Run the same command again for more questions: what was compared is kept."
+    about = max(1, round(minutes * (needed - asked) / asked))
+    limit = f" --max-questions {needed}" if needed > most else ""
+    return (
+        f"Run it again with --minutes {about}{limit} for about {needed - asked} more questions: what was "
+        "compared is kept."
+    )
+
+
+def _with_bound(mean: float | None, sign: str, bound: float | None, shape: str) -> str:
+    return "" if mean is None or bound is None else f"{mean:{shape}} {sign} {bound:{shape}}"

@@ -1,0 +1,239 @@
+"""Compare strategies with full prefill on a namespace's own documents: retrieve as a query does, let `full`
+answer, and lead every strategy along that answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragserve.answering.accounting import context_use
+from ragserve.answering.answerer import passages
+from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
+from ragserve.answering.scores import retrieval_scores
+from ragserve.config import Retrieval
+from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.errors import RagserveError
+from ragserve.eval.engine import FULL, WarmEngine
+from ragserve.eval.metrics import contains_answer, normalise
+from ragserve.eval.rows import Key, Row
+from ragserve.measuring.distribution import ReferenceAnswer, answer_of, forced_along
+from ragserve.measuring.engine_run import first_token
+from ragserve.retrieval.retriever import Retriever
+from ragserve.strategy_spec import StrategySpec
+from ragserve.tuning.questions import WRITE, DrawnQuestion, Kind, cloze, written
+from ragserve_index.types import Chunk
+from sglang_ext.protocol import RetrievalScores
+
+TRIED, USABLE = 10, 3  # chunks for which the model may write questions before so many must be usable
+_WRITTEN_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class TunedQueries:
+    """How questions are asked: as ``/rag/query`` does with these values."""
+
+    namespace: str
+    k: int
+    retrieval: Retrieval
+    max_new_tokens: int
+
+    @property
+    def set_name(self) -> str:
+        """The name of the questions in rows and in the gate's record."""
+        return f"namespace {self.namespace}"
+
+
+class Comparison:
+    """Asks one question at a time, so that times to the first token are those of an idle engine.
+
+    Every question has a row of strategy `full` with its text and whether it is ``usable``, and one of each
+    strategy if it is. A question about a chunk is usable if `full` answers it with words of that chunk."""
+
+    def __init__(
+        self,
+        engine: WarmEngine,
+        retriever: Retriever,
+        builder: PromptBuilder,
+        queries: TunedQueries,
+        specs: Sequence[StrategySpec],
+        *,
+        known: Mapping[Key, Row],
+        write: Callable[[Row], object],
+    ) -> None:
+        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row."""
+        self._engine = engine
+        self._retriever = retriever
+        self._builder = builder
+        self._queries = queries
+        self._specs = specs
+        self._rows = dict(known)
+        self._write = write
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, those of earlier runs first."""
+        return list(self._rows.values())
+
+    @property
+    def compared(self) -> int:
+        """Usable questions that every strategy has been asked."""
+        labels = [spec.label for spec in self._specs]
+        usable = [row["id"] for row in self._rows.values() if row.get("usable")]
+        return sum(all(self._key(id_, label) in self._rows for label in labels) for id_ in usable)
+
+    async def about(self, chunk: Chunk) -> None:
+        """Ask a question about a chunk: one that the model writes or, where it cannot, a sentence with a
+        gap."""
+        kind: Kind = "written" if self._model_writes() else "cloze"
+        id_ = f"{chunk.chunk_id}-{kind}"
+        if (row := self._rows.get(self._key(id_, FULL.label))) and not row["error"]:
+            text: str | None = row["question"]
+        elif kind == "written":
+            text = await self._written(chunk)
+        else:
+            text = cloze(chunk.text, random.Random(chunk.chunk_id))
+        await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text))
+
+    async def ask(self, question: DrawnQuestion) -> None:
+        """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows."""
+        first = self._rows.get(self._key(question.id, FULL.label))
+        left = [spec for spec in self._specs if self._open(question.id, spec)]
+        if first and not first["error"] and not (first["usable"] and left):
+            return
+        if not question.text:
+            self._add(question.id, FULL, kind=question.kind, question="", usable=False, error=None)
+            return
+        try:
+            prompt, scores = await self._prompt(question.text)
+            reference = await answer_of(self._engine, self._request(prompt, FULL))
+        except RagserveError as error:
+            self._fail(question, FULL, error)
+            return
+        usable = _usable(question, reference)
+        answer = reference.timed
+        self._add(
+            question.id,
+            FULL,
+            kind=question.kind,
+            question=question.text,
+            answer=answer.text.strip(),
+            usable=usable,
+            ttft_ms=round(answer.ttft_ms, 3),
+            error=None,
+            prompt_tokens=len(prompt.input_ids),
+        )
+        if usable and left:
+            await self._compare(question, prompt, scores, reference, left)
+
+    async def _compare(
+        self,
+        question: DrawnQuestion,
+        prompt: Prompt,
+        scores: RetrievalScores | None,
+        reference: ReferenceAnswer,
+        specs: Sequence[StrategySpec],
+    ) -> None:
+        for spec in specs:
+            request = replace(self._request(prompt, spec), scores=scores)
+            try:
+                if spec is specs[0]:
+                    await self._engine.warm(request)
+                close, timed = await forced_along(self._engine, request, reference)
+            except RagserveError as error:
+                self._fail(question, spec, error)
+                continue
+            use = context_use(spec.name, prompt, timed.last, prompt.documents_kept)
+            self._add(
+                question.id,
+                spec,
+                kl=close.kl[0],
+                answer_kl=close.mean_kl,
+                answer_agrees=close.agreement,
+                answer_tokens=len(close.kl),
+                ttft_ms=round(timed.ttft_ms, 3),
+                error=None,
+                document_tokens=prompt.tokens_kept,
+                kept=use.tokens_kept,
+                recomputed=use.tokens_recomputed,
+                fallback=timed.last.fallback,
+            )
+
+    def _model_writes(self) -> bool:
+        tried = [row for row in self._rows.values() if row.get("kind") == "written"]
+        return len(tried) < TRIED or sum(row["usable"] for row in tried) >= USABLE
+
+    async def _written(self, chunk: Chunk) -> str | None:
+        document = PromptDocument("", chunk.title, chunk.text)
+        room = self._engine.info.max_prompt_tokens - _WRITTEN_TOKENS
+        try:
+            prompt = self._builder.build(WRITE, [document], max_prompt_tokens=room)
+            request = self._request(prompt, FULL)
+            sampling = replace(request.sampling, max_new_tokens=_WRITTEN_TOKENS)
+            return written((await first_token(self._engine, replace(request, sampling=sampling))).text)
+        except RagserveError:  # the question is not asked; an engine that is gone fails the next request, too
+            return None
+
+    async def _prompt(self, text: str) -> tuple[Prompt, RetrievalScores | None]:
+        queries = self._queries
+        found = await self._retriever.retrieve(
+            queries.namespace, text, queries.k, retrieval=queries.retrieval, sentences=True
+        )
+        shown = passages(found.hits)
+        documents = [PromptDocument("", each.title, each.text) for each in shown]
+        room = self._engine.info.max_prompt_tokens - queries.max_new_tokens
+        prompt = self._builder.build(text, documents, max_prompt_tokens=room)
+        return prompt, retrieval_scores(self._builder, prompt, shown, found.sentences)
+
+    def _request(self, prompt: Prompt, spec: StrategySpec) -> GenerateRequest:
+        sampling = Sampling(max_new_tokens=self._queries.max_new_tokens, stop=prompt.stop)
+        return GenerateRequest(
+            "tune", prompt.input_ids, self._queries.namespace, spec.name, sampling, prompt.spans, spec.options
+        )
+
+    def _key(self, id_: str, label: str) -> Key:
+        return self._queries.set_name, id_, label
+
+    def _open(self, id_: str, spec: StrategySpec) -> bool:
+        row = self._rows.get(self._key(id_, spec.label))
+        return row is None or bool(row["error"])
+
+    def _fail(self, question: DrawnQuestion, spec: StrategySpec, error: RagserveError) -> None:
+        about: dict[str, Any] = {}
+        if spec is FULL:
+            about = {"kind": question.kind, "question": question.text, "usable": False}
+        self._add(question.id, spec, **about, error=f"{error.code}: {error.message}")
+
+    def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
+        row = {"set": self._queries.set_name, "id": id_, "strategy": spec.label, **figures}
+        self._rows[self._key(id_, spec.label)] = row
+        self._write(row)
+
+
+def _usable(question: DrawnQuestion, reference: ReferenceAnswer) -> bool:
+    answer = reference.timed.text
+    if not normalise(answer):
+        return False
+    return question.kind == "given" or contains_answer(question.source, [answer])
+
+
+async def compare_all(
+    comparison: Comparison,
+    chunks: Iterable[Chunk],
+    questions: Iterable[DrawnQuestion],
+    *,
+    time_left: Callable[[], bool],
+    most: int,
+) -> bool:
+    """Ask the given ``questions``, or about ``chunks``, until the time is up or ``most`` are compared. Return
+    whether all have been asked."""
+    for question in questions:
+        if not time_left() or comparison.compared >= most:
+            return False
+        await comparison.ask(question)
+    for chunk in chunks:
+        if not time_left() or comparison.compared >= most:
+            return False
+        await comparison.about(chunk)
+    return True

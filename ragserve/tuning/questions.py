@@ -1,0 +1,104 @@
+"""Questions about a namespace's own chunks: written by the serving model, sentences with a gap, or given."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from ragserve.errors import InvalidRequest
+from ragserve.ingest.prune import every_document
+from ragserve.measuring.json_lines import json_lines
+from ragserve_index import IndexStore
+from ragserve_index.types import Chunk
+
+Kind = Literal["written", "cloze", "given"]
+WRITE = (
+    "Write one short question that a sentence of the document answers. Name what it is about, so that it can "
+    "be understood without the document. Write the question alone, like these: In which year was the Forth "
+    "Bridge opened? Who leads the Kolstad observatory? What is the boiling point of ethanol?"
+)
+_DOCUMENTS = 20_000  # that are drawn from
+_MIN_WORDS = 12  # of a chunk
+_QUESTION_WORDS = range(4, 41)
+_CLOZE_WORDS = range(7, 41)
+_GAP = "_____"
+_SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]")
+_WORD = re.compile(r"\w[\w'.,-]*\w|\w")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnQuestion:
+    """A question; ``source``: the text of the chunk that answers it, empty for a given one."""
+
+    id: str
+    kind: Kind
+    text: str
+    source: str = ""
+
+
+def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
+    """Draw chunks without repetition: one of every document, then another of every document, and so on. The
+    order is the same every time while the documents are. Raises NotFound for an unknown namespace."""
+    draw = random.Random(seed)
+    documents = list(islice(every_document(store, namespace), _DOCUMENTS))
+    draw.shuffle(documents)
+    left = {d.doc_id: draw.sample(range(d.n_chunks), d.n_chunks) for d in documents if d.n_chunks}
+    while left:
+        for doc_id, ordinals in list(left.items()):
+            ordinal = ordinals.pop()
+            if not ordinals:
+                del left[doc_id]
+            for chunk in store.document_chunks(namespace, doc_id):
+                if chunk.ordinal == ordinal and len(chunk.text.split()) >= _MIN_WORDS:
+                    yield chunk
+
+
+def written(answer: str) -> str | None:
+    """The question in a model's answer to `WRITE`; None if there is none."""
+    line = next((line.strip() for line in answer.splitlines() if line.strip()), "")
+    line = re.sub(r"^(?:question\s*\d*\s*[:.]|\d+[.)])\s*", "", line, flags=re.IGNORECASE).strip("\"'“”*` ")
+    asks = line.endswith(("?", "？")) and len(line.split()) in _QUESTION_WORDS
+    return line if asks and line not in WRITE else None
+
+
+def cloze(text: str, draw: random.Random) -> str | None:
+    """Ask for a word that was left out of one of the text's sentences: a name or number if it has one, else
+    the longest word. None if no sentence has a fitting length."""
+    sentences = [found.strip() for found in _SENTENCE.findall(text)]
+    sentences = [each for each in sentences if len(each.split()) in _CLOZE_WORDS]
+    if not sentences:
+        return None
+    sentence = draw.choice(sentences)
+    words = list(_WORD.finditer(sentence))[1:]  # the first has a capital in any case
+    telling = [word for word in words if word[0][0].isupper() or word[0][0].isdigit()]
+    gap = draw.choice(telling) if telling else max(words, key=lambda word: len(word[0]), default=None)
+    if gap is None:
+        return None
+    return f'What is missing in "{sentence[: gap.start()]}{_GAP}{sentence[gap.end() :]}"?'
+
+
+def given(path: Path) -> list[DrawnQuestion]:
+    """The questions of a file: JSON lines with a ``question`` each, or lines of plain text. Raises
+    InvalidRequest if there is none, or the file cannot be read."""
+    if path.suffix in {".jsonl", ".gz"}:
+        texts = [
+            str(row.get("question", "")) if isinstance(row, dict) else ""
+            for _, row in json_lines(path, "Give JSON lines, or a text file with a question a line.")
+        ]
+    else:
+        try:
+            texts = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(
+                f"{path} cannot be read: {error}.", hint="Give a text file with a question a line."
+            ) from error
+    questions = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+    if not questions:
+        raise InvalidRequest(f"{path} holds no questions.", hint="Give one a line.")
+    return [DrawnQuestion(hashlib.sha256(q.encode()).hexdigest()[:16], "given", q) for q in questions]

@@ -1,0 +1,224 @@
+"""The engine of `ragserve tune`, in its own process: ``python -m ragserve.tuning.tune_worker JOB.json``.
+
+It looks for samkv's profile where there is none, compares strategies, writes the gate's record and the cost
+profile, and leaves its progress and its result in the job's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.config import Settings
+from ragserve.errors import InvalidRequest
+from ragserve.files import write_json
+from ragserve.profiles import gate
+from ragserve.profiles.costs import COSTS, fit
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
+
+if TYPE_CHECKING:
+    from ragserve.engine.local import LocalEngine
+    from ragserve.strategy_spec import StrategySpec
+    from ragserve.tuning.comparison import Comparison, TunedQueries
+    from ragserve.tuning.verdicts import Verdict
+
+RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
+PROGRESS, RESULT = "progress.json", "result.json"
+_COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
+
+
+@dataclass(frozen=True, slots=True)
+class TuneJob:
+    """A run, until ``until`` (``time.time``). ``questions``: a file; None draws from the namespace's
+    chunks. ``folder``: of progress and result; ``state``: of the rows of all runs."""
+
+    namespace: str
+    strategies: list[str]
+    folder: str
+    state: str
+    began: float
+    until: float
+    most: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    questions: str | None = None
+
+    @property
+    def compare_until(self) -> float:
+        """When the comparisons end, in favour of the costs."""
+        return self.began + _COMPARING * (self.until - self.began)
+
+
+def run(job: TuneJob) -> int:
+    """Run on an engine of its own and return the exit status: 0, or `RESTART`."""
+    from ragserve.engine.offline import run_once
+    from ragserve.strategy_spec import parse
+
+    settings = Settings(**job.settings)
+    specs = [spec for label in job.strategies for spec in parse(label)]
+
+    def report(phase: str, done: int = 0) -> None:
+        write_json(Path(job.folder) / PROGRESS, {"phase": phase, "done": done})
+
+    report("starting the engine")
+
+    async def work(engine: LocalEngine) -> int:
+        if engine.info.only_exact:
+            raise InvalidRequest(f"Nothing can be composed with this model: {engine.info.only_exact}.")
+        if any(spec.name == "samkv" for spec in specs) and not engine.info.samkv:
+            from ragserve.calibration.samkv import ProbeSchedule, find_and_save
+
+            await find_and_save(settings, engine, ProbeSchedule(), lambda line: report(f"samkv: {line}"))
+            return RESTART
+        await _tune(job, settings, specs, engine, report)
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-tune-") as folder:
+        # A temporary cache folder: a running server may own that of the data folder.
+        if (settings.data_dir / SAMKV_FILE).exists():
+            shutil.copy(settings.data_dir / SAMKV_FILE, folder)
+        return run_once(settings.model_copy(update={"data_dir": Path(folder)}), work)
+
+
+async def _tune(
+    job: TuneJob,
+    settings: Settings,
+    specs: Sequence[StrategySpec],
+    engine: LocalEngine,
+    report: Callable[..., None],
+) -> None:
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.eval import rows
+    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.retriever import Retriever
+    from ragserve.tuning.comparison import Comparison, TunedQueries, compare_all
+    from ragserve.tuning.questions import drawn, given
+    from ragserve.tuning.verdicts import verdict
+    from ragserve_index import IndexStore
+
+    queries = TunedQueries(job.namespace, settings.top_k, settings.retrieval, settings.max_new_tokens)
+    folder = Path(job.state) / state_name(engine, queries, job.questions)
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(IndexStore(settings.data_dir))
+        embedder = await asyncio.to_thread(
+            Embedder, settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch
+        )
+        retriever = Retriever(store, embedder)
+        stack.push_async_callback(retriever.close)
+        builder = await asyncio.to_thread(PromptBuilder.load, engine.info.tokenizer, settings.system_prompt)
+        append = stack.enter_context(rows.appending(folder / "rows-0.jsonl"))
+
+        def write(row: rows.Row) -> None:
+            append(row)
+            report("comparing", comparison.compared)
+
+        comparison = Comparison(
+            engine, retriever, builder, queries, specs, known=rows.read(folder), write=write
+        )
+        report("comparing", comparison.compared)
+        finished = await compare_all(
+            comparison,
+            () if job.questions else drawn(store, job.namespace),
+            given(Path(job.questions)) if job.questions else (),
+            time_left=lambda: time.time() < job.compare_until,
+            most=job.most,
+        )
+    found = [
+        one
+        for spec in specs
+        if (one := verdict(spec.label, [row for row in comparison.rows if row["strategy"] == spec.label]))
+    ]
+    record_verdicts(settings, engine, queries, found)
+    priced = await _costs(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
+    # of which kind the questions were, and whether there are more
+    kinds = [row["kind"] for row in comparison.rows if row.get("usable")]
+    result = {
+        "verdicts": [asdict(one) | {"line": one.line} for one in found],
+        "questions": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        "tried": sum("usable" in row for row in comparison.rows),
+        "finished": finished,
+        "costs": priced,
+        "model": engine.info.model,
+    }
+    write_json(Path(job.folder) / RESULT, result)
+
+
+def state_name(engine: LocalEngine, queries: TunedQueries, questions: str | None) -> str:
+    """Name the folder of rows that may stand in one table: one model, precision, profile and way to ask."""
+    info = engine.info
+    digest = "" if questions is None else hashlib.sha256(Path(questions).read_bytes()).hexdigest()
+    parts = [info.fingerprint, info.dtype, info.samkv, queries.k, queries.retrieval, queries.max_new_tokens]
+    text = json.dumps([*parts, digest])
+    return f"{queries.namespace}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def record_verdicts(
+    settings: Settings, engine: LocalEngine, queries: TunedQueries, verdicts: Sequence[Verdict]
+) -> None:
+    """Write what is decided to the gate's record in the data folder. Something undecided leaves what was
+    recorded before."""
+    from ragserve.measuring.report import environment, measured_on
+
+    info = engine.info
+    entries = {
+        one.label: gate.Entry(
+            {queries.set_name: one.figures},
+            **measured_on(settings.model),
+            dtype=info.dtype,
+            versions=environment()["versions"],
+            samkv=info.samkv,
+        )
+        for one in verdicts
+        if one.decision != "undecided"
+    }
+    if entries:
+        gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
+
+
+async def _costs(
+    settings: Settings,
+    engine: LocalEngine,
+    comparison: Comparison,
+    report: Callable[..., None],
+    *,
+    time_left: Callable[[], bool],
+) -> str:
+    """Measure what all verified strategies cost, unless that is known, and say what came of it."""
+    from ragserve.calibration.costs import CostSchedule, measure
+    from ragserve.measuring.report import measured_on
+    from ragserve.strategy_spec import parse
+
+    info = engine.info
+    records = gate.Gate.of(
+        settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
+    )
+    verified = records.verified()
+    place = settings.data_dir / COSTS_FILE
+    known = COSTS.load(place, info.fingerprint)
+    if not verified:
+        return "no costs were measured: nothing is verified"
+    if known is not None and set(verified) <= set(known.composed):
+        return "the costs of all verified strategies are known"
+    if not time_left():
+        return "no time was left to measure costs: run ragserve calibrate --part costs"
+    longest = max((row.get("prompt_tokens", 0) for row in comparison.rows), default=0)
+    schedule = CostSchedule(max_tokens=max(2 * longest, 1024), repeats=1)
+    specs = [spec for label in verified for spec in parse(label)]
+    samples = await measure(
+        engine, specs, schedule, lambda line: report(f"costs: {line}", comparison.compared)
+    )
+    COSTS.save(place, info.fingerprint, fit(samples, **measured_on(settings.model)))
+    return f"costs of {len(verified)} verified strategies were measured"
+
+
+if __name__ == "__main__":
+    sys.exit(run(TuneJob(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))

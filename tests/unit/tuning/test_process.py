@@ -1,0 +1,60 @@
+"""Following the worker: its progress, a second start with the profile that it found, and its failure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.config import Settings
+from ragserve.errors import EngineError
+from ragserve.tuning.process import tune
+from ragserve.tuning.tune_worker import RESTART
+
+WORKER = f"""
+import json, pathlib, sys, time
+job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+folder = pathlib.Path(job["folder"])
+if not (folder / "profile").exists():
+    (folder / "profile").touch()
+    sys.exit({RESTART})
+(folder / "progress.json").write_text(json.dumps({{"phase": "comparing", "done": 7}}))
+time.sleep(1.5)
+(folder / "result.json").write_text(json.dumps({{"job": job}}))
+"""
+
+
+def run(tmp_path: Path, script: str, seen: list[tuple[str, int]]) -> dict[str, Any]:
+    worker = tmp_path / "worker.py"
+    worker.write_text(script)
+    return tune(
+        Settings(data_dir=tmp_path / "data", api_key="secret"),
+        "notes",
+        ["concat"],
+        seconds=60,
+        most=9,
+        questions=None,
+        on_progress=lambda phase, done: seen.append((phase, done)),
+        command=(sys.executable, str(worker)),
+    )
+
+
+def test_a_worker_is_started_again_with_the_profile_that_it_found(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    job = run(tmp_path, WORKER, seen)["job"]
+    assert ("comparing", 7) in seen
+    assert (job["namespace"], job["strategies"], job["most"]) == ("notes", ["concat"], 9)
+    assert job["until"] - job["began"] == pytest.approx(60)
+    assert job["state"] == str(tmp_path / "data" / "tune")
+    assert "secret" not in str(job)
+
+
+def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"(?s)ended with 3.*no such namespace"):
+        run(tmp_path, "import sys; print('no such namespace'); sys.exit(3)", [])
+    with pytest.raises(EngineError, match="ended with 0"):
+        run(tmp_path, "", [])
+    with pytest.raises(EngineError, match=f"ended with {RESTART}"):
+        run(tmp_path, f"import sys; sys.exit({RESTART})", [])

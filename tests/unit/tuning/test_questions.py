@@ -1,0 +1,91 @@
+"""Questions about chunks: which chunks are drawn, and what becomes a question."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragserve.errors import InvalidRequest
+from ragserve.tuning.questions import WRITE, cloze, drawn, given, written
+
+LONG = "one two three four five six seven eight nine ten eleven twelve"
+
+
+class Store:
+    """Documents by id, with the texts of their chunks."""
+
+    def __init__(self, **documents: list[str]) -> None:
+        self._texts = documents
+
+    def documents(self, namespace: str, *, after: str | None, **_: Any) -> list[Any]:
+        return [
+            SimpleNamespace(doc_id=name, n_chunks=len(texts))
+            for name, texts in sorted(self._texts.items())
+            if after is None or name > after
+        ]
+
+    def document_chunks(self, namespace: str, doc_id: str) -> list[Any]:
+        return [SimpleNamespace(ordinal=i, text=text) for i, text in enumerate(self._texts[doc_id])]
+
+
+def test_every_document_has_its_turn_before_any_has_a_second() -> None:
+    store: Any = Store(
+        a=[f"a {LONG}", f"aa {LONG}", f"aaa {LONG}"], b=[f"b {LONG}"], c=[f"c {LONG}", "short"]
+    )
+    texts = [chunk.text.split()[0] for chunk in drawn(store, "n")]
+    assert {text[0] for text in texts[:2]} <= {"a", "b", "c"}
+    assert len({text[0] for text in texts[:3]}) >= 2
+    assert sorted(texts) == ["a", "aa", "aaa", "b", "c"], "all but the short one, once"
+    assert [chunk.text.split()[0] for chunk in drawn(store, "n")] == texts, "the same every time"
+    assert len(list(islice(drawn(store, "n"), 2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "question"),
+    [
+        ("Who built the bridge of Oslo?", "Who built the bridge of Oslo?"),
+        ('\n Question: "When was Ada Berg born?"\nAnswer: 1810', "When was Ada Berg born?"),
+        ("1. What is the capital of Norway?", "What is the capital of Norway?"),
+        ("The bridge was built by Ada.", None),
+        ("Who?", None),
+        ("", None),
+        ("Who leads the Kolstad observatory?", None),
+    ],
+)
+def test_what_a_model_wrote_is_a_question_or_none(answer: str, question: str | None) -> None:
+    assert "Kolstad" in WRITE, "an example is not an answer"
+    assert written(answer) == question
+
+
+def test_a_gap_is_a_name_or_a_number_but_not_the_first_word() -> None:
+    text = "The old lighthouse of the harbour was built by Marsh. Short one."
+    assert cloze(text, random.Random(0)) == (
+        'What is missing in "The old lighthouse of the harbour was built by _____."?'
+    )
+    numbers = cloze("It has been there since the year 1810 and is made of granite.", random.Random(0))
+    assert numbers is not None
+    assert "1810" not in numbers
+    plain = cloze("there is nothing in this sentence that has capitals or figures.", random.Random(0))
+    assert plain is not None
+    assert "sentence" not in plain
+    assert cloze("Too short. And so is this.", random.Random(0)) is None
+    assert cloze("", random.Random(0)) is None
+
+
+def test_given_questions_are_lines_or_json_lines(tmp_path: Path) -> None:
+    text, lines = tmp_path / "q.txt", tmp_path / "q.jsonl"
+    text.write_text("Who built it?\n\nWhen?\nWho built it?\n")
+    lines.write_text('{"question": "Who built it?", "answers": ["Ada"]}\n{"question": "When?"}\n')
+    assert [q.text for q in given(text)] == [q.text for q in given(lines)] == ["Who built it?", "When?"]
+    assert given(text)[0].id == given(lines)[0].id, "rows are found again by it"
+    text.write_text("\n")
+    with pytest.raises(InvalidRequest, match="no questions"):
+        given(text)
+    text.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        given(text)
