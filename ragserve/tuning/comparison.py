@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragserve.answering.accounting import context_use
-from ragserve.answering.answerer import passages
+from ragserve.answering.follow_ups import passages
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.scores import retrieval_scores
 from ragserve.config import Retrieval
