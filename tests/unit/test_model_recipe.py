@@ -4,17 +4,23 @@ grows."""
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.models.recipe import attention, prepare
+from examples.models.recipe import architecture, attention, average, prepare, squad_parts
 from examples.models.recipe.architecture import Shape, grown, init_params
 from examples.models.recipe.export import logits
+from examples.models.recipe.forward import taught_loss
+from examples.models.recipe.heldout import right
+from examples.models.recipe.optimizer import Muon
 from examples.models.recipe.overlap import Evaluated
 from examples.models.recipe.question_forms import as_typed, typo
+from examples.models.recipe.samples import PROMPT, REPLY, Tokens, packed
+from examples.models.recipe.statements import question_about
 from examples.models.recipe.synthetic import Synthetic
 
 SMALL = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
@@ -128,3 +134,98 @@ def test_two_hop_answers_are_in_the_document_about_the_middle() -> None:
         texts = " ".join(text for _, text in made.docs)
         assert made.qas
         assert all(answer in texts for _, answer in made.qas)
+
+
+def sample_of(classes: list[int], taught: bool) -> Tokens:
+    n = len(classes)
+    ids = torch.arange(n).numpy().astype("uint16")
+    segments = torch.full((n,), -1).numpy().astype("int16")
+    return Tokens(
+        ids, torch.tensor(classes).numpy().astype("uint8"), segments, torch.arange(n).numpy(), taught
+    )
+
+
+def test_an_answer_is_right_if_all_its_tokens_are() -> None:
+    classes = [PROMPT, PROMPT, REPLY, REPLY, PROMPT, REPLY, REPLY, REPLY]
+    batch = packed(lambda room: sample_of(classes, True), 16, random.Random(1))
+    target, reply = torch.tensor(batch.target), torch.tensor(batch.reply)
+    assert int(reply.sum()) == 8  # of the 10 answer tokens
+    assert bool(batch.taught.all())
+    assert right(batch, target).all()
+    wrong = target.clone()
+    wrong[torch.nonzero(reply)[0]] += 1
+    assert int((~right(batch, wrong)).sum()) == 1
+    other = target.clone()
+    other[~reply] += 1
+    assert right(batch, other).all()
+
+
+def test_a_teacher_counts_where_it_is_taught_and_right() -> None:
+    generator = torch.Generator().manual_seed(0)
+    h, embedding = torch.randn(4, 8, generator=generator), torch.randn(5, 8, generator=generator)
+    target, weight = torch.tensor([0, 1, 2, 3]), torch.ones(4)
+    reply = torch.tensor([False, True, True, False])
+    taught = torch.tensor([True, True, True, False])
+    teacher = torch.zeros(4, 5)
+    teacher[torch.arange(4), torch.tensor([4, 1, 0, 0])] = 3.0  # wrong on the answer token at 2
+
+    def loss(own: torch.Tensor) -> float:
+        return float(taught_loss(h, torch.ones(8), embedding, target, weight, taught, reply, own)[0])
+
+    before = loss(teacher)
+    for place, counts in enumerate((True, True, False, False)):
+        changed = teacher.clone()
+        changed[place] += torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
+        assert math.isclose(loss(changed), before, abs_tol=1e-6) != counts
+
+
+def test_trained_weights_decay_to_themselves() -> None:
+    for towards_start, expected in ((True, 2.0), (False, 1.0)):
+        matrix = torch.full((2, 2), 2.0, requires_grad=True)
+        muon = Muon([matrix], weight_decay=0.5, towards_start=towards_start)
+        matrix.grad = torch.zeros(2, 2)
+        muon.step(1.0, 0.9)
+        torch.testing.assert_close(matrix.detach(), torch.full((2, 2), expected))
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    rows = [["squad", "", f"Passage {i} of many", []] for i in range(400)]
+    left, kept = prepare.split("reading", rows, lambda row: row[2])
+    assert 0 < len(left) < 40
+    assert sorted(map(str, left + kept)) == sorted(map(str, rows))
+    assert left == prepare.split("reading", reversed(rows), lambda row: row[2])[0][::-1]
+
+
+def test_an_average_starts_from_the_grown_model(tmp_path: Path) -> None:
+    small, large = Shape(num_hidden_layers=2, **SMALL), Shape(num_hidden_layers=3, **SMALL)
+    old = init_params(small, "cpu", 1)
+    architecture.save(old, small, tmp_path)
+    start = average.started(tmp_path, large, "cpu")
+    read = architecture.load(tmp_path)
+    torch.testing.assert_close(logits(start, large, [5, 17, 2]), logits(read, small, [5, 17, 2]))
+
+
+@pytest.mark.parametrize(
+    ("sentence", "question", "answer"),
+    [
+        ("The bridge was repaired in 1909.", "When was the bridge repaired?", "1909"),
+        ("She studied law in Padua.", "Where did Anna Bo study law?", "Padua"),
+        ("It has 12 rooms.", "How many rooms does Anna Bo have?", "12"),
+    ],
+)
+def test_statements_become_questions(sentence: str, question: str, answer: str) -> None:
+    assert (question, answer) in [question_about(sentence, "Anna Bo", random.Random(i)) for i in range(8)]
+
+
+def test_nothing_is_asked_about_what_no_rule_fits() -> None:
+    assert question_about("However, this is so.", "Anna Bo", random.Random(1)) is None
+
+
+def test_a_question_finds_the_passage_with_its_answer_in_place() -> None:
+    filler = [f"Text {i} on another matter, number {i}." for i in range(30)]
+    texts = ["The old king lived in Gora until 1450.", "The old king went to Gora.", *filler]
+    passages = squad_parts.Passages(texts)
+    assert passages.find("Where did the old king live until 1450 ?", "Gora", 5) == 0
+    assert passages.find("Where did the old king live until 1450 ?", "Gora", 30) is None
+    assert passages.find("Who painted a blue horse ?", "Gora", 5) is None
+    assert squad_parts.as_written("Gora 's king", "It was Gora's King.") == "Gora's King"

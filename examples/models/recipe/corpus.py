@@ -40,22 +40,26 @@ def read_rows(path: Path) -> Iterator[Any]:
 
 
 class Corpus:
-    """Everything that samples are made of. Load it once and fork the workers."""
+    """Everything that samples are made of. Load it once and fork the workers.
 
-    def __init__(self, packed: Path, sentences: int = 60_000, seed: int = 0, tokenizer: Path = MODEL) -> None:
+    The ``part`` of the packed data that training leaves out is "heldout"."""
+
+    def __init__(
+        self, packed: Path, sentences: int = 60_000, seed: int = 0, tokenizer: Path = MODEL, part: str = "."
+    ) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self.newline = self.encode("\n")[0]
         self.dot = self.encode(".")[0]
         self.system = [BOS, SYSTEM, *self.encode(SYSTEM_TEXT)]
         self.names: dict[str, list[str]] = json.loads((packed / "names.json").read_text(encoding="utf-8"))
-        rows = list(read_rows(packed / "articles.jsonl.xz"))
+        rows = [row for path in sorted((packed / part).glob("articles*.xz")) for row in read_rows(path)]
         self.titles = [without_brackets(title) for title, _ in rows]
         self.articles = self._encoded(rows)
-        self.reading = list(read_rows(packed / "reading.jsonl.xz"))
-        self.facts = [row for row in read_rows(packed / "facts.jsonl.xz") if row[4]]
+        self.reading = list(read_rows(packed / part / "reading.jsonl.xz"))
+        self.facts = [row for row in read_rows(packed / part / "facts.jsonl.xz") if row[4]]
         self.multi = list(read_rows(packed / "multi.jsonl.xz"))
         self.patterns: dict[int, list[tuple[int, str, str, str]]] = {}
-        for article, *found in read_rows(packed / "patterns.jsonl.xz"):
+        for article, *found in read_rows(packed / part / "patterns.jsonl.xz"):
             self.patterns.setdefault(article, []).append(tuple(found))
         self.with_patterns = list(self.patterns)
         self.words = [w[1:] for w in self.tokenizer.get_vocab() if re.fullmatch("Ġ[A-Z][a-z]{2,9}", w)]
@@ -72,8 +76,10 @@ class Corpus:
 
     def _encoded(self, rows: list[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
         """(title ids, text ids) of each article, both ending with a line break."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"  # before the workers are forked
         titles = self.encode_all([title + "\n" for title, _ in rows])
         texts = self.encode_all([text + "\n" for _, text in rows])
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         pairs = zip(titles, texts, strict=True)
         return [(np.array(a, dtype=np.uint16), np.array(b, dtype=np.uint16)) for a, b in pairs]
 

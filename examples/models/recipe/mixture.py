@@ -21,18 +21,20 @@ from examples.models.recipe.samples import REPLY, TEXT, Batch, Doc, Tokens, pack
 from examples.models.recipe.synthetic import BRIDGE, Sample, Synthetic
 
 HIDEABLE = {"facts", "reading", "gaps", "patterns", "single", "key_value", "needle"}
+TAUGHT = {"reading", "gaps", "patterns", "text"}
+"""Where the start weights, which have read more than what is at hand, teach."""
 HIDDEN_SHARE = 0.3
 BRANCHED_SHARE = 0.8
 
-REAL = {"facts": 15, "reading": 20, "gaps": 8, "patterns": 6, "multi": 4, "text": 6}
+REAL = {"facts": 13, "reading": 17, "gaps": 12, "patterns": 6, "multi": 2, "text": 9}
 INVENTED = {
     "single": 8, "chains": 6, "hop": 9, "pointers": 5, "alias": 3, "continued": 5,
     "update": 1, "key_value": 1, "needle": 5,
 }  # fmt: skip
 PHASES: list[tuple[float, dict[str, float]]] = [
-    (0.0, {**REAL, **INVENTED, "pointers": 8, "hop": 11, "reading": 14}),
+    (0.0, {**REAL, **INVENTED, "pointers": 8, "hop": 11, "reading": 14, "gaps": 14}),
     (0.35, {**REAL, **INVENTED}),
-    (0.75, {**REAL, **INVENTED, "facts": 18, "reading": 24, "text": 3, "pointers": 2}),
+    (0.75, {**REAL, **INVENTED, "facts": 15, "reading": 19, "text": 6, "pointers": 2}),
 ]
 """Shares of tokens by task, from a point of the schedule (0 to 1) on."""
 
@@ -48,6 +50,7 @@ class Mixture:
         self.invented = Synthetic(seed * 7919 + 13, corpus.names, corpus.sentences)
         self.lengths: dict[str, float] = {}
         self.hide = True
+        self.hidden_share, self.branched_share = HIDDEN_SHARE, BRANCHED_SHARE
         self.progress = 0.0
         self.tasks: dict[str, Callable[[], Task | Tokens]] = {
             "facts": self.real.facts,
@@ -69,11 +72,15 @@ class Mixture:
         shares = next(shares for start, shares in reversed(PHASES) if self.progress >= start)
         names = list(shares)
         weights = [shares[name] / self.lengths.get(name, 1200.0) for name in names]
+        return self.fitting(lambda: self.random.choices(names, weights)[0], room)
+
+    def fitting(self, pick: Callable[[], str], room: int) -> Tokens:
+        """A sample of a picked task, or plain text where none fits: one that is cut has no answer."""
         for _ in range(8):
-            name = self.random.choices(names, weights)[0]
+            name = pick()
             tokens = self.sample(name)
+            tokens.taught = name in TAUGHT
             self.lengths[name] = 0.98 * self.lengths.get(name, 1200.0) + 0.02 * len(tokens)
-            # a sample that is cut has no answer: the end of a batch is plain text
             if 8 < len(tokens) <= min(CONTEXT, room):
                 return tokens
         return self.text(room)
@@ -82,10 +89,10 @@ class Mixture:
         made = self.tasks[name]()
         if isinstance(made, Tokens):
             return made
-        hidden = self.hide and name in HIDEABLE and self.random.random() < HIDDEN_SHARE
+        hidden = self.hide and name in HIDEABLE and self.random.random() < self.hidden_share
         share = 0.3 if name in INVENTED else 1.0
         turns = [(self._typed(question, share), answer) for question, answer in made.turns]
-        branches = self.hide and not made.dialogue and self.random.random() < BRANCHED_SHARE
+        branches = self.hide and not made.dialogue and self.random.random() < self.branched_share
         return prompt_sample(self.corpus, self.random, made.docs, turns, hidden, branches)
 
     def _typed(self, question: str, share: float) -> str:

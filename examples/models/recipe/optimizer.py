@@ -26,9 +26,17 @@ def orthogonalised(gradient: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Muon:
-    """Momentum whose update is orthogonalised, for matrices grouped by shape."""
+    """Momentum whose update is orthogonalised, for matrices grouped by shape.
 
-    def __init__(self, matrices: Sequence[torch.Tensor], weight_decay: float = 0.01) -> None:
+    Weights decay to zero or, ``towards_start``, to what they are now: decay to zero would take a third of
+    trained weights in one run, and with it what they know beyond the data at hand."""
+
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        weight_decay: float = 0.01,
+        towards_start: bool = False,
+    ) -> None:
         self._groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for matrix in matrices:
             self._groups.setdefault(tuple(matrix.shape), []).append(matrix)
@@ -37,6 +45,12 @@ class Muon:
             for shape, group in self._groups.items()
         }
         self._decay = weight_decay
+        self._aims = {
+            shape: [
+                matrix.detach().clone() if towards_start else torch.zeros_like(matrix) for matrix in group
+            ]
+            for shape, group in self._groups.items()
+        }
 
     @torch.no_grad()
     def step(self, rate: float, momentum: float) -> None:
@@ -46,7 +60,7 @@ class Muon:
             buffer.lerp_(gradient, 1 - momentum)
             update = orthogonalised(gradient.lerp(buffer, momentum)).float()
             update *= rate * math.sqrt(max(1.0, shape[0] / shape[1]))
-            torch._foreach_mul_(group, 1 - rate * self._decay)
+            torch._foreach_lerp_(group, self._aims[shape], rate * self._decay)
             torch._foreach_sub_(group, list(update.unbind(0)))
 
     def state(self) -> dict[tuple[int, ...], torch.Tensor]:

@@ -16,11 +16,11 @@ import re
 import sys
 import zlib
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from examples.models.recipe import sources
+from examples.models.recipe import sources, squad_parts
 from examples.models.recipe.corpus import MODEL
 from examples.models.recipe.facts import facts_of
 from examples.models.recipe.overlap import CORPUS, Evaluated, evaluation_sets
@@ -35,8 +35,10 @@ from make_corpus import FORMATS, WRITERS
 CHUNK_TOKENS = 256  # the default of `ragserve ingest`
 CORPUS_COUNTRIES = {title for titles in FORMATS.values() for title in titles}
 SEED = 15
-ARTICLE_CHARACTERS = 2000
-ARTICLES = 18_000  # at most, of the extracted ones: what travels to a lent GPU is limited
+ARTICLE_CHARACTERS = 7000  # at most, of the extracted ones: what travels to a lent GPU is limited
+ARTICLES_A_FILE = 12_000
+HELD_OUT = {"articles": 100, "reading": 40, "facts": 25}
+"""One of so many articles, passages and countries is never trained on."""
 _LEGISLATURE = re.compile(r"(?:uni|bi|tri)cameral (?P<name>[A-Z][^;]+?)(?= or |;| consists)")
 
 
@@ -53,22 +55,37 @@ def main() -> int:
     evaluated = Evaluated(evaluation_sets(options.sets))
     wanted = options.only.split(",")
     if "articles" in wanted:
-        every = kept_articles(options.raw, evaluated)
-        kept = [a for a in every if zlib.crc32(a[0].encode()) % 100]
-        pack(options.packed, "articles", kept)
-        pack(options.packed, "heldout", [a for a in every if zlib.crc32(a[0].encode()) % 100 == 0])
+        left, kept = split("articles", kept_articles(options.raw, evaluated), lambda row: row[0])
+        pack(options.packed / "heldout", "articles", left)
+        pack(options.packed / "heldout", "patterns", patterns(left))
+        for at in range(0, len(kept), ARTICLES_A_FILE):
+            name = f"articles-{at // ARTICLES_A_FILE + 1}"
+            pack(options.packed, name, kept[at : at + ARTICLES_A_FILE])
         pack(options.packed, "patterns", patterns(kept))
         (options.packed / "names.json").write_text(json.dumps(names(kept), ensure_ascii=False))
     if "reading" in wanted:
-        pack(options.packed, "reading", reading(options.raw, evaluated))
+        left, kept = split("reading", reading(options.raw, evaluated), lambda row: row[2][:60])
+        pack(options.packed / "heldout", "reading", left)
+        pack(options.packed, "reading", kept)
     if "facts" in wanted:
-        pack(options.packed, "facts", profiles(options.raw / "factbook", evaluated))
+        left, kept = split("facts", profiles(options.raw / "factbook", evaluated), lambda row: row[1])
+        pack(options.packed / "heldout", "facts", left)
+        pack(options.packed, "facts", kept)
     if "multi" in wanted:
         pack(options.packed, "multi", multi(options.raw, evaluated))
     return 0
 
 
+def split(part: str, rows: Iterable[Any], name: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
+    """Return what is left out and what is trained on, by a hash of the name."""
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for row in rows:
+        found[zlib.crc32(name(row).encode()) % HELD_OUT[part] != 0].append(row)
+    return found
+
+
 def pack(folder: Path, name: str, rows: Iterable[Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     path, n = folder / f"{name}.jsonl.xz", 0
     with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:
         for row in rows:
@@ -78,19 +95,20 @@ def pack(folder: Path, name: str, rows: Iterable[Any]) -> None:
 
 
 def kept_articles(raw: Path, evaluated: Evaluated) -> list[tuple[str, str]]:
-    """Articles without a run of words of an evaluation set, and not about a country of the example corpus."""
-    extracted = list(sources.extracted(raw / "enwiki", ARTICLE_CHARACTERS))
-    chosen = random.Random(SEED).sample(extracted, min(ARTICLES, len(extracted)))
+    """Articles and their paragraphs without a run of words of an evaluation set, in random order; none about
+    a country of the example corpus."""
     found = [
-        *chosen,
+        *sources.extracted(raw / "enwiki", ARTICLE_CHARACTERS),
         *sources.wiki_articles(raw / "wiki2021.jsonl.xz"),
         *sources.summaries(raw / "summaries.json"),
     ]
-    return [
-        (title, text)
-        for title, text in dict(found).items()
-        if len(text) > 150 and title not in CORPUS_COUNTRIES and not evaluated.repeats(text)
-    ]
+    kept = []
+    for title, text in dict(found).items():
+        own = "\n".join(p for p in text.split("\n") if not evaluated.repeats(p))
+        if len(own) > 150 and title not in CORPUS_COUNTRIES and not evaluated.repeats(own):
+            kept.append((title, own))
+    random.Random(SEED).shuffle(kept)
+    return kept
 
 
 def patterns(articles: list[tuple[str, str]]) -> Iterator[Any]:
@@ -105,6 +123,7 @@ def reading(raw: Path, evaluated: Evaluated) -> Iterator[Any]:
     sets = [sources.squad_like(p, p.stem) for p in sorted((raw / "squadshifts").glob("*.json"))]
     sets.append(sources.qamr(raw / "qamr"))
     sets += [sources.squad_like(p, "policyqa") for p in sorted((raw / "policyqa").glob("*.json"))]
+    sets.append(squad_parts.readings(raw / "squad_parts", sources.extracted(raw / "enwiki", 10**6)))
     dropped: Counts[str] = Counts()
     for each in (row for rows in sets for row in rows):
         qas = [(q, a) for q, a in each.qas if not evaluated.asked(q) and len(a) <= 160]

@@ -14,10 +14,15 @@ from examples.models.recipe import patterns
 from examples.models.recipe.corpus import CONTEXT, Corpus, sentences_of
 from examples.models.recipe.names import Names
 from examples.models.recipe.samples import Doc
+from examples.models.recipe.statements import question_about
 from examples.models.recipe.synthetic import NOT_STATED, Synthetic
 
-SOURCES = {"new_wiki": 0.42, "amazon": 0.14, "reddit": 0.14, "qamr": 0.24, "policyqa": 0.06}
-"""Shares of the passages by source."""
+LIKED = {"policyqa": 0.3, "squad_sentences": 0.7}
+"""Factors, where not 1, of the share that a source has by its number of questions."""
+GAP_SHARE = 0.2
+"""Of the sentences without a rule: how many get a question of their own words."""
+CHANGED = 0.4
+"""Share of the passages whose answers are replaced by others."""
 
 
 @dataclass
@@ -27,6 +32,34 @@ class Task:
     docs: Sequence[Doc]
     turns: list[tuple[str, str]]
     dialogue: bool = False
+
+
+_MONTH = re.compile(r"January|February|March|April|May|June|July|August|September|October|November|December")
+
+
+def kind_of(answer: str) -> str:
+    """What may stand in an answer's place: years, numbers with the same words, names of as many words."""
+    if re.fullmatch(r"1\d{3}|20[0-2]\d", answer):
+        return "year"
+    if re.fullmatch(r"[\d,.]*\d(?: ?%| percent| million| billion)?", answer):
+        return "number " + re.sub(r"[\d,.]+", "", answer)
+    words = answer.split(" ")
+    if (
+        len(words) <= 3
+        and not _MONTH.search(answer)
+        and all(re.fullmatch(r"[A-Z][a-z'-]{2,}", w) for w in words)
+    ):
+        return f"name {len(words)}"
+    return ""
+
+
+def changed(text: str, swap: dict[str, str]) -> str:
+    """Return the text with whole words replaced, the longest first."""
+    if not swap:
+        return text
+    ordered = sorted(swap, key=len, reverse=True)
+    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, ordered))})(?!\w)")
+    return pattern.sub(lambda match: swap[match.group()], text)
 
 
 class RealTasks:
@@ -41,6 +74,12 @@ class RealTasks:
         for i, (source, title, _, _) in enumerate(corpus.reading):
             self.by_source.setdefault(source, []).append(i)
             self.by_title.setdefault(title, []).append(i)
+        sizes = {s: sum(len(corpus.reading[i][3]) for i in rows) for s, rows in self.by_source.items()}
+        self.shares = {source: n * LIKED.get(source, 1.0) for source, n in sizes.items()}
+        self.answers: dict[str, list[str]] = {}
+        for row in corpus.reading:
+            for _, answer in row[3]:
+                self.answers.setdefault(kind_of(answer), []).append(answer)
 
     def paragraphs(self, low: int = 60, high: int = 220, article: int | None = None, start: int = -1) -> Doc:
         """Title and consecutive paragraphs of an article, of about ``low`` to ``high`` tokens; ``start``
@@ -127,13 +166,8 @@ class RealTasks:
             if re.fullmatch(r"[\d,.]{3,}(?: .*)?", answer):
                 digits = re.sub(r"[1-9]", lambda _: str(self.random.randint(1, 9)), answer)
                 swap[answer] = digits
-        pattern = re.compile("|".join(re.escape(old) for old in sorted(swap, key=len, reverse=True)))
-
-        def change(text: str) -> str:
-            return pattern.sub(lambda match: swap[match.group()], text)
-
-        docs = [(change(doc[0]), change(doc[1])) for doc in task.docs if isinstance(doc, tuple)]
-        turns = [(change(question), change(answer)) for question, answer in task.turns]
+        docs = [(changed(doc[0], swap), changed(doc[1], swap)) for doc in task.docs if isinstance(doc, tuple)]
+        turns = [(changed(question, swap), changed(answer, swap)) for question, answer in task.turns]
         return Task(docs, turns, task.dialogue)
 
     # passages with questions
@@ -141,16 +175,19 @@ class RealTasks:
     def reading(self) -> Task:
         """Real questions about one to three passages among others of the same source or article."""
         r, corpus = self.random, self.corpus
-        source = r.choices(list(SOURCES), list(SOURCES.values()))[0]
+        source = r.choices(list(self.shares), list(self.shares.values()))[0]
         first = r.choice(self.by_source[source])
         title = corpus.reading[first][1]
         pool = self.by_title[title] if title and r.random() < 0.5 else self.by_source[source]
         asked = [first, *r.sample(pool, min(len(pool), r.choices((0, 1, 2, 3), (0.4, 0.2, 0.2, 0.2))[0]))]
         docs, turns = [], []
         for i in dict.fromkeys(asked):
-            docs.append(self._passage(i))
             qas = corpus.reading[i][3]
-            turns += [(q, a) for q, a in r.sample(qas, min(len(qas), r.randint(2, 6)))]
+            asked_here = r.sample(qas, min(len(qas), r.randint(2, 5)))
+            swap = self._other_answers(asked_here) if r.random() < CHANGED else {}
+            name, text = self._passage(i)
+            docs.append((name, changed(text, swap)))
+            turns += [(changed(question, swap), changed(answer, swap)) for question, answer in asked_here]
         rest = [self._passage(i) for i in r.sample(pool, min(len(pool), 12)) if i not in asked]
         if len(asked) == 1 and len(rest) > 1 and title and r.random() < 0.05:
             answer = turns[0][1]
@@ -163,6 +200,16 @@ class RealTasks:
         r.shuffle(mixed)
         r.shuffle(turns)
         return Task(mixed, turns)
+
+    def _other_answers(self, qas: Sequence[tuple[str, str]]) -> dict[str, str]:
+        """Other answers of the same kind for up to two: who remembers the passage is wrong."""
+        swap: dict[str, str] = {}
+        for _, answer in qas[:2]:
+            kind = kind_of(answer)
+            other = self.random.choice(self.answers[kind]) if kind else ""
+            if other and not any(answer in old or old in answer for old in swap):
+                swap[answer] = other
+        return swap
 
     def _passage(self, i: int) -> tuple[str, str]:
         """A passage with its title, or with a plain word for one; sentences get company."""
@@ -179,14 +226,19 @@ class RealTasks:
     # articles
 
     def gaps(self) -> Task:
-        """Questions made of a sentence's own words, see `patterns.gap_question`."""
+        """Questions made of a sentence by rule, or of its own words where no rule fits."""
+        r = self.random
         docs: list[Doc] = [self.paragraphs(60, 260) for _ in range(self._k())]
         turns: list[tuple[str, str]] = []
-        for doc in self.random.sample(docs, min(len(docs), 6)):
-            text = self.corpus.decode(np.asarray(doc)).split("\n", 1)[1]
+        for doc in r.sample(docs, min(len(docs), 6)):
+            title, text = self.corpus.decode(np.asarray(doc)).split("\n", 1)
             sentences = sentences_of(text)
-            made = patterns.gap_question(self.random.choice(sentences), self.random) if sentences else None
-            turns += [made] if made else []
+            for sentence in r.sample(sentences, min(len(sentences), 4)):
+                made = question_about(sentence, patterns.without_brackets(title), r)
+                if made or r.random() < GAP_SHARE:
+                    made = made or patterns.gap_question(sentence, r)
+                    turns += [made] if made else []
+                    break
         return Task(docs, turns) if turns else self.reading()
 
     def patterns(self) -> Task:

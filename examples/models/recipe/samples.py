@@ -29,19 +29,22 @@ Doc = np.ndarray | tuple[str, str]
 
 @dataclass
 class Tokens:
-    """A sample: ids, classes, segments and positions of equal length."""
+    """A sample: ids, classes, segments and positions of equal length, and whether a teacher knows better."""
 
     ids: np.ndarray
     classes: np.ndarray
     segments: np.ndarray
     positions: np.ndarray
+    taught: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def cut(self, start: int, end: int) -> Tokens:
         rows = slice(start, end)
-        return Tokens(self.ids[rows], self.classes[rows], self.segments[rows], self.positions[rows])
+        return Tokens(
+            self.ids[rows], self.classes[rows], self.segments[rows], self.positions[rows], self.taught
+        )
 
 
 def text_sample(ids: Sequence[int] | np.ndarray, classes: np.ndarray | int = TEXT) -> Tokens:
@@ -107,8 +110,8 @@ def prompt_sample(
 class Batch:
     """``tokens`` packed tokens and the positions that go through the output layer.
 
-    ids, position, sample, segment: [tokens]; chosen, target, weight, reply: [tokens / 2]. ``sample`` numbers
-    the samples of the batch from 0, in order."""
+    ids, position, sample, segment: [tokens]; chosen, target, weight, reply, taught: [tokens / 2]. ``sample``
+    numbers the samples of the batch from 0, in order."""
 
     ids: np.ndarray
     position: np.ndarray
@@ -118,6 +121,7 @@ class Batch:
     target: np.ndarray
     weight: np.ndarray
     reply: np.ndarray
+    taught: np.ndarray
 
 
 def packed(draw: Callable[[int], Tokens], tokens: int, rng: random.Random) -> Batch:
@@ -129,13 +133,14 @@ def packed(draw: Callable[[int], Tokens], tokens: int, rng: random.Random) -> Ba
     position = np.zeros(tokens, np.int32)
     sample = np.zeros(tokens, np.int32)
     segment = np.full(tokens, SEEN, np.int16)
+    taught = np.zeros(tokens, bool)
     at = number = 0
     while at < tokens:
         drawn = draw(tokens - at).cut(0, tokens - at)
         end = at + len(drawn)
         ids[at:end], classes[at:end], segment[at:end] = drawn.ids, drawn.classes, drawn.segments
         position[at:end] = drawn.positions
-        sample[at:end] = number
+        sample[at:end], taught[at:end] = number, drawn.taught
         at, number = end, number + 1
     target = np.roll(ids, -1)
     kind = np.roll(classes, -1)
@@ -152,4 +157,5 @@ def packed(draw: Callable[[int], Tokens], tokens: int, rng: random.Random) -> Ba
         target[chosen].astype(np.int64),
         WEIGHTS[kinds],
         kinds == REPLY,
+        taught[chosen],
     )

@@ -20,17 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from examples.models.recipe import architecture as model
-from examples.models.recipe import attention
 from examples.models.recipe.architecture import Shape
-from examples.models.recipe.corpus import CONTEXT, Corpus
+from examples.models.recipe.corpus import Corpus
+from examples.models.recipe.forward import Forward
+from examples.models.recipe.heldout import HeldOut, as_tensors
 from examples.models.recipe.mixture import Mixture
 from examples.models.recipe.optimizer import Muon, rate_at
 from examples.models.recipe.samples import Batch
 
 SAVE_SECONDS = 120
+HELDOUT_SECONDS = 60
+TAUGHT_STEPS = 2  # every so many steps the teacher is asked: a sixth of the time
 MUON_RATE = 0.02
 ADAM_RATE = 0.0025
 GROWN_RATE = 0.5  # of both rates, for weights that are trained already
@@ -67,7 +69,7 @@ def main() -> int:
     seed = options.seed + (before["step"] if before else 0)
     batches = iter(loader(corpus, options, seed, shared, device))
     run = Run(options, device, before)
-    shared[1] = float(run.attention.hides)
+    shared[1] = float(run.forward.attention.hides)
     run.train(batches, shared)
     # the workers hold batches that nobody reads; a clean end would wait for them
     sys.stdout.flush()
@@ -89,6 +91,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--grow", type=Path, help="folder of a shallower model to start from")
     parser.add_argument("--init", type=Path, help="folder of weights to start from")
+    parser.add_argument("--alone", action="store_true", help="do not stay near the start's predictions")
     return parser.parse_args()
 
 
@@ -104,15 +107,6 @@ def loader(corpus: Corpus, options: argparse.Namespace, seed: int, shared: Any, 
     )
 
 
-def head_loss(
-    h: torch.Tensor, norm: torch.Tensor, embedding: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted mean loss, loss of each target and the best guess of each."""
-    logits = F.linear(model.rms_norm(h, norm), embedding.to(h.dtype)).float()
-    each = F.cross_entropy(logits, target, reduction="none")
-    return (each * weight).sum() / weight.sum(), each.detach(), logits.detach().argmax(-1)
-
-
 class Run:
     """Weights, optimizers and counters of a training."""
 
@@ -124,24 +118,20 @@ class Run:
         self._start_from()
         matrices = {n: p for n, p in self.params.items() if p.ndim == 2 and "embed" not in n}
         self.rest = [p for n, p in self.params.items() if n not in matrices]
-        self.muon = Muon(list(matrices.values()))
+        trained_before = bool(options.grow or options.init)
+        self.muon = Muon(list(matrices.values()), towards_start=trained_before)
+        self.teacher = self._teacher() if trained_before and not options.alone else None
         self.adam = torch.optim.AdamW(
             self.rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=device == "cuda"
         )
-        self.table = model.rope_table(self.shape, CONTEXT, device)
+        self.forward = Forward(self.shape, device)
+        self.heldout = HeldOut(options.packed, options.tokens, device)
         self.step, self.seconds = 0, 0.0
         if before:
             self._restore(before)
-        self.dtype, self.attention = torch.float32, attention.REFERENCE
-        self.parts: Any = (model.before_attention, model.after_attention, head_loss)
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high")
-            self.dtype = torch.bfloat16
-            self.attention = attention.choose(self.shape.num_attention_heads, self.shape.num_key_value_heads)
-            self.parts = tuple(torch.compile(part, dynamic=False) for part in self.parts)
         self.log = (options.out / "log.jsonl").open("a", encoding="utf-8")
         size = sum(p.numel() for p in self.params.values())
-        self.say(parameters=size, step=self.step, attention=self.attention.attend.__name__)
+        self.say(parameters=size, step=self.step, attention=self.forward.attention.attend.__name__)
 
     def _start_from(self) -> None:
         if self.options.grow:
@@ -153,13 +143,17 @@ class Run:
                 for name, value in model.load(self.options.init).items():
                     self.params[name].copy_(value)
 
+    def _teacher(self) -> model.Params:
+        """The weights at the start, in the precision of the layers."""
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        return {name: value.detach().to(dtype, copy=True) for name, value in self.params.items()}
+
     def train(self, batches: Iterator[list[torch.Tensor]], shared: Any) -> None:
         """Step until the time or the steps of this run, or of all runs, are over."""
         sums = torch.zeros(5, device=self.device)
-        began, base, since, saved = 0.0, self.seconds, 0, 0.0
+        began, base, since, saved, measured = 0.0, self.seconds, 0, 0.0, 0.0
         while True:
-            batch = Batch(*(x.to(self.device, non_blocking=True) for x in next(batches)))  # type: ignore[arg-type]
-            sums += self._step(batch, shared[0])
+            sums += self._step(as_tensors(Batch(*next(batches)), self.device), shared[0])  # type: ignore[arg-type]
             since += 1
             if not began:  # the first step compiles
                 began = time.monotonic()
@@ -171,6 +165,9 @@ class Run:
             if over or self.step % 100 == 0 or self.device == "cpu":
                 self._report(sums, since)
                 sums, since = torch.zeros_like(sums), 0
+            if over or passed - measured > HELDOUT_SECONDS:
+                measured = passed
+                self.say(step=self.step, heldout=self.heldout.scores(self.forward, self.params))
             if over or passed - saved > SAVE_SECONDS:
                 saved = passed
                 self.save()
@@ -179,16 +176,16 @@ class Run:
 
     def _step(self, batch: Any, progress: float) -> torch.Tensor:
         """Take one step; return sums of loss, text loss and count, reply hits and count."""
-        visible = attention.Visible(batch.sample, batch.segment)
-        self.attention.prepare(visible)
-        x = F.embedding(batch.ids, self.params["model.embed_tokens.weight"]).to(self.dtype)
-        cos, sin = (table[batch.position] for table in self.table)
-        before, after, head = self.parts
-        for i in range(self.shape.num_hidden_layers):
-            first, second = model.layer_weights(self.params, i)
-            x = after(x, self.attention.attend(*before(x, *first, cos, sin), visible), *second)
-        norm, embedding = self.params["model.norm.weight"], self.params["model.embed_tokens.weight"]
-        loss, each, guess = head(x[batch.chosen], norm, embedding, batch.target, batch.weight)
+        visible = self.forward.visible(batch)
+        inputs = (self.forward(self.params, batch, visible), *self.forward.head(self.params))
+        inputs = (*inputs, batch.target, batch.weight)
+        if self.teacher and self.step % TAUGHT_STEPS == 0:
+            with torch.no_grad():
+                known = self.forward(self.teacher, batch, visible)
+                wanted = self.forward.head_logits(known, *self.forward.head(self.teacher))
+            loss, each, guess = self.forward.taught_loss(*inputs, batch.taught, batch.reply, wanted)
+        else:
+            loss, each, guess = self.forward.head_loss(*inputs)
         loss.backward()
         rate = rate_at(progress, self.step) * self.rate
         torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
