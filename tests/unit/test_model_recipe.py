@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.models.recipe import architecture, attention, average, prepare, squad_parts
+from examples.models.recipe import architecture, attention, prepare, squad_parts
 from examples.models.recipe.architecture import Shape, grown, init_params
 from examples.models.recipe.export import logits
 from examples.models.recipe.forward import taught_loss
@@ -196,11 +196,11 @@ def test_what_is_held_out_is_not_trained_on() -> None:
     assert left == prepare.split("reading", reversed(rows), lambda row: row[2])[0][::-1]
 
 
-def test_an_average_starts_from_the_grown_model(tmp_path: Path) -> None:
+def test_a_training_starts_from_the_grown_model(tmp_path: Path) -> None:
     small, large = Shape(num_hidden_layers=2, **SMALL), Shape(num_hidden_layers=3, **SMALL)
     old = init_params(small, "cpu", 1)
     architecture.save(old, small, tmp_path)
-    start = average.started(tmp_path, large, "cpu")
+    start = architecture.started(tmp_path, large, "cpu")
     read = architecture.load(tmp_path)
     torch.testing.assert_close(logits(start, large, [5, 17, 2]), logits(read, small, [5, 17, 2]))
 

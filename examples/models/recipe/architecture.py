@@ -202,3 +202,13 @@ def load(folder: Path) -> Params:
     for path in sorted(folder.glob("*.safetensors")):
         params |= load_file(path)
     return {name: value.float() for name, value in params.items()}
+
+
+def started(folder: Path, shape: Shape, device: str) -> Params:
+    """The weights of a folder, grown to the shape if they are shallower."""
+    layers, loaded = Shape.read(folder).num_hidden_layers, load(folder)
+    if layers != shape.num_hidden_layers:
+        params = init_params(shape, "cpu", 1)
+        grown(params, loaded, layers, shape.num_hidden_layers)
+        loaded = params
+    return {name: value.detach().to(device) for name, value in loaded.items()}

@@ -5,7 +5,7 @@
 START is the folder that the training started from; a shallower model is grown. For each END and share the
 weights ``(1 - share) * START + share * END`` answer the held-out questions (`heldout`). OUT gets the best by
 the mean over the tasks, and ``average.json`` with all figures. No evaluation set is looked at. Averages keep
-what START read and END was not shown again: the weights of one training are connected without a barrier."""
+what START read and END was not shown again, and lose what only END has learned: hence the measuring."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
     shape = Shape.read(options.ends[0])
     forward = Forward(shape, device)
     heldout = HeldOut(options.packed, options.tokens, device, options.tasks.split(","))
-    start = started(options.start, shape, device)
+    start = model.started(options.start, shape, device)
     found: list[dict[str, Any]] = []
     best: tuple[float, Params] = (-1.0, {})
     for end in options.ends:
@@ -51,16 +51,6 @@ def main() -> None:
             best = max(best, (mean(scores), mixed), key=lambda each: each[0])
     model.save(best[1], shape, options.out)
     (options.out / "average.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def started(folder: Path, shape: Shape, device: str) -> Params:
-    """The weights of a folder, grown to the shape."""
-    layers, loaded = Shape.read(folder).num_hidden_layers, model.load(folder)
-    if layers != shape.num_hidden_layers:
-        params = model.init_params(shape, "cpu", 1)
-        model.grown(params, loaded, layers, shape.num_hidden_layers)
-        loaded = params
-    return {name: value.detach().to(device) for name, value in loaded.items()}
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Passages:
         wanted = tokens(answer)
         asked = {w: self.weights.get(w, self.unknown) for w in set(tokens(question))}
         asked = {word: weight for word, weight in asked.items() if weight > -math.log(COMMON)}
-        known = (set(asked) | set(wanted)) & set(self.having)
+        known = {word for word in (*asked, *wanted) if word in self.having}
         scores: dict[int, float] = defaultdict(float)
         for word in sorted(known, key=self.weights.__getitem__)[-RAREST:]:
             for i in self.having[word]:

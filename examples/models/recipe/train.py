@@ -1,11 +1,11 @@
 """Train the embedded model on one GPU, for a given time.
 
-    python -m examples.models.recipe.train PACKED OUT --seconds 1380 [--grow MODEL | --init MODEL]
+    python -m examples.models.recipe.train PACKED OUT --seconds 1380 [--start MODEL] [--teacher MODEL]
 
 The schedule follows the clock. OUT gets ``log.jsonl``, the weights (bfloat16 shards) and ``checkpoint.pt``
 every two minutes and at the end. The same command goes on from the checkpoint, so a run may be cut into
-several with ``--stop-after`` seconds each; ``--seconds`` is the time of all together. ``--grow`` starts from
-a shallower model, ``--init`` from weights of the same shape."""
+several with ``--stop-after`` seconds each; ``--seconds`` is the time of all together. ``--start`` names
+weights to start from, grown if they are shallower; the ``--teacher`` is the start unless another is named."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--layers", type=int, default=Shape.num_hidden_layers)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--grow", type=Path, help="folder of a shallower model to start from")
-    parser.add_argument("--init", type=Path, help="folder of weights to start from")
-    parser.add_argument("--alone", action="store_true", help="do not stay near the start's predictions")
+    parser.add_argument("--start", type=Path, help="folder of weights to start from")
+    parser.add_argument("--teacher", type=Path, help="folder of weights whose predictions count on real text")
+    parser.add_argument("--alone", action="store_true", help="no teacher")
     return parser.parse_args()
 
 
@@ -114,13 +114,12 @@ class Run:
         self.options, self.device = options, device
         self.shape = Shape(num_hidden_layers=options.layers)
         self.params = model.init_params(self.shape, device, options.seed)
-        self.rate = GROWN_RATE if options.grow or options.init else 1.0
+        self.rate = GROWN_RATE if options.start else 1.0
         self._start_from()
         matrices = {n: p for n, p in self.params.items() if p.ndim == 2 and "embed" not in n}
         self.rest = [p for n, p in self.params.items() if n not in matrices]
-        trained_before = bool(options.grow or options.init)
-        self.muon = Muon(list(matrices.values()), towards_start=trained_before)
-        self.teacher = self._teacher() if trained_before and not options.alone else None
+        self.muon = Muon(list(matrices.values()), towards_start=bool(options.start))
+        self.teacher = self._teacher()
         self.adam = torch.optim.AdamW(
             self.rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=device == "cuda"
         )
@@ -134,19 +133,20 @@ class Run:
         self.say(parameters=size, step=self.step, attention=self.forward.attention.attend.__name__)
 
     def _start_from(self) -> None:
-        if self.options.grow:
-            old = Shape.read(self.options.grow)
-            weights = {n: p.to(self.device) for n, p in model.load(self.options.grow).items()}
-            model.grown(self.params, weights, old.num_hidden_layers, self.shape.num_hidden_layers)
-        if self.options.init:
+        if self.options.start:
+            start = model.started(self.options.start, self.shape, self.device)
             with torch.no_grad():
-                for name, value in model.load(self.options.init).items():
+                for name, value in start.items():
                     self.params[name].copy_(value)
 
-    def _teacher(self) -> model.Params:
-        """The weights at the start, in the precision of the layers."""
+    def _teacher(self) -> model.Params | None:
+        """The teacher's weights in the precision of the layers."""
+        folder = self.options.teacher or self.options.start
+        if not folder or self.options.alone:
+            return None
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        return {name: value.detach().to(dtype, copy=True) for name, value in self.params.items()}
+        weights = model.started(folder, self.shape, self.device)
+        return {name: value.to(dtype) for name, value in weights.items()}
 
     def train(self, batches: Iterator[list[torch.Tensor]], shared: Any) -> None:
         """Step until the time or the steps of this run, or of all runs, are over."""
