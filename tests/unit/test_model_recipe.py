@@ -17,7 +17,7 @@ from examples.models.recipe.export import logits
 from examples.models.recipe.forward import taught_loss
 from examples.models.recipe.heldout import right
 from examples.models.recipe.optimizer import Muon
-from examples.models.recipe.overlap import Evaluated
+from examples.models.recipe.overlap import Evaluated, report
 from examples.models.recipe.question_forms import as_typed, typo
 from examples.models.recipe.samples import PROMPT, REPLY, Tokens, packed
 from examples.models.recipe.statements import question_about
@@ -69,6 +69,16 @@ def test_questions_and_runs_of_words_of_a_set_are_found() -> None:
     assert evaluated.asked("Who read it?") is None
     assert evaluated.repeats(f"Before. {text.title()}, and after.")
     assert not evaluated.repeats(" ".join(text.split()[:12]) + " and after")
+
+
+def test_every_file_of_a_part_is_checked(tmp_path: Path) -> None:
+    run = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    for name in ("articles-1", "articles-2"):
+        prepare.pack(tmp_path, name, [["Title", run]])
+    found = report(tmp_path, Evaluated([("set", [{"text": run}])]))
+    assert found["articles"] == {
+        "questions": 0, "in a set": 0, "texts": 2, "with a common run": 2, "sets": {"set": 2},
+    }  # fmt: skip
 
 
 def test_hidden_documents_see_only_themselves() -> None:

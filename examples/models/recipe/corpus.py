@@ -39,6 +39,12 @@ def read_rows(path: Path) -> Iterator[Any]:
             yield json.loads(line)
 
 
+def rows_of_all(folder: Path, name: str) -> Iterator[Any]:
+    """Rows of ``NAME.jsonl.xz``, or of ``NAME-1.jsonl.xz`` and those after it."""
+    for path in sorted(folder.glob(f"{name}*.jsonl.xz")):
+        yield from read_rows(path)
+
+
 class Corpus:
     """Everything that samples are made of. Load it once and fork the workers.
 
@@ -52,7 +58,7 @@ class Corpus:
         self.dot = self.encode(".")[0]
         self.system = [BOS, SYSTEM, *self.encode(SYSTEM_TEXT)]
         self.names: dict[str, list[str]] = json.loads((packed / "names.json").read_text(encoding="utf-8"))
-        rows = [row for path in sorted((packed / part).glob("articles*.xz")) for row in read_rows(path)]
+        rows = list(rows_of_all(packed / part, "articles"))
         self.titles = [without_brackets(title) for title, _ in rows]
         self.articles = self._encoded(rows)
         self.reading = list(read_rows(packed / part / "reading.jsonl.xz"))

@@ -121,13 +121,13 @@ def _records(path: Path) -> list[Any]:
 
 def report(packed: Path, evaluated: Evaluated) -> dict[str, Any]:
     """Count the questions and texts of each training file that are in a set, with examples."""
-    from examples.models.recipe.corpus import TEXTS, read_rows
+    from examples.models.recipe.corpus import TEXTS, rows_of_all
 
     out: dict[str, Any] = {}
     for name, texts_of in TEXTS.items():
         questions = same = texts = repeated = 0
         where: dict[str, int] = {}
-        for row in read_rows(packed / f"{name}.jsonl.xz"):
+        for row in rows_of_all(packed, name):
             asked, passages = texts_of(row)
             questions, texts = questions + len(asked), texts + len(passages)
             same += sum(evaluated.asked(q) is not None for q in asked)
