@@ -60,12 +60,16 @@ def _trace(params: dict[str, Any], vocab_size: int) -> TokenTrace:
     return TokenTrace(int(count), forced)
 
 
+def is_traced(req: Any) -> bool:
+    """True for a request that wants distributions or has forced tokens."""
+    return getattr(req, "ragserve_trace", None) is not None
+
+
 def traced(reqs: Any) -> Iterator[tuple[int, Any, TokenTrace]]:
     """Rows of a batch that want something: (row, request, what it wants)."""
     for row, req in enumerate(reqs):
-        trace = getattr(req, "ragserve_trace", None)
-        if trace is not None:
-            yield row, req, trace
+        if is_traced(req):
+            yield row, req, req.ragserve_trace
 
 
 def before_sampling(forward_batch: Any, logits: torch.Tensor | None) -> None:

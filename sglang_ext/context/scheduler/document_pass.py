@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
-from sglang_ext.distribution import wanted
+from sglang_ext.distribution import is_traced
 
 TOGETHER = 4096  # tokens of documents in one pass: bounds its memory
 
@@ -95,7 +95,7 @@ def would_be_cut(adder: Any, req: Any) -> bool:
 
 def _is_whole(req: Any) -> bool:
     document = getattr(req, "ragserve", None)
-    if not isinstance(document, DocumentRequest) or not document.analyse or wanted(req):
+    if not isinstance(document, DocumentRequest) or not document.analyse or is_traced(req):
         return False
     if getattr(req, "ragserve_private", False):  # removed meanwhile
         return False
