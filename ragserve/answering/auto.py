@@ -34,7 +34,7 @@ class Chooser:
     The only exact candidate is ``prefix``: like ``full``, but it reuses the cache."""
 
     def __init__(self, engine: Engine, gate: Gate, costs_file: Path) -> None:
-        """``costs_file`` is written by `ragserve calibrate` and read again when it changes."""
+        """``costs_file`` is written by `ragserve tune` or `calibrate` and read again when it changes."""
         self._engine = engine
         self._gate = gate
         self._costs_file = costs_file
@@ -68,13 +68,13 @@ class Chooser:
             return "the engine does not report its cache"
         verified = [label for label in self._gate.verified() if parse(label)[0].name in info.strategies]
         if not verified:
-            return "no composed strategy is verified for this model: run ragserve eval --write-gate"
+            return "no composed strategy is verified for this model: run ragserve tune"
         costs = self._profile()
         if costs is None:
-            return "no cost profile of this machine: run ragserve calibrate"
+            return "no cost profile of this machine: run ragserve tune"
         calibrated = [label for label in verified if label in costs.composed]
         if not calibrated:
-            return f"calibrated is none of the verified {'; '.join(verified)}: run ragserve calibrate"
+            return f"calibrated is none of the verified {'; '.join(verified)}: run ragserve tune"
         return self._engine, costs, calibrated
 
     async def _sooner(

@@ -227,7 +227,7 @@ def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
         engine, Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32"), tmp_path / "costs.json"
     )
     first = asyncio.run(chooser.choose(PROMPT, "n"))
-    assert (first.spec.label, "ragserve calibrate" in first.reason) == ("prefix", True)
+    assert (first.spec.label, "ragserve tune" in first.reason) == ("prefix", True)
     COSTS.save(tmp_path / "costs.json", "abc", costs())
     assert asyncio.run(chooser.choose(PROMPT, "n")).spec.label == "epic:first=16"
     (tmp_path / "costs.json").write_text("{")
@@ -253,10 +253,10 @@ def test_with_nothing_measured_auto_is_exact_asks_nothing_and_says_what_to_do(tm
 
     engine = Asked(0, *DEVICE)
     label, reason = choose(engine)
-    assert (label, "ragserve eval --write-gate" in reason, "\n" in reason) == ("prefix", True, False)
+    assert (label, "ragserve tune" in reason, "\n" in reason) == ("prefix", True, False)
     record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
     label, reason = choose(engine)
-    assert (label, "ragserve calibrate" in reason) == ("prefix", True)
+    assert (label, "ragserve tune" in reason) == ("prefix", True)
     COSTS.save(tmp_path / "costs.json", "abc", costs())
     assert choose(engine) == ("prefix", "The document cache failed to prefix."), "asked, and still answering"
     engine.info = replace(engine.info, strategies=("full", "prefix"), only_exact="the KV has 8 bits")
