@@ -364,7 +364,7 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
         (folder / f"book{i:02d}.txt").write_text(f"{i} {'water' * 2900} " * 2)
     ingest = f"{' '.join(COMMAND)} ingest {folder} --json --chunk-tokens 4096 --data-dir {small_disk}"
     script = f"""
-        mount -t tmpfs -o size=2000k none {small_disk}
+        mount -t tmpfs -o size=3000k none {small_disk}
         {ingest} > {tmp_path}/first.json; echo first $?
         cp -r {small_disk} {tmp_path}/full
         mount -o remount,size=50m {small_disk}
