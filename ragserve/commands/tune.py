@@ -82,10 +82,11 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
     counts = ", ".join(f"{count} {kind}" for kind, count in result["questions"].items()) or "none"
     typer.echo(f"{namespace}: {counts} questions of {result['tried']} tried; {result['costs']}")
     table = Table(
-        caption="KL in nats and agreement in percent, a token of full's answers; <= and >=: at 95 %"
+        caption="KL in nats and agreement in percent, a token of full's answers; <= and >=: at 95 %; "
+        "ms: until the first token; again: recomputed"
     )
-    for column in ("strategy", "KL", "agreement", "first token ms", "kept %", "recomputed %", "verdict"):
-        table.add_column(column, overflow="fold")
+    for column in ("strategy", "KL", "agreement", "ms", "kept %", "again %", "verdict"):
+        table.add_column(column, overflow="fold", min_width=9 if column == "verdict" else None)
     for one in result["verdicts"]:
         figures = one["figures"]
         table.add_row(
@@ -95,9 +96,12 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
             "" if one["ttft_ms"] is None else f"{one['ttft_ms']:.0f}",
             "" if figures["kept"] is None else f"{figures['kept']:.0f}",
             "" if figures["recomputed"] is None else f"{figures['recomputed']:.0f}",
-            one["line"],
+            one["decision"],
         )
     Console().print(table)
+    for one in result["verdicts"]:
+        if one["decision"] != "verified":
+            typer.echo(f"{one['label']}: {one['line']}")
     if advice := more(result, minutes, most):
         typer.echo(advice)
 
