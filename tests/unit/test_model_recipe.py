@@ -3,6 +3,7 @@ grows."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.models.recipe import architecture, attention, prepare, squad_parts
+from examples.models.recipe import architecture, attention, prepare, sources, squad_parts
 from examples.models.recipe.architecture import Shape, grown, init_params
 from examples.models.recipe.export import logits
 from examples.models.recipe.forward import taught_loss
@@ -213,6 +214,31 @@ def test_a_training_starts_from_the_grown_model(tmp_path: Path) -> None:
     start = architecture.started(tmp_path, large, "cpu")
     read = architecture.load(tmp_path)
     torch.testing.assert_close(logits(start, large, [5, 17, 2]), logits(read, small, [5, 17, 2]))
+
+
+def test_a_training_of_new_layers_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    small, large = Shape(num_hidden_layers=2, **SMALL), Shape(num_hidden_layers=3, **SMALL)
+    architecture.save(init_params(small, "cpu", 1), small, tmp_path)
+    params = architecture.started(tmp_path, large, "cpu")
+    trained = architecture.lacking(params, tmp_path, large)
+    assert {name.split(".")[2] for name in trained} == {"1"}  # spread between the old ones, 0 and 2
+    assert trained.keys() == {name for name, value in params.items() if value.requires_grad}
+
+
+def test_typed_questions_come_with_their_passage(tmp_path: Path) -> None:
+    row = {
+        "question": "who built the ark",
+        "ctxs": [{"title": "Ark", "text": "The ark was built  by Noah, the son of Lamech."}],
+        "nq_annotated_gold": {"short_answers": ["Noah, the son of Lamech", "Noah"]},
+    }
+    path = tmp_path / "nq.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps({**row, "nq_annotated_gold": {"short_answers": ["Shem"]}}) + "\n")
+    text = "The ark was built by Noah, the son of Lamech."
+    assert list(sources.nq_oracle(path)) == [
+        sources.Reading("nq", "Ark", text, [("who built the ark", "Noah")])
+    ]
 
 
 @pytest.mark.parametrize(

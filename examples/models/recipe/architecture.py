@@ -93,12 +93,17 @@ def _layer(shape: Shape, generator: torch.Generator) -> Params:
     return layer | {f"{n}_layernorm.weight": torch.ones(hidden) for n in ("input", "post_attention")}
 
 
+def old_places(old_layers: int, layers: int) -> list[int]:
+    """Numbers of a grown model's layers that are the shallower one's."""
+    return [round((i + 0.5) * layers / old_layers - 0.5) for i in range(old_layers)]
+
+
 def grown(params: Params, old: Params, old_layers: int, layers: int) -> None:
     """Copy a shallower model's weights into ``params``, in place.
 
     The new layers are spread between the old ones. Their output projections are zero, so that the grown model
     computes what the old one does until it is trained."""
-    places = [round((i + 0.5) * layers / old_layers - 0.5) for i in range(old_layers)]
+    places = old_places(old_layers, layers)
     with torch.no_grad():
         for name, value in params.items():
             parts = name.split(".")
@@ -212,3 +217,12 @@ def started(folder: Path, shape: Shape, device: str) -> Params:
         grown(params, loaded, layers, shape.num_hidden_layers)
         loaded = params
     return {name: value.detach().to(device) for name, value in loaded.items()}
+
+
+def lacking(params: Params, folder: Path, shape: Shape) -> Params:
+    """Leave only weights trainable whose layers the shallower model in ``folder`` lacks, and return them."""
+    old = old_places(Shape.read(folder).num_hidden_layers, shape.num_hidden_layers)
+    for name, value in params.items():
+        parts = name.split(".")
+        value.requires_grad_(parts[1] == "layers" and int(parts[2]) not in old)
+    return {name: value for name, value in params.items() if value.requires_grad}

@@ -123,6 +123,7 @@ def reading(raw: Path, evaluated: Evaluated) -> Iterator[Any]:
     sets = [sources.squad_like(p, p.stem) for p in sorted((raw / "squadshifts").glob("*.json"))]
     sets.append(sources.qamr(raw / "qamr"))
     sets += [sources.squad_like(p, "policyqa") for p in sorted((raw / "policyqa").glob("*.json"))]
+    sets.append(sources.nq_oracle(raw / "nq-open-oracle.jsonl.gz"))
     sets.append(squad_parts.readings(raw / "squad_parts", sources.extracted(raw / "enwiki", 10**6)))
     dropped: Counts[str] = Counts()
     for each in (row for rows in sets for row in rows):

@@ -17,7 +17,7 @@ from examples.models.recipe.samples import Doc
 from examples.models.recipe.statements import question_about
 from examples.models.recipe.synthetic import NOT_STATED, Synthetic
 
-LIKED = {"policyqa": 0.3, "squad_sentences": 0.7}
+LIKED = {"policyqa": 0.3, "squad_sentences": 0.7, "nq": 4.0}
 """Factors, where not 1, of the share that a source has by its number of questions."""
 GAP_SHARE = 0.2
 """Of the sentences without a rule: how many get a question of their own words."""

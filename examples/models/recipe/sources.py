@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import html
 import json
 import lzma
@@ -106,6 +107,17 @@ def detokenised(words: list[str]) -> str:
     text = " ".join(_BRACKETS.get(word, word) for word in words)
     text = re.sub(r" (n't|'s|'re|'ve|'ll|'m|'d|[.,;:?!%)\]])(?= |$)", r"\1", text)
     return re.sub(r"([(\[$]) ", r"\1", text)
+
+
+def nq_oracle(path: Path) -> Iterator[Reading]:
+    """Questions that people typed into a search engine, each with the passage of its answer."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            passage = row["ctxs"][0]
+            text = " ".join(passage["text"].split())
+            answers = [a for a in row["nq_annotated_gold"]["short_answers"] if a in text]
+            if answers:
+                yield Reading("nq", passage["title"], text, [(row["question"], min(answers, key=len))])
 
 
 def two_wiki(path: Path) -> Iterator[tuple[str, str, list[tuple[str, str, bool]]]]:

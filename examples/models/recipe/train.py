@@ -5,7 +5,8 @@
 The schedule follows the clock. OUT gets ``log.jsonl``, the weights (bfloat16 shards) and ``checkpoint.pt``
 every two minutes and at the end. The same command goes on from the checkpoint, so a run may be cut into
 several with ``--stop-after`` seconds each; ``--seconds`` is the time of all together. ``--start`` names
-weights to start from, grown if they are shallower; the ``--teacher`` is the start unless another is named."""
+weights to start from, grown if they are shallower; the ``--teacher`` is the start unless another is named.
+With ``--only-new`` the layers that the start lacks are trained and everything else is left as it is."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ HELDOUT_SECONDS = 60
 TAUGHT_STEPS = 2  # every so many steps the teacher is asked: a sixth of the time
 MUON_RATE = 0.02
 ADAM_RATE = 0.0025
-GROWN_RATE = 0.5  # of both rates, for weights that are trained already
+GROWN_RATE = 0.5  # of both rates, where weights that are trained already go on
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -91,6 +92,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start", type=Path, help="folder of weights to start from")
     parser.add_argument("--teacher", type=Path, help="folder of weights whose predictions count on real text")
+    parser.add_argument("--only-new", action="store_true", help="train only layers that the start lacks")
+    parser.add_argument("--rate", type=float, help="factor of the learning rates")
     parser.add_argument("--alone", action="store_true", help="no teacher")
     return parser.parse_args()
 
@@ -114,11 +117,15 @@ class Run:
         self.options, self.device = options, device
         self.shape = Shape(num_hidden_layers=options.layers)
         self.params = model.init_params(self.shape, device, options.seed)
-        self.rate = GROWN_RATE if options.start else 1.0
+        onward = bool(options.start) and not options.only_new  # weights that are trained already go on
+        self.rate = options.rate or (GROWN_RATE if onward else 1.0)
         self._start_from()
-        matrices = {n: p for n, p in self.params.items() if p.ndim == 2 and "embed" not in n}
-        self.rest = [p for n, p in self.params.items() if n not in matrices]
-        self.muon = Muon(list(matrices.values()), towards_start=bool(options.start))
+        trained = self.params
+        if options.only_new:
+            trained = model.lacking(self.params, options.start, self.shape)
+        matrices = {n: p for n, p in trained.items() if p.ndim == 2 and "embed" not in n}
+        self.rest = [p for n, p in trained.items() if n not in matrices]
+        self.muon = Muon(list(matrices.values()), towards_start=onward)
         self.teacher = self._teacher()
         self.adam = torch.optim.AdamW(
             self.rest, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=device == "cuda"
