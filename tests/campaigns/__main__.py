@@ -25,6 +25,7 @@ for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
 _SET = """load: `clients`, and settings of the server, e.g. {"clients": 64, "context_length": 32768}"""
 _MOUNTS = "CAMPAIGN_MAY_MOUNT"  # set in the process that has a mount namespace of its own
 NAMES = ("operations", "kill", "damage", "tenants", "disk", "api", "load")
+MOUNTING = ("disk",)  # run in a mount namespace of their own
 
 
 def main(arguments: list[str]) -> int:
@@ -37,18 +38,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--set", type=json.loads, default={}, metavar="JSON", help=_SET)
     parser.add_argument("--no-record", action="store_true", help="leave the results and the table alone")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.ERROR)  # damage and full disks are warnings
-    from ragserve.engine.compat import prepare
-
-    prepare()  # before transformers, which imports torchvision
-    from tests.campaigns.progress import Progress
-    from tests.campaigns.record import record, row_of
-
-    module = importlib.import_module(f"tests.campaigns.{options.name}")
-    if getattr(module, "MOUNTS", False) and not os.environ.get(_MOUNTS):
+    if options.name in MOUNTING and not os.environ.get(_MOUNTS):  # before the imports: they take seconds
         os.environ[_MOUNTS] = "1"
         command = ["unshare", "-rm", sys.executable, "-m", "tests.campaigns", *arguments]
         os.execvp("unshare", command)
+    logging.basicConfig(level=logging.ERROR)  # damage and full disks are warnings
+    from ragserve.engine.compat import prepare, without_collection
+
+    with without_collection():
+        prepare()  # before transformers, which imports torchvision
+        from tests.campaigns.progress import Progress
+        from tests.campaigns.record import record, row_of
+
+        module = importlib.import_module(f"tests.campaigns.{options.name}")
     progress = Progress(
         (options.work / options.name).absolute(),
         options.name,

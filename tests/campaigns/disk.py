@@ -33,7 +33,6 @@ from tests.unit.documents.document_samples import Sample, bytes_under, flushed, 
 from tests.unit.index.index_samples import assert_clean, item, make, texts, vectors_of
 
 TARGET = 1_000
-MOUNTS = True  # run in a mount namespace of its own
 SIZE = 16 * 2**20
 _NAMES = ("a", "b", "c", "d", "e", "f")
 _WAIT_S = 60.0
