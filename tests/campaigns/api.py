@@ -8,7 +8,7 @@ seed of its own, so that rounds differ and each can be repeated."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from tests.campaigns.progress import Progress
@@ -34,7 +34,7 @@ _TIMEOUT_S = 120
 
 def failures(
     url: str, seed: int, phases: tuple[str, ...] = PHASES, examples: int = EXAMPLES
-) -> Iterator[tuple[str, int, list[str]]]:
+) -> Generator[tuple[str, int, list[str]], None, None]:
     """Run a round: yield each route or scenario, its number of requests, and what was wrong, as it comes."""
     import schemathesis
     from schemathesis.config import SchemathesisConfig

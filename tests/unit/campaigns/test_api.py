@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from tests.campaigns import api
@@ -21,5 +23,6 @@ def test_every_answer_to_generated_requests_is_described(live: Live) -> None:
 
 def test_an_answer_that_is_not_described_is_found(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.engine, "error", RuntimeError("secret detail"))
-    wrong = [each for _, _, found in api.failures(live.url, 1, ("examples",), 1) for each in found]
-    assert any(each.startswith("not_a_server_error") and "/rag/query" in each for each in wrong), wrong
+    with closing(api.failures(live.url, 1, ("examples",), 1)) as rounds:
+        wrong = (each for _, _, found in rounds for each in found)
+        assert any(each.startswith("not_a_server_error") and "/rag/query" in each for each in wrong)
