@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_ext.imports import without_collection
+
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -172,4 +174,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with without_collection():
+        main(Path(sys.argv[1]))
