@@ -16,4 +16,7 @@ def activate() -> str | None:
 
     if torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()):
         return None
+    # As the platform's own. SGLang decorates functions with `torch.compile` as it is imported; the default
+    # backend would import a compiler that this platform never runs.
+    torch.compiler.set_default_backend("eager")
     return "sglang_ext.cpu.platform.PlainCpuPlatform"

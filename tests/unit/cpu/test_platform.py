@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,12 @@ PAGES = 40
 
 def test_platform_is_active_exactly_without_an_accelerator() -> None:
     assert (activate() is None) == torch.cuda.is_available()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the platform is inactive")
+def test_functions_that_sglang_compiles_need_no_compiler() -> None:
+    activate()
+    assert torch.compiler.get_default_backend() == "eager"
 
 
 def _make(page_size: int):  # type: ignore[no-untyped-def]
