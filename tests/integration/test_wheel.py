@@ -77,7 +77,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def clean(tmp_path: Path) -> dict[str, str]:
     """Nothing of this process's environment, such as PYTHONPATH or RAGSERVE_* variables."""
-    return {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    threads = os.environ.get("OMP_NUM_THREADS", "2")
+    return {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": threads}
 
 
 @contextmanager
