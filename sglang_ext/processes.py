@@ -21,7 +21,7 @@ from typing import Any
 
 from sglang_ext import quiet
 from sglang_ext.cpu.torchvision import prepare
-from sglang_ext.imports import collect_again
+from sglang_ext.imports import collect_again, with_sklearn, without_sklearn
 
 PARENT_VARIABLE = "RAGSERVE_ENGINE_PID"
 
@@ -39,10 +39,17 @@ def _end_with_parent() -> None:
 
 if multiprocessing.current_process().name != "MainProcess":
     _end_with_parent()
-    gc.disable()  # unpickling the target's arguments imports most of SGLang; `collect_again` ends it
+    # Unpickling the target's arguments imports most of SGLang; `_imported` ends both.
+    gc.disable()
+    without_sklearn()
 if quiet.QUIET_VARIABLE in os.environ:
     quiet.silence()
 prepare()
+
+
+def _imported() -> None:
+    collect_again()
+    with_sklearn()
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
@@ -52,7 +59,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    collect_again()
+    _imported()
     from sglang_ext.plugin import require_loaded
 
     require_loaded()
@@ -64,5 +71,5 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
-    collect_again()
+    _imported()
     run(*args, **kwargs)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
@@ -158,6 +159,13 @@ def test_the_log_says_when_the_server_was_ready_and_warns_of_nothing(server: Any
 
 def test_resident_memory_stays_small(server: Any) -> None:
     assert server.running.resident_bytes() < 5 * 2**30
+
+
+def test_engine_processes_do_not_load_what_they_never_use(server: Any) -> None:
+    children = psutil.Process(server.running.process.pid).children(recursive=True)
+    maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in children]
+    assert sum("libtorch_cpu" in each for each in maps) == 2, "scheduler and detokenizer"
+    assert not any("/sklearn/" in each for each in maps)
 
 
 def test_taken_port_is_refused_before_anything_starts(server: Any, tmp_path: Path) -> None:
