@@ -1,5 +1,5 @@
 """The functions of SGLang that ragserve hooks, as one table, and the methods that our cache overrides or
-calls.
+calls. The table fits all of `protocol.SGLANG_VERSIONS`; a version that differs needs a table of its own.
 
 `install()` registers the hooks with SGLang's own registry. `check()` compares signatures with the table, at
 start and in a test, so that another version fails with a list of what moved instead of with a wrong answer.
@@ -137,6 +137,18 @@ def _around_model(
         # a failure takes nothing: the model runs and computes the same
         output = stages.run("output", stages.nobody, current.composition.output_of, forward_batch)
     return original(runner, forward_batch, *args, **kwargs) if output is None else output
+
+
+def _around_mask_memory(
+    original: Callable[..., Any], grammar: Any, vocab_size: int, batch_size: int, device: Any
+) -> Any:
+    """Allocate the mask of a CPU in ordinary memory: SGLang 0.5.17 always asks for pinned memory."""
+    import torch
+    from xgrammar import allocate_token_bitmask
+
+    if torch.device(device).type != "cpu":
+        return original(grammar, vocab_size, batch_size, device)
+    return allocate_token_bitmask(batch_size, vocab_size)
 
 
 def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_mask: Any) -> None:
@@ -323,6 +335,12 @@ HOOKS = (
         _around_model,
         "around",
         ("output",),
+    ),
+    Hook(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.allocate_vocab_mask",
+        ("self", "vocab_size", "batch_size", "device"),
+        _around_mask_memory,
+        "around",
     ),
     Hook(
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.protocol import CACHE_BACKEND, SGLANG_VERSION
+from sglang_ext.protocol import CACHE_BACKEND, SGLANG_VERSIONS
 
 _loaded = False
 
@@ -82,6 +82,6 @@ def require_loaded() -> None:
     ]
     if problems:
         raise RuntimeError(
-            f"ragserve is written for SGLang {SGLANG_VERSION}, and this one differs:\n  "
+            f"ragserve is written for SGLang {' and '.join(SGLANG_VERSIONS)}, and this one differs:\n  "
             + "\n  ".join(problems)
         )

@@ -228,13 +228,13 @@ WARM_REQUESTS: dict[str, Any] = {
 READY = {"ready": True, "missing": []}
 _SERVED = {"model": _MODEL, "tokenizer": _MODEL, "strategies": ["full", "prefix"]}
 INFO: dict[str, Any] = {
-    "versions": {"ragserve": "0.1.0", "sglang": "0.5.16", "python": "3.11.9"},
+    "versions": {"ragserve": "0.1.0", "sglang": "0.5.17", "python": "3.11.9"},
     **_SERVED,
     "system_prompt": None,
     "engine": {
         "kind": "local",
         **_SERVED,
-        "version": "0.5.16",
+        "version": "0.5.17",
         "device": "cpu",
         "attention_backend": "torch_native",
         "context_length": 8192,

@@ -20,7 +20,7 @@ import httpx
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
-from sglang_ext.protocol import SGLANG_VERSION
+from sglang_ext.protocol import SGLANG_VERSION, SGLANG_VERSIONS
 
 Status = Literal["ok", "warn", "fail", "skip"]
 _MIB = 2**20
@@ -83,7 +83,7 @@ def _python(_: Settings) -> Finding:
 
 def _versions(_: Settings) -> Finding:
     installed = _installed("sglang")
-    if installed != SGLANG_VERSION:
+    if installed not in SGLANG_VERSIONS:
         return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
     pins = _pins()
     have = {name: _installed(name) for name in pins}

@@ -316,7 +316,7 @@ def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any], liste
     launcher = Launcher(build, listener)
     with hold_port() as rendezvous:  # of torch.distributed, which SGLang would look up and let go
         if args.nccl_port is None:
-            args.nccl_port = port_of(rendezvous)
+            args.override("ragserve", nccl_port=port_of(rendezvous))
         launcher.run(args)
     for engine in engines:
         if engine.crash is not None:

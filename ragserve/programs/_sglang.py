@@ -64,7 +64,7 @@ def endpoint_class() -> type[Any]:
             self._extra_key = extra_key
 
         def _add_images(self, s: Any, data: dict[str, Any]) -> None:
-            # In SGLang 0.5.16, every generation's body passes here.
+            # In SGLang 0.5.17, every generation's body passes here.
             super()._add_images(s, data)
             data["extra_key"] = self._extra_key
 

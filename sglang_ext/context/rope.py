@@ -13,7 +13,7 @@ import torch
 
 from sglang_ext.model import NotComposable, decoder_layers
 
-# SGLang 0.5.16's classes whose angle is position times a fixed frequency
+# SGLang 0.5.17's classes whose angle is position times a fixed frequency
 _LINEAR = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding")
 
 

@@ -1,4 +1,4 @@
-"""The plain-PyTorch CPU platform: SGLang 0.5.16 on a machine without an accelerator.
+"""The plain-PyTorch CPU platform: SGLang 0.5.17 on a machine without an accelerator.
 
 SGLang's own CPU engine needs compiled kernels that no package registry carries. This out-of-tree platform
 runs the same scheduler, radix cache and models on PyTorch's operators instead: correct, and fast enough for

@@ -1,6 +1,6 @@
 """SGLang's torch-native attention backend, without recomputing cached prefixes.
 
-SGLang 0.5.16 pads the queries of an extend with a row per cached token and attends with all of them. A
+SGLang 0.5.17 pads the queries of an extend with a row per cached token and attends with all of them. A
 request with all but one token cached pays the attention of the whole prompt, and every chunk of a chunked
 prefill pays for all before it. Here only the new rows attend. The arithmetic of a row is the same; without a
 cached prefix the call is the same, too."""

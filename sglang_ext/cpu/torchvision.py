@@ -1,6 +1,6 @@
 """Make ``import sglang`` work on a machine whose torchvision is a CUDA build and whose torch is not.
 
-SGLang 0.5.16 imports torchvision at import time. Package registries carry it as a CUDA build: without CUDA
+SGLang 0.5.17 imports torchvision at import time. Package registries carry it as a CUDA build: without CUDA
 its shared library cannot load, and its Python layer then fails to register meta kernels for two operators
 that the library would have declared. Declaring their schemas is enough, because text serving does not call
 them."""

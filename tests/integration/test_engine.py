@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
+from sglang_ext.protocol import SGLANG_VERSION
 from tests.conftest import EXHAUSTIVE, MODEL
 from tests.integration.prompts import built, rows
 
@@ -84,7 +85,7 @@ def test_product_equals_plain_sglang_on_the_same_ids(server: Any, builder: Promp
 def test_sglang_routes_stay_reachable(server: Any) -> None:
     client = server.client
     assert client.get("/model_info").json()["architectures"] == ["LlamaForCausalLM"]
-    assert client.get("/server_info").json()["version"] == "0.5.16"
+    assert client.get("/server_info").json()["version"] == SGLANG_VERSION
     assert client.get("/health").status_code == 200
     text = client.post(
         "/v1/completions",

@@ -1,0 +1,207 @@
+"""Say what another SGLang changes for ragserve, from its sources alone: nothing of it is imported.
+
+    scripts/canary VERSION [--out FILE]
+
+Downloads SGLang's wheel without its dependencies and compares it with the installed version: the functions
+that ragserve hooks, overrides or calls (`sglang_ext.hooks`), every name that ragserve imports from SGLang,
+how much of each of these modules has changed, and the requirements. The output lists what to port and what
+to read. Exits with 1 if something that ragserve needs is gone or has other parameters."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_ext.cpu.torchvision import prepare
+
+prepare()
+
+from sglang_ext import hooks  # noqa: E402  (SGLang imports torchvision)
+
+REPO = Path(__file__).resolve().parents[1]
+ROOMS = ("ragserve", "sglang_ext", "index/ragserve_index", "kernels/ragserve_kernels")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("version")
+    parser.add_argument("--out", type=Path, help="write the list there, too")
+    options = parser.parse_args()
+    here = Sources(Path(str(importlib.util.find_spec("sglang").submodule_search_locations[0])).parent)  # type: ignore[union-attr, index]
+    with tempfile.TemporaryDirectory() as folder:
+        there = Sources(downloaded(options.version, Path(folder)))
+        gone = [*missing_functions(there), *missing_names(there)]
+        lines = [
+            f"# SGLang {options.version} beside {importlib.metadata.version('sglang')}",
+            "",
+            "Made by `scripts/canary`.",
+            "",
+            *section("Gone or moved", gone),
+            *section("Changed modules that ragserve hooks or imports from", changed(here, there)),
+            *section("Requirements", requirements(there)),
+        ]
+    text = "\n".join(lines).rstrip() + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
+    return 1 if gone else 0
+
+
+def section(title: str, found: list[str]) -> list[str]:
+    return [f"## {title}", "", *(f"* {each}" for each in found or ["nothing"]), ""]
+
+
+def downloaded(version: str, folder: Path) -> Path:
+    """The wheel's folder."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
+    subprocess.run([*command, "--dest", str(folder), f"sglang=={version}"], check=True)
+    (wheel,) = folder.glob("sglang-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(
+            folder / "wheel", [n for n in archive.namelist() if n.endswith((".py", "METADATA"))]
+        )
+    return folder / "wheel"
+
+
+class Sources:
+    """The modules below a folder, as syntax trees."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, module: str) -> Path | None:
+        base = self.folder.joinpath(*module.split("."))
+        return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+
+    def find(self, dotted: str) -> ast.AST | None:
+        """The node that a dotted name means: a module, class, function or any name that its module binds."""
+        parts = dotted.split(".")
+        for cut in range(len(parts), 0, -1):
+            path = self.path(".".join(parts[:cut]))
+            if path is None:
+                continue
+            module = ast.parse(path.read_text(encoding="utf-8"))
+            node: ast.AST | None = module
+            for name in parts[cut:]:
+                node = bound(node, name) if node is not None else None
+            return node or self._starred(module, parts[cut:])
+        return None
+
+    def _starred(self, module: ast.Module, parts: list[str]) -> ast.AST | None:
+        """The node in a module from which ``module`` imports all names."""
+        imports = (each for each in ast.walk(module) if isinstance(each, ast.ImportFrom))
+        starred = [each.module for each in imports if each.module and each.names[0].name == "*"]
+        return next(filter(None, (self.find(".".join([name, *parts])) for name in starred)), None)
+
+
+def bound(node: ast.AST, name: str) -> ast.AST | None:
+    """The statement below ``node`` that binds ``name``, also below conditions and tries."""
+    for each in getattr(node, "body", []) + getattr(node, "orelse", []) + getattr(node, "finalbody", []):
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if each.name == name:
+                return each
+        elif isinstance(each, (ast.Import, ast.ImportFrom)):
+            if name in [(alias.asname or alias.name).split(".")[0] for alias in each.names]:
+                return each
+        elif isinstance(each, (ast.Assign, ast.AnnAssign)):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            if name in [
+                found.id for target in targets for found in ast.walk(target) if isinstance(found, ast.Name)
+            ]:
+                return each
+        elif (found := bound(each, name)) is not None:
+            return found
+    return None
+
+
+def missing_functions(there: Sources) -> Iterator[str]:
+    """Functions of `hooks` that are gone, or whose leading parameters are others."""
+    for target, expected in (
+        {hook.target: hook.parameters for hook in hooks.HOOKS} | hooks.RELIED_ON
+    ).items():
+        node = there.find(target)
+        if node is None:
+            yield f"`{target}` is gone"
+        elif isinstance(node, ast.FunctionDef):
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            found = tuple(each.arg for each in arguments if each.arg != "cls")[: len(expected)]
+            if found != expected:
+                yield f"`{target}` has parameters {found}, expected {expected}"
+
+
+def imported() -> dict[str, set[str]]:
+    """The names of SGLang that ragserve's modules import, with the files that do."""
+    names: dict[str, set[str]] = {}
+    for room in ROOMS:
+        for path in (REPO / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
+                    for alias in node.names:
+                        names.setdefault(f"{node.module}.{alias.name}", set()).add(
+                            str(path.relative_to(REPO))
+                        )
+                elif isinstance(node, ast.Import):
+                    for alias in node.names:
+                        if alias.name.split(".")[0] == "sglang":
+                            names.setdefault(alias.name, set()).add(str(path.relative_to(REPO)))
+    return names
+
+
+def missing_names(there: Sources) -> Iterator[str]:
+    for name, files in sorted(imported().items()):
+        if there.find(name) is None:
+            yield f"`{name}` is gone (imported in {', '.join(sorted(files))})"
+
+
+def changed(here: Sources, there: Sources) -> list[str]:
+    """The modules that ragserve hooks or imports from, by the number of changed lines."""
+    modules = {
+        module_of(here, name) for name in [*(h.target for h in hooks.HOOKS), *hooks.RELIED_ON, *imported()]
+    }
+    counted = []
+    for module in sorted(filter(None, modules)):
+        old, new = (lines_of(each.path(module)) for each in (here, there))
+        marks = [
+            line[0] for line in difflib.unified_diff(old, new, n=0) if not line.startswith(("+++", "---"))
+        ]
+        if added_or_removed := marks.count("+") + marks.count("-"):
+            counted.append((added_or_removed, f"`{module}`: +{marks.count('+')} -{marks.count('-')} lines"))
+    return [text for _, text in sorted(counted, reverse=True)]
+
+
+def module_of(sources: Sources, dotted: str) -> str:
+    """The longest part of a dotted name that is a module."""
+    parts = dotted.split(".")
+    cuts = (".".join(parts[:cut]) for cut in range(len(parts), 0, -1))
+    return next((name for name in cuts if sources.path(name)), "")
+
+
+def lines_of(path: Path | None) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path else []
+
+
+def requirements(there: Sources) -> list[str]:
+    """Requirements that differ from the installed version's; those of extras are left out."""
+    (metadata,) = there.folder.glob("sglang-*.dist-info/METADATA")
+    new = set(re.findall(r"^Requires-Dist: (.*)$", metadata.read_text(encoding="utf-8"), re.MULTILINE))
+    old = set(importlib.metadata.requires("sglang") or [])
+    found = [f"now `{each}`" for each in sorted(new - old)] + [
+        f"before `{each}`" for each in sorted(old - new)
+    ]
+    return [each for each in found if "extra ==" not in each]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The list of what another SGLang changes, made from sources of which nothing is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_ext import hooks
+from tests import canary
+
+
+def written(folder: Path, **modules: str) -> canary.Sources:
+    for name, text in modules.items():
+        path = folder.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return canary.Sources(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_there"),
+    [
+        ("class Cache:\n    def match(self): ...", True),
+        ("class Cache:\n    def find(self): ...", False),
+        ("if FAST:\n    class Cache:\n        async def match(self): ...", True),
+        ("class Cache:\n    match = None", True),
+        ("from sglang.moved import *", True),
+        ("def match(self): ...", False),
+    ],
+)
+def test_a_name_is_found_where_it_is_bound(tmp_path: Path, text: str, is_there: bool) -> None:
+    moved = "class Cache:\n    def match(self): ..."
+    sources = written(tmp_path, sglang__cache=text, sglang__moved=moved)
+    assert (sources.find("sglang.cache.Cache.match") is not None) is is_there
+
+
+def test_what_is_gone_and_what_has_other_parameters_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "HOOKS", ())
+    expected = {f"sglang.pool.{name}": ("size", "device") for name in ("same", "other", "gone")}
+    monkeypatch.setattr(hooks, "RELIED_ON", expected)
+    pool = "def same(size, device, more=1): ...\ndef other(size, *, place): ..."
+    found = list(canary.missing_functions(written(tmp_path, sglang__pool=pool)))
+    assert found == [
+        "`sglang.pool.other` has parameters ('size', 'place'), expected ('size', 'device')",
+        "`sglang.pool.gone` is gone",
+    ]
+
+
+def test_the_installed_version_has_all_that_ragserve_imports() -> None:
+    import sglang
+
+    sources = canary.Sources(Path(sglang.__path__[0]).parent)
+    assert len(canary.imported()) > 50
+    assert [*canary.missing_names(sources), *canary.missing_functions(sources)] == []
