@@ -216,6 +216,14 @@ def _probe(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
+def _score(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Score documents for a question by their stored keys, see `document_scores`."""
+    if runtime.composition is None:
+        raise PlanError(runtime.unsupported)
+    found: Answer = runtime.composition.score(body, runtime.fingerprint)
+    return found
+
+
 def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
     """Make a stage fail once, where the server allows it; without a stage, withdraw what was not reached."""
     if "stage" not in body:
@@ -228,6 +236,7 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "info": _info,
     "prefix": _prefix,
     "probe": _probe,
+    "score": _score,
     "slots": _slots,
     "stat": _stat,
     "verify": _verify,

@@ -21,6 +21,7 @@ from sglang_ext.context.rope import rotation_of
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.scheduler.document_pass import DocumentPass
+from sglang_ext.context.scheduler.document_scorer import DocumentScorer
 from sglang_ext.context.scheduler.metrics import context_metrics
 from sglang_ext.context.scheduler.model_check import check_composition
 from sglang_ext.context.scheduler.query_pass import QueryPass
@@ -122,6 +123,7 @@ class Composition:
             self.stage.analyse_all,
             possible=self.composer.fused_question.possible,
         )
+        self._scorer = DocumentScorer(model_runner, rotation, self.stage, ranks)
         self._engine = recall_probe.ProbeEngine(
             model_runner, rotation, analyser, selector, self.stage.analyse, self._shape
         )
@@ -254,6 +256,11 @@ class Composition:
         """Measure what each way of selecting keeps of a probe, see `recall_probe`. Raises PlanError."""
         with forward_stream(self._engine.model_runner):
             return recall_probe.answer(self._engine, body)
+
+    def score(self, body: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
+        """Score documents for a question by their analyses, see `document_scorer`. Raises PlanError."""
+        with forward_stream(self._engine.model_runner):
+            return self._scorer.answer(body, fingerprint)
 
     def _unlock(self, contexts: Sequence[ComposedContext], loading: torch.cuda.Stream | None = None) -> None:
         """Unlock device documents now, because later writes to their slots are behind us on the stream, and

@@ -147,6 +147,25 @@ class SelectionStage:
             self._cache.put(document.key, analysis)
         return made
 
+    def stored(self, documents: Mapping[str, int], *, wait: bool = True) -> dict[str, Analysis] | None:
+        """Return the analyses, with the server's cut, of those of ``documents`` (tokens by key) that have
+        one on every rank, in order. None while some are read, unless told not to ``wait`` for them.
+        """
+        cut = self._analyser.cut
+        heads = self._analyser.heads if documents else []
+        have = {
+            key: self._known((key, self._analyser.block_of(n, cut), cut.local_blocks), n, heads)
+            for key, n in documents.items()
+        }
+        votes = self._ranks.min_votes([_vote_of(known) for known in have.values()])
+        if wait and _WAIT in votes:
+            return None
+        return {
+            key: known
+            for (key, known), vote in zip(have.items(), votes, strict=True)
+            if vote == _READY and isinstance(known, Analysis)
+        }
+
     def stat(self) -> dict[str, int]:
         """Figures of the analyses in memory; ``computed`` counts those made since the start, ``prefilled``
         those whose pass was the document's prefill as well.
