@@ -22,6 +22,8 @@ from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.protocol import NAMESPACE
 from sglang_ext.request_options import DecodeMode
 
+MAX_CANDIDATES = 200
+MAX_NEIGHBOURS = 4
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 Retrieval = Literal["dense", "lexical", "hybrid"]
@@ -52,6 +54,18 @@ class Settings(BaseSettings):
     embedder: str = Field(
         "all-MiniLM-L6-v2",
         description="sentence-transformers model; the default comes with a package and needs no download.",
+    )
+    query_prompt: str | None = Field(
+        None,
+        max_length=1024,
+        description="Text that the embedder reads before a question, as 'query: ' of E5. Default: the prompt "
+        "in the model's own configuration, if it has one.",
+    )
+    passage_prompt: str | None = Field(
+        None,
+        max_length=1024,
+        description="The same for passages. It is part of the embedder: a namespace keeps the one it was "
+        "made with.",
     )
 
     # the engine
@@ -225,6 +239,50 @@ class Settings(BaseSettings):
         "dense",
         description="Default search. dense: by the embedder. lexical: by words (BM25). hybrid: both, fused "
         "by reciprocal rank.",
+    )
+    rerank: str = Field(
+        "off",
+        description="What orders the candidates of a search again. off; keys: the model's attention over the "
+        "stored keys of analysed documents; or a sentence-transformers CrossEncoder, a folder or an id.",
+    )
+    rerank_models: str = Field(
+        "",
+        description="Further CrossEncoders, separated by commas, that requests may name. Each is loaded when "
+        "it is first used.",
+    )
+    rerank_candidates: int = Field(
+        50, ge=1, le=MAX_CANDIDATES, description="Passages that are searched for to be reranked or compared."
+    )
+    neighbours: int = Field(
+        0,
+        ge=0,
+        le=MAX_NEIGHBOURS,
+        description="Chunks before and after each passage that join it, as passages of their own.",
+    )
+    context_tokens: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of all passages together, the first one excepted; 0: no limit but k. A "
+        "request that gives it without k gets as many passages as fit.",
+    )
+    min_score: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="Lowest score of a passage: its cosine, BM25 in a lexical search, or the score of a "
+        "CrossEncoder. Where nothing reaches it, the answer is nothing_found and the model is not asked.",
+    )
+    nothing_found: str = Field(
+        "The documents do not answer this question.",
+        min_length=1,
+        max_length=8192,
+        description="Answer where no passage reaches min_score.",
+    )
+    dedupe: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Share of common word triples (Jaccard) from which a passage is a copy of a better one "
+        "and left out; 0.8 finds near copies. 0 keeps all.",
     )
     follow_ups: FollowUps = Field(
         "rewrite",

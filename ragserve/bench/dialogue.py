@@ -68,7 +68,7 @@ def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ())
     limit = _QUICK if quick else None
     given = {path: list(itertools.islice(_mtrag_rows(path), limit)) for path in data}
     settings = load()
-    embedder = Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
+    embedder = Embedder.of(settings)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
         for place, path in enumerate([None, *data]):

@@ -33,7 +33,7 @@ def run(
     from ragserve.retrieval.embedder import Embedder
 
     settings = load()
-    embedder = Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
+    embedder = Embedder.of(settings)
     embedder.encode(["warm up"] * settings.embed_batch)
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
         source = Path(folder) / "documents"

@@ -143,10 +143,6 @@ class _Session:
         from ragserve.ingest.ingestor import Ingestor
         from ragserve.retrieval.embedder import Embedder
 
-        def embedder() -> Embedder:
-            device, batch = settings.embed_device, settings.embed_batch
-            return Embedder(settings.embedder, device=device, batch_size=batch)
-
         self._settings = settings
         self._store = store
         self._stop = stop
@@ -156,7 +152,7 @@ class _Session:
         self.ingestor = Ingestor(
             settings,
             store,
-            embedder,
+            lambda: Embedder.of(settings),
             evict=lambda: clean_files(settings, store),
             warms=lambda: _server_runs(settings),
         )

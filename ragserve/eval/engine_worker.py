@@ -43,7 +43,7 @@ def run(job: dict[str, Any]) -> None:
         with appending(folder / f"rows-{index}.jsonl") as write:
             ask = Ask(job["max_new_tokens"], job["in_flight"])
             mine = every[index :: job["of"]]
-            embedder = Embedder(settings.embedder) if any(spec.name == "samkv" for spec in specs) else None
+            embedder = Embedder.of(settings) if any(spec.name == "samkv" for spec in specs) else None
             await evaluate(
                 engine, builder, mine, specs, ask, finished=finished, write=write, embedder=embedder
             )

@@ -23,7 +23,7 @@ from ragserve.ingest.sources import clean_name, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.metrics import metrics
-from ragserve.retrieval.embedder import canonical_name
+from ragserve.retrieval.embedder import embedder_name
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Job, JobItem
 from sglang_ext.protocol import NAMESPACE
@@ -207,7 +207,7 @@ class Ingestor:
         except NotFound:
             return
         embedder = self._embedder
-        wanted = embedder.name if embedder is not None else canonical_name(self._settings.embedder)
+        wanted = embedder.name if embedder is not None else embedder_name(self._settings)
         if info.embedder != wanted:
             raise Conflict(
                 f"The namespace {namespace!r} is embedded with {info.embedder!r}, not with {wanted!r}.",

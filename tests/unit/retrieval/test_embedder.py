@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
-from ragserve.retrieval.embedder import Embedder, canonical_name
+from ragserve.retrieval.embedder import Embedder, canonical_name, embedder_name
+from tests.unit.retrieval.tiny_models import embedder as embedder_in
 
 TEXTS = [
     "The harbour froze in January.",
@@ -68,3 +70,45 @@ def test_spellings_of_one_model_are_one_embedder(tmp_path: Path) -> None:
     assert canonical_name("BAAI/bge-small-en-v1.5") == "BAAI/bge-small-en-v1.5"
     (tmp_path / "a").mkdir()
     assert canonical_name(f"{tmp_path}/a/../a") == str(tmp_path / "a")
+
+
+def test_the_end_of_a_long_text_is_embedded(embedder: Embedder) -> None:
+    filler = "The committee met on Monday and talked about the budget of the town at length. " * 20
+    answer = "Reykjavik is the capital of Iceland."
+    with_answer = embedder.encode([filler + answer])[0]
+    assert not np.allclose(with_answer, embedder.encode([filler])[0], atol=1e-3)
+    windows = embedder.windows(filler + answer)
+    assert "".join(windows) == filler + answer
+    assert len(windows) > 1
+    mean = np.mean([embedder.encode([window])[0] for window in windows], axis=0)
+    np.testing.assert_allclose(with_answer, mean / np.linalg.norm(mean), atol=1e-5)
+    mixed = embedder.encode(["short", filler + answer, TEXTS[0]])
+    np.testing.assert_allclose(
+        mixed, [embedder.encode(["short"])[0], with_answer, embedder.encode(TEXTS)[0]], atol=1e-5
+    )
+    assert embedder.windows(TEXTS[2]) == [TEXTS[2]]
+
+
+def test_a_window_is_read_whole(embedder: Embedder) -> None:
+    windows = embedder.windows("antidisestablishmentarianism, x1y2z3; " * 40)
+    assert len(windows) > 2
+    for window in windows[:2]:
+        changed = window[:-6] + " lamps"
+        assert not np.allclose(embedder.encode([window]), embedder.encode([changed]), atol=1e-4)
+
+
+def test_both_sides_have_their_prompts_in_every_window(tmp_path: Path) -> None:
+    prompted = embedder_in(tmp_path, {"query": "query: ", "passage": "passage: "})
+    model, plain = Embedder(prompted), Embedder(prompted, query_prompt="", passage_prompt="")
+    text = "the lighthouse of skerryvore was built by alan stevenson on a reef " * 2
+    long = model.windows(text)
+    assert len(long) > len(plain.windows(text)) > 1
+    np.testing.assert_allclose(model.encode_queries(["who"]), plain.encode_queries(["query: who"]), atol=1e-5)
+    each = plain.encode([f"passage: {window}" for window in long])
+    mean = each.mean(0)
+    np.testing.assert_allclose(model.encode([text])[0], mean / np.linalg.norm(mean), atol=1e-5)
+    assert not np.allclose(model.encode(["reef"]), plain.encode(["reef"]), atol=1e-3)
+    assert model.name == prompted
+    assert plain.name == f"{prompted}, passage prompt ''", "other vectors, another embedder"
+    settings = Settings(embedder=prompted, passage_prompt="")
+    assert embedder_name(settings) == plain.name == Embedder.of(settings).name
