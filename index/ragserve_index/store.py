@@ -217,6 +217,26 @@ class IndexStore:
                 code="chunk_not_found",
             ) from None
 
+    def chunks_around(self, namespace: str, chunk_ids: Iterable[int], n: int) -> dict[int, Chunk]:
+        """Return these chunks and up to ``n`` before and after each in its document, by id; those that are
+        gone are left out.
+
+        A document's chunks have consecutive ids."""
+        wanted = {i: range(i - n, i + n + 1) for i in map(int, chunk_ids)}
+        with self.database.read() as connection:
+            found = registry.chunks_by_id(
+                connection,
+                registry.namespace(connection, namespace),
+                {near for window in wanted.values() for near in window},
+            )
+        own = {
+            near
+            for i, window in wanted.items()
+            for near in window
+            if i in found and near in found and found[near].doc_id == found[i].doc_id
+        }
+        return {near: found[near] for near in sorted(own)}
+
     def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
         """Return all chunks of a document, in text order. Raises NotFound."""
         with self.database.read() as connection:

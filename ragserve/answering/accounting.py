@@ -49,6 +49,20 @@ def context_use(
     )
 
 
+def no_context(strategy: str, note: str) -> ContextUse:
+    """Account for an answer without a model."""
+    return ContextUse(
+        strategy=strategy,
+        documents_retrieved=0,
+        documents_kept=0,
+        tokens_retrieved=0,
+        tokens_kept=0,
+        tokens_recomputed=0,
+        tokens_by_tier={},
+        notes=[note],
+    )
+
+
 class Clock:
     """Measures a query from its arrival."""
 
@@ -67,18 +81,21 @@ class Clock:
     def engine_ends(self) -> None:
         self._engine_end = time.perf_counter()
 
-    def timings(self, retrieval: RetrievalTimings, prompt_ms: float, last: GenerateChunk) -> Timings:
-        engine, report = last.timings, last.context
+    def timings(
+        self, retrieval: RetrievalTimings, prompt_ms: float | None, last: GenerateChunk | None
+    ) -> Timings:
+        """The stages of an answer; ``last`` is None where the model was not asked."""
+        engine, report = (None, None) if last is None else (last.timings, last.context)
         return Timings(
             **retrieval.model_dump(),
             prompt_ms=prompt_ms,
             load_ms=report.load_ms if report else None,
             compose_ms=report.compose_ms if report else None,
             recompute_ms=report.recompute_ms if report else None,
-            queue_ms=engine.queue_ms,
-            prefill_ms=engine.prefill_ms,
+            queue_ms=engine.queue_ms if engine else None,
+            prefill_ms=engine.prefill_ms if engine else None,
             ttft_ms=None if self._first is None else (self._first - self._start) * 1e3,
-            engine_ms=(self._engine_end - self._engine_start) * 1e3,
+            engine_ms=(self._engine_end - self._engine_start) * 1e3 if engine else None,
             total_ms=(time.perf_counter() - self._start) * 1e3,
         )
 
@@ -86,7 +103,7 @@ class Clock:
 def observe(answer: Answer) -> None:
     """Record an answer's times and tokens as metrics."""
     recorded = metrics()
-    for stage in ("rewrite", "embed", "search", "prompt", "ttft", "total"):
+    for stage in ("rewrite", "embed", "search", "rerank", "prompt", "ttft", "total"):
         milliseconds = getattr(answer.timings, f"{stage}_ms")
         if milliseconds is not None:
             recorded.query_stage.labels(stage).observe(milliseconds / 1e3)

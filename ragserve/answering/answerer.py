@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ragserve.answering.accounting import Clock, context_use, observe
+from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.follow_ups import DialogueSearch, Found
@@ -25,7 +25,6 @@ from ragserve.answering.results import (
     Usage,
 )
 from ragserve.answering.scores import retrieval_scores
-from ragserve.config import FollowUps, Retrieval
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
 from ragserve.metrics import metrics
@@ -36,7 +35,7 @@ from sglang_ext.protocol import EXACT_STRATEGIES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ragserve_index.filters import Filter
+    from ragserve.retrieval.search_options import SearchOptions
 
 # Longer prompts are laid out in a thread, so that other streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
@@ -49,11 +48,8 @@ class Query:
     With ``documents``, nothing is retrieved: they are the context, in their order."""
 
     question: str
-    k: int
+    search: SearchOptions
     request: GenerateRequest
-    filter: Filter | None = None
-    retrieval: Retrieval = "dense"
-    follow_ups: FollowUps = "context"
     system: str | None = None
     history: tuple[Message, ...] = ()
     documents: list[RetrievedPassage] | None = None
@@ -133,14 +129,17 @@ class Answerer:
         limiter: QueryLimiter,
         gate: Gate | None,
         chooser: Chooser,
+        nothing_found: str = "",
     ) -> None:
-        """Without ``gate``, unverified strategies may answer."""
+        """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where no passage
+        has the score that a query demands."""
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
         self._search = search
         self._prompts = prompts
         self._limiter = limiter
+        self._nothing_found = nothing_found
 
     async def events(self, query: Query) -> AsyncGenerator[Event, None]:
         """Yield SearchResults, MessageDelta*, Citation*, FinalAnswer.
@@ -165,10 +164,15 @@ class Answerer:
         found = (query.documents or []) if search is None else search.passages
         retrieval = RetrievalTimings() if search is None else search.timings
         searched: dict[str, Any] = {
-            "retrieval": None if search is None else query.retrieval,
+            "retrieval": None if search is None else query.search.retrieval,
             "searched_for": None if search is None else search.searched_for,
+            "reranking": None if search is None else search.reranking,
             "index_version": None if search is None else search.version,
         }
+        if search is not None and not found and query.search.min_score is not None:
+            for event in self._nothing(query, clock, search, searched):
+                yield event
+            return
         prompt_start = time.perf_counter()
         prompt = await self._prompt(query, found)
         slot.prompt = prompt
@@ -239,6 +243,27 @@ class Answerer:
         observe(result)
         yield FinalAnswer(result, tuple(markers.markers))
 
+    def _nothing(
+        self, query: Query, clock: Clock, search: Found, searched: dict[str, Any]
+    ) -> Iterator[Event]:
+        """The events of an answer that the model is not asked for."""
+        named: dict[str, Any] = {"namespace": query.request.namespace, "request_id": query.request.rid}
+        yield SearchResults(results=[], documents_kept=0, timings=search.timings, **searched, **named)
+        yield MessageDelta(self._nothing_found)
+        note = f"No passage has a score of {query.search.min_score:g} or more: the model was not asked."
+        result = Answer(
+            answer=self._nothing_found,
+            citations=[],
+            usage=Usage(prompt=0, cached=0, completion=0),
+            context=no_context(query.request.strategy, note),
+            timings=clock.timings(search.timings, None, None),
+            **searched,
+            **named,
+            finish_reason="stop",
+        )
+        observe(result)
+        yield FinalAnswer(result, ())
+
     def _check(self, request: GenerateRequest) -> None:
         info = self._engine.info
         if request.decode and not info.sparse_decode:
@@ -274,13 +299,10 @@ class Answerer:
             return None
         return await self._search.search(
             query.question,
-            query.k,
+            query.search,
             namespace=query.request.namespace,
             request_id=query.request.rid,
             history=query.history,
-            follow_ups=query.follow_ups,
-            filter=query.filter,
-            retrieval=query.retrieval,
             sentences=query.request.strategy not in EXACT_STRATEGIES,
         )
 

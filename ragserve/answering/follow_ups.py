@@ -16,14 +16,21 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 from ragserve.answering.prompt import Message, PromptBuilder
-from ragserve.answering.results import RetrievalTimings, RetrievedPassage, SearchedFor
-from ragserve.config import FollowUps, Retrieval
+from ragserve.answering.results import (
+    Candidate,
+    Reranking,
+    RetrievalTimings,
+    RetrievedPassage,
+    SearchedFor,
+)
+from ragserve.config import FollowUps
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 
 if TYPE_CHECKING:
-    from ragserve.retrieval.retriever import Retriever, SentenceScores
-    from ragserve_index.filters import Filter
+    from ragserve.retrieval.passage_search import FoundPassage, PassageSearch
+    from ragserve.retrieval.retriever import SentenceScores
+    from ragserve.retrieval.search_options import SearchOptions
     from ragserve_index.types import Hit
 
 log = logging.getLogger(__name__)
@@ -88,49 +95,50 @@ class Found:
     timings: RetrievalTimings
     sentences: list[SentenceScores]
     searched_for: SearchedFor | None  # None for a question without earlier ones
+    reranking: Reranking | None = None  # None without a reranker
 
 
 class DialogueSearch:
-    """Searches for the last question of a dialogue, with one engine and retriever. Belongs to one event
-    loop."""
+    """Searches for the last question of a dialogue, with one engine. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, retriever: Retriever, prompts: PromptBuilder) -> None:
-        self._retriever = retriever
+    def __init__(self, engine: Engine, search: PassageSearch, prompts: PromptBuilder) -> None:
+        self._search = search
         self._rewriter = Rewriter(engine, prompts)
 
     async def search(
         self,
         question: str,
-        k: int,
+        options: SearchOptions,
         *,
         namespace: str,
         request_id: str,
         history: Sequence[Message] = (),
-        follow_ups: FollowUps = "context",
-        filter: Filter | None = None,
-        retrieval: Retrieval = "dense",
         sentences: bool = False,
     ) -> Found:
-        """Find the ``k`` best passages; with ``sentences``, score those of them, too.
+        """Find the best passages; with ``sentences``, score those of them, too.
 
-        Raises as ``Retriever.retrieve``; a rewrite that fails is noted."""
+        Raises as ``PassageSearch.search``; a rewrite that fails is noted."""
         started, rewrites = time.perf_counter(), False
         asked = None
         if any(message.role == "user" for message in history):
-            rewrites = follow_ups == "rewrite"
-            asked = await self._asked(question, history, follow_ups, namespace, request_id)
+            rewrites = options.follow_ups == "rewrite"
+            asked = await self._asked(question, history, options.follow_ups, namespace, request_id)
         rewrite_ms = (time.perf_counter() - started) * 1e3 if rewrites else None
-        found = await self._retriever.retrieve(
+        found = await self._search.search(
             namespace,
             asked.question if asked else question,
-            k,
+            options,
             variants=asked.variants if asked else (),
-            filter=filter,
-            retrieval=retrieval,
             sentences=sentences,
         )
-        timings = RetrievalTimings(rewrite_ms=rewrite_ms, embed_ms=found.embed_ms, search_ms=found.search_ms)
-        return Found(passages(found.hits), found.version, timings, found.sentences, asked)
+        timings = RetrievalTimings(
+            rewrite_ms=rewrite_ms,
+            embed_ms=found.embed_ms,
+            search_ms=found.search_ms,
+            rerank_ms=found.rerank_ms,
+        )
+        reranking = None if found.reranked is None else _reranking(options.rerank, found.reranked)
+        return Found(passages(found.passages), found.version, timings, found.sentences, asked, reranking)
 
     async def _asked(
         self, question: str, history: Sequence[Message], how: FollowUps, namespace: str, request_id: str
@@ -147,12 +155,40 @@ class DialogueSearch:
         )
 
 
-def passages(hits: Sequence[Hit]) -> list[RetrievedPassage]:
-    """Number a search's hits from 1."""
+def passages(found: Sequence[Hit | FoundPassage]) -> list[RetrievedPassage]:
+    """Number what a search has found from 1."""
     return [
-        RetrievedPassage(index=index, score=hit.score, cosine=hit.cosine, bm25=hit.bm25, **asdict(hit.chunk))
-        for index, hit in enumerate(hits, 1)
+        RetrievedPassage(
+            index=index,
+            score=each.score,
+            cosine=each.cosine,
+            bm25=each.bm25,
+            search_rank=getattr(each, "search_rank", None),
+            rerank_score=getattr(each, "rerank_score", None),
+            **asdict(each.chunk),
+        )
+        for index, each in enumerate(found, 1)
     ]
+
+
+def _reranking(name: str, reranked: Sequence[FoundPassage]) -> Reranking:
+    candidates = [
+        Candidate(
+            chunk_id=each.chunk.chunk_id,
+            search_rank=each.search_rank or rank,
+            rank=rank,
+            score=each.rerank_score,
+        )
+        for rank, each in enumerate(reranked, 1)
+    ]
+    scored = sum(each.score is not None for each in candidates)
+    note = None
+    if scored < len(candidates):
+        note = (
+            f"{len(candidates) - scored} of {len(candidates)} candidates keep their places: they are not "
+            "analysed (ragserve docs warm)."
+        )
+    return Reranking(by=name, scored=scored, candidates=candidates, note=note)
 
 
 class Rewriter:

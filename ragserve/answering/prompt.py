@@ -158,6 +158,10 @@ class PromptBuilder:
         """Token ids of a document's segment; the same in every prompt."""
         return self._document(PromptDocument("", title, text))
 
+    def question_ids(self, question: str) -> list[int]:
+        """Token ids of a question's text alone."""
+        return self._layout.encode([(question, False)])
+
     def token_starts(self, title: str, text: str, characters: Sequence[int]) -> list[int]:
         """The tokens of a document's segment, counted from its first, that hold these characters of ``text``.
 

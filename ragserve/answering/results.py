@@ -32,8 +32,8 @@ class Passage(Result):
     end: int | None = Field(default=None, description="Character after the last one.")
     score: float | None = Field(
         default=None,
-        description="Score that the passages are ordered by, higher is better. By `retrieval`: `dense`, the "
-        "cosine; `lexical`, BM25; `hybrid`, the sum of 1 / (60 + rank) over both searches.",
+        description="Score that the search orders passages by, higher is better. By `retrieval`: `dense`, "
+        "the cosine; `lexical`, BM25; `hybrid`, the sum of 1 / (60 + rank) over both searches.",
     )
     cosine: float | None = Field(
         default=None,
@@ -42,6 +42,14 @@ class Passage(Result):
     bm25: float | None = Field(
         default=None,
         description="BM25 of question and passage; null if the lexical search did not find it.",
+    )
+    search_rank: int | None = Field(
+        default=None, description="Place in the search's order, from 1; null if nothing was reranked."
+    )
+    rerank_score: float | None = Field(
+        default=None,
+        description="The reranker's score; null without one, for a passage that it cannot score, and for "
+        "neighbours of found passages, which have no scores at all.",
     )
     text: str = Field(description="The passage itself.")
 
@@ -115,6 +123,7 @@ class RetrievalTimings(Result):
         default=None, description="Embedding the question, including the wait for a batch."
     )
     search_ms: float | None = Field(default=None, description="Searching the index and reading the passages.")
+    rerank_ms: float | None = Field(default=None, description="Scoring the candidates again.")
 
 
 class Timings(RetrievalTimings):
@@ -150,6 +159,27 @@ class SearchedFor(Result):
     note: str | None = Field(default=None, description="Why the question was not rewritten.")
 
 
+class Candidate(Result):
+    """A candidate of a reranking."""
+
+    chunk_id: int
+    search_rank: int = Field(description="Place in the search's order, from 1.")
+    rank: int = Field(description="Place after reranking, from 1.")
+    score: float | None = Field(
+        description="The reranker's score; null: it has none, and the passage keeps its place."
+    )
+
+
+class Reranking(Result):
+    """What a reranker did."""
+
+    by: str = Field(description="`keys`, or the name of a CrossEncoder.")
+    scored: int = Field(description="Candidates that have a score.")
+    candidates: list[Candidate] = Field(description="All candidates, best first, without near copies.")
+    note: str | None = Field(default=None, description="Why candidates have no score.")
+
+
+RERANKING = "What the reranker did; null without one."
 SEARCHED_FOR = "What a follow-up was searched for as; null if there are no earlier turns, or no search."
 _RETRIEVAL = "Search that found the passages; null for documents given in the request."
 
@@ -163,6 +193,7 @@ class SearchResults(Result):
         description="Version of the namespace that was searched; null for documents given in the request."
     )
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
+    reranking: Reranking | None = Field(default=None, description=RERANKING)
     results: list[RetrievedPassage] = Field(
         description="Best first; of these, the first `documents_kept` are in the prompt."
     )
@@ -182,6 +213,7 @@ class Answer(Result):
     decode: DecodeUse | None = Field(default=None, description="Pages read; null without sparse decoding.")
     retrieval: Retrieval | None = Field(default=None, description=_RETRIEVAL)
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
+    reranking: Reranking | None = Field(default=None, description=RERANKING)
     index_version: int | None = Field(
         description="Version of the namespace that was searched; null for documents given in the request."
     )

@@ -27,6 +27,8 @@ _PASSAGE: dict[str, Any] = {
     "score": 0.0328,
     "cosine": 0.71,
     "bm25": 14.2,
+    "search_rank": 1,
+    "rerank_score": 31.4,
     **_TITLED,
 }
 _FOUND = {**_PASSAGE, "metadata": _METADATA}
@@ -61,8 +63,14 @@ _SEARCHED = {
     "index_version": 12,
     "request_id": _ID,
     "searched_for": None,
+    "reranking": {
+        "by": "keys",
+        "scored": 1,
+        "candidates": [{"chunk_id": 17, "search_rank": 1, "rank": 1, "score": 31.4}],
+        "note": None,
+    },
 }
-_SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6}
+_SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6, "rerank_ms": 6.2}
 _EXTRAS = {
     "context": {
         "strategy": "prefix",
@@ -118,6 +126,7 @@ RETRIEVE_REQUESTS: dict[str, Any] = {
     "filtered": _request("Search part of a namespace", query="lighthouse", namespace="docs", filter=_FILTER),
     "follow-up": _request("Search on", query="And when was it lit?", history=_HISTORY),
     "lexical": _request("Search by words", query="ISO 8601", retrieval="lexical"),
+    "reranked": _request("Order 50 candidates again", query=_QUESTION, rerank="keys", min_score=0.3),
 }
 RETRIEVED = {**_RESULTS, "timings": {**_SEARCH_TIMINGS, "total_ms": 9.0}}
 

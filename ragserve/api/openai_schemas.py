@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from ragserve.answering.results import Citation, ContextUse, SearchedFor, Timings
+from ragserve.answering.results import Citation, ContextUse, Reranking, SearchedFor, Timings
 from ragserve.api.body import RequestModel, Text
-from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, DocumentsOverflow, GivenDocument, Stop, StrategyOptions
-from ragserve.config import FollowUps, Retrieval, StrategyName
-from ragserve_index.filters import Filter
+from ragserve.api.schemas import MAX_DOCUMENTS, DocumentsOverflow, GivenDocument, Stop, StrategyOptions
+from ragserve.api.search_fields import SearchFields
+from ragserve.config import Retrieval, StrategyName
 
 Content = Annotated[Text, Field(max_length=65_536)]
 Ignored = Annotated[Any, Field(default=None, description="Accepted and ignored.")]
@@ -71,10 +71,10 @@ class TextFormat(RequestModel):
     type: Literal["text"]
 
 
-class ChatRequest(RequestModel):
-    """A dialogue whose last message is the question. OpenAI's client sends our own fields `k`, `filter`,
-    `retrieval`, `follow_ups`, `strategy`, `strategy_options`, `documents` and `documents_overflow` as
-    `extra_body`."""
+class ChatRequest(SearchFields):
+    """A dialogue whose last message is the question. OpenAI's client sends our own fields, those of a search
+    (`k`, `filter`, `retrieval` and so on), `strategy`, `strategy_options`, `documents` and
+    `documents_overflow`, as `extra_body`."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -103,10 +103,6 @@ class ChatRequest(RequestModel):
     service_tier: Ignored
     safety_identifier: Ignored
     prompt_cache_key: Ignored
-    k: int | None = Field(None, ge=1, le=MAX_K)
-    filter: Filter | None = None
-    retrieval: Retrieval | None = None
-    follow_ups: FollowUps | None = None
     strategy: StrategyName | None = None
     strategy_options: StrategyOptions
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
@@ -159,6 +155,7 @@ class Extras(BaseModel):
     timings: Timings
     retrieval: Retrieval | None
     searched_for: SearchedFor | None
+    reranking: Reranking | None
     index_version: int | None
     namespace: str
     request_id: str

@@ -98,13 +98,10 @@ def to_query(
     """Build a query from ``fields`` and the fields that both APIs share, with the server's defaults."""
     strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
     return Query(
-        k=body.k or settings.top_k,
+        search=body.search_options(settings),
         request=GenerateRequest(
             request_id, [], namespace, strategy.name, sampling, options=strategy.options, decode=decode
         ),
-        filter=body.filter,
-        retrieval=body.retrieval or settings.retrieval,
-        follow_ups=body.follow_ups or settings.follow_ups,
         overflow=body.documents_overflow,
         documents=None
         if body.documents is None

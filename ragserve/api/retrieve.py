@@ -36,23 +36,21 @@ async def retrieve(
     start = time.perf_counter()
     svc.check_question(body.query, len(body.history))
     with svc.limiter.slot():
-        retrieval = body.retrieval or svc.settings.retrieval
+        options = body.search_options(svc.settings)
         search = svc.search.search(
             body.query,
-            body.k or svc.settings.top_k,
+            options,
             namespace=body.namespace,
             request_id=request_id,
             history=to_history(body.history),
-            follow_ups=body.follow_ups or svc.settings.follow_ups,
-            filter=body.filter,
-            retrieval=retrieval,
         )
         found = await until_disconnect(request, search)
     answer = RetrieveAnswer(
         results=found.passages,
         namespace=body.namespace,
-        retrieval=retrieval,
+        retrieval=options.retrieval,
         searched_for=found.searched_for,
+        reranking=found.reranking,
         index_version=found.version,
         timings=RetrieveTimings(**found.timings.model_dump(), total_ms=(time.perf_counter() - start) * 1e3),
         request_id=request_id,

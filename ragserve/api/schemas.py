@@ -8,18 +8,19 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ragserve.answering.results import (
+    RERANKING,
     SEARCHED_FOR,
     Overflow,
+    Reranking,
     RetrievalTimings,
     RetrievedPassage,
     SearchedFor,
 )
 from ragserve.api.body import NonBlank, RequestModel, Text
-from ragserve.config import FollowUps, Namespace, Retrieval, StrategyName
-from ragserve_index.filters import Filter
+from ragserve.api.search_fields import SearchFields
+from ragserve.config import Namespace, Retrieval, StrategyName
 from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
-MAX_K = 64
 MAX_DOCUMENTS = 256
 MAX_TEXT_CHARS = 4 * 2**20
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -80,34 +81,13 @@ DocumentsOverflow = Annotated[
 ]
 
 
-class RetrieveRequest(RequestModel):
+class RetrieveRequest(SearchFields):
     """A question, and where to search."""
 
     query: NonBlank = Field(description="The question. /info has its largest length, limits.max_query_chars.")
     namespace: Namespace = Field("default", description="Where to search.")
-    k: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_K,
-        description="Passages to return, fewer if the namespace has fewer. Default: the server's top_k.",
-    )
-    filter: Filter | None = Field(
-        None,
-        description="Restricts the search by document fields: metadata keys, doc_id, source, title, mime.",
-    )
-    retrieval: Retrieval | None = Field(
-        None,
-        description="`dense`: by the embedder. `lexical`: by words (BM25); finds only passages that share a "
-        "word with the question. `hybrid`: both, fused by reciprocal rank. Default: the server's.",
-    )
     history: list[HistoryMessage] = Field(
         default_factory=list, description="Earlier turns, oldest first. The question is a follow-up then."
-    )
-    follow_ups: FollowUps | None = Field(
-        None,
-        description="What is searched for when there are earlier turns. `rewrite`: the question, rewritten "
-        "by the model to stand alone; `context`, if it cannot. `context`: the question together with the "
-        "turn before. `alone`: the question as it is. Default: the server's.",
     )
 
 
@@ -152,12 +132,13 @@ class RetrieveTimings(RetrievalTimings):
 
 
 class RetrieveAnswer(BaseModel):
-    """Passages, best first."""
+    """Passages, best first; with `neighbours`, in groups, of which the best is first."""
 
     results: list[RetrievedPassage]
     namespace: str
     retrieval: Retrieval = Field(description="Search that found the passages.")
     searched_for: SearchedFor | None = Field(description=SEARCHED_FOR)
+    reranking: Reranking | None = Field(description=RERANKING)
     index_version: int = Field(description="Version of the namespace that was searched.")
     timings: RetrieveTimings
     request_id: str

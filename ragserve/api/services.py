@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from ragserve.answering.answerer import Answerer, QueryLimiter
 from ragserve.answering.auto import Chooser
 from ragserve.answering.follow_ups import DialogueSearch
+from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
@@ -22,6 +23,7 @@ from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
+from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
 
 if TYPE_CHECKING:
@@ -142,9 +144,18 @@ async def open_services(
             settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
         )
         chooser = Chooser(engine, gate, settings.data_dir / COSTS_FILE)
-        search = DialogueSearch(engine, retriever, prompts)
+        rerankers = make_rerankers(settings, engine, prompts)
+        for reranker in rerankers.values():
+            stack.push_async_callback(reranker.close)
+        search = DialogueSearch(engine, PassageSearch(retriever, rerankers), prompts)
         answerer = Answerer(
-            engine, search, prompts, limiter, None if settings.force_strategies else gate, chooser
+            engine,
+            search,
+            prompts,
+            limiter,
+            None if settings.force_strategies else gate,
+            chooser,
+            settings.nothing_found,
         )
         yield Services(
             settings=settings,
@@ -191,7 +202,7 @@ def load_embedder(settings: Settings) -> Embedder:
     """Load the embedder of the settings; imports torch."""
     from ragserve.retrieval.embedder import Embedder
 
-    return Embedder(settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch)
+    return Embedder.of(settings)
 
 
 async def services(request: Request) -> Services:

@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse
 from ragserve import __version__
 from ragserve.api import examples
 from ragserve.api.openapi import documented, failures
-from ragserve.api.schemas import MAX_DOCUMENTS, MAX_K, Info, Ready
+from ragserve.api.schemas import MAX_DOCUMENTS, Info, Ready
+from ragserve.api.search_fields import MAX_K
 from ragserve.api.services import RequestId, Services, Svc
 from ragserve.cache.warm import warming
 from ragserve.errors import Unavailable
@@ -54,6 +55,12 @@ async def info(svc: Svc) -> Info:
             "k": settings.top_k,
             "retrieval": settings.retrieval,
             "follow_ups": settings.follow_ups,
+            "rerank": settings.rerank,
+            "rerank_candidates": settings.rerank_candidates,
+            "neighbours": settings.neighbours,
+            "context_tokens": settings.context_tokens,
+            "min_score": settings.min_score,
+            "dedupe": settings.dedupe,
             "strategy": settings.strategy,
             "max_new_tokens": settings.max_new_tokens,
             "temperature": 0.0,

@@ -35,6 +35,9 @@ def query(
     k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
     filter_: Annotated[str | None, typer.Option("--filter", help=f"JSON, e.g. {_FILTER}.")] = None,
     retrieval: Annotated[Retrieval | None, typer.Option(help="How to search. Default: the server's.")] = None,
+    rerank: Annotated[
+        str | None, typer.Option(help="off, keys, or a CrossEncoder of the server's. Default: the server's.")
+    ] = None,
     strategy: Annotated[
         str | None, typer.Option(help="Strategy, with options as in epic:first=16. Default: the server's.")
     ] = None,
@@ -58,6 +61,7 @@ def query(
         "k": k,
         "filter": json_object("--filter", filter_, example=_FILTER),
         "retrieval": retrieval,
+        "rerank": rerank,
         "strategy": spec and spec.name,
         "strategy_options": spec and dict(spec.options),
         "max_new_tokens": max_new_tokens,

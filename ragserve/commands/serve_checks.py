@@ -8,6 +8,7 @@ from pathlib import Path
 from ragserve.commands.doctor_checks import examine
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, Unavailable
+from ragserve.retrieval.reranker import check_cross_encoder, reranker_names
 
 _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 
@@ -16,7 +17,8 @@ def check_start(settings: Settings) -> None:
     """Raise the error that would end the start later.
 
     Raises Unavailable (the doctor's findings on data folder, model and engine), InvalidRequest (no such
-    model), Conflict (another server has the documents' KV), and the errors of opening the registry.
+    model or reranker), Conflict (another server has the documents' KV), and the errors of opening the
+    registry.
     """
     from ragserve_index import IndexStore
 
@@ -25,6 +27,8 @@ def check_start(settings: Settings) -> None:
             raise Unavailable(f"Cannot serve: {check.name}: {check.found}.", hint=check.advice)
         if check.name == "model" and check.status == "warn":
             _fetch_config(settings.model)
+    for name in reranker_names(settings):
+        check_cross_encoder(name)
     IndexStore(settings.data_dir, index_type=settings.index_type).close()
     if settings.kv_disk_bytes and settings.kv_storage == "file" and not settings.engine_url:
         _check_owner(settings.data_dir / "kv")

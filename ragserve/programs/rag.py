@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ragserve.answering.results import RetrievedPassage
 from ragserve.client import Client
@@ -14,6 +14,20 @@ from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from ragserve.programs.prompt_text import PromptText
+
+
+class SearchArguments(TypedDict, total=False):
+    """Fields of `/rag/retrieve` (docs/retrieval.md). Those left out, or None, are the server's."""
+
+    filter: Mapping[str, Any] | None
+    retrieval: Retrieval | None
+    follow_ups: FollowUps | None
+    rerank: str | None
+    rerank_candidates: int | None
+    neighbours: int | None
+    context_tokens: int | None
+    min_score: float | None
+    dedupe: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +92,11 @@ class Rag:
         question: str,
         k: int | None = None,
         *,
-        filter: Mapping[str, Any] | None = None,
-        retrieval: Retrieval | None = None,
         history: Sequence[tuple[str, str]] = (),
-        follow_ups: FollowUps | None = None,
+        **options: Unpack[SearchArguments],
     ) -> list[RetrievedPassage]:
-        """Find the ``k`` best passages (default: the server's ``top_k``), best first, by the search
-        ``retrieval`` (default: the server's).
+        """Find the ``k`` best passages (default: the server's ``top_k``), best first; ``options`` are those
+        of `SearchArguments`.
 
         With ``history``, earlier (question, answer) pairs, the question is a follow-up; ``follow_ups`` says
         what is searched for (default: the server's)."""
@@ -92,10 +104,8 @@ class Rag:
             question,
             namespace=self.namespace,
             k=k,
-            filter=filter,
-            retrieval=retrieval,
             history=_messages(history) if history else None,
-            follow_ups=follow_ups,
+            **options,
         )
 
     def context(
@@ -104,17 +114,13 @@ class Rag:
         question: str,
         k: int | None = None,
         *,
-        filter: Mapping[str, Any] | None = None,
-        retrieval: Retrieval | None = None,
         history: Sequence[tuple[str, str]] = (),
-        follow_ups: FollowUps | None = None,
         reserve: int = 256,
+        **options: Unpack[SearchArguments],
     ) -> Context:
         """Begin the state's prompt with the passages for ``question``; see `retrieve` and `insert`."""
         _must_be_empty(s)
-        found = self.retrieve(
-            question, k, filter=filter, retrieval=retrieval, history=history, follow_ups=follow_ups
-        )
+        found = self.retrieve(question, k, history=history, **options)
         return self.insert(s, found, reserve=reserve)
 
     def insert(

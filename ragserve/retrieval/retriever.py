@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ragserve_index import IndexStore
     from ragserve_index.filters import Filter
     from ragserve_index.sentence_vectors import SentenceVectors
+    from ragserve_index.types import Chunk
 
 _MAX_BATCH = 32
 _SEARCH_THREADS = 2
@@ -92,6 +93,12 @@ class Retriever:
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
         return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
+
+    async def around(self, namespace: str, chunk_ids: Sequence[int], n: int) -> dict[int, Chunk]:
+        """See ``IndexStore.chunks_around``."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._search_threads, self._store.chunks_around, namespace, chunk_ids, n
+        )
 
     async def _mean(self, question: str, variants: Sequence[str]) -> np.ndarray:
         vector, *others = await asyncio.gather(*map(self.embed, (question, *variants)))

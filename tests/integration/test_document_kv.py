@@ -205,3 +205,35 @@ def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, t
     eventually(server, space, (2, 2))
     assert ask(server, space)["context"]["tokens_kept"] > 0
     assert server.client.get("/info").json()["warming"]["documents_left"] == 0
+
+
+def test_candidates_are_reranked_by_their_stored_keys(server: Any) -> None:
+    space = "reranked"
+    texts = {
+        "reef": "The lighthouse on the reef was built by Alan Stevenson. It was lit in 1844.",
+        "soup": "A soup of leeks and potatoes is made in half an hour. Add salt and pepper.",
+        "observatory": TEXT.format("Quillmark"),
+    }
+    ingest(server, space, texts)
+    found = server.client.get("/rag/documents", params={"namespace": space}).json()["documents"]
+    server.finished(
+        server.client.post("/rag/cache/warm", json={"namespace": space, "documents": ["reef", "soup"]})
+    )
+    query = {"query": "Who built the lighthouse on the reef, Alan Stevenson?", "namespace": space}
+    plain = server.client.post("/rag/retrieve", json=query).json()
+    assert plain["reranking"] is None
+    reranked = server.client.post("/rag/retrieve", json=query | {"rerank": "keys"}).json()
+    said = reranked["reranking"]
+    assert (said["by"], said["scored"], len(said["candidates"])) == ("keys", 2, len(found))
+    assert "1 of 3 candidates keep their places" in said["note"]
+    scores = {passage["source"]: passage["rerank_score"] for passage in reranked["results"]}
+    assert scores["observatory"] is None, "it was not analysed"
+    assert scores["reef"] > scores["soup"], "the words of the question stand there"
+    places = {p["source"]: (p["index"], p["search_rank"]) for p in reranked["results"]}
+    assert places["observatory"][0] == places["observatory"][1]
+    assert reranked["timings"]["rerank_ms"] > 0
+    again = server.client.post("/rag/retrieve", json=query | {"rerank": "keys"}).json()
+    assert again["results"] == reranked["results"]
+    answer = server.client.post("/rag/query", json=query | {"rerank": "keys", "max_new_tokens": 4}).json()
+    assert answer["reranking"] == said
+    assert answer["context"]["documents_kept"] == 3

@@ -51,6 +51,8 @@ def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -
         "score": None,
         "cosine": None,
         "bm25": None,
+        "search_rank": None,
+        "rerank_score": None,
         "text": DOCUMENTS["skerryvore"],
         "basis": "marker",
     }

@@ -48,6 +48,15 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "some-org/some-model" in error_of(monkeypatch, *folder, "--model", "some-org/some-model")
 
 
+def test_a_reranker_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    folder = ("--data-dir", str(tmp_path / "data"))
+    assert "reranker 'nobody/it'" in error_of(monkeypatch, *folder, "--rerank", "nobody/it")
+    more = error_of(monkeypatch, *folder, "--rerank-models", f"keys, {tmp_path}/empty")
+    assert "was not found" in more
+
+
 def test_an_engine_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen

@@ -1,0 +1,82 @@
+"""Rerank by what the serving model itself attends to: its retrieval heads over documents' stored keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.config import Settings
+from ragserve.engine.base import Engine
+from ragserve.engine.document_cache import CachingEngine
+from ragserve.errors import InvalidRequest
+from ragserve.retrieval.reranker import CrossEncoderReranker, Reranker, reranker_names
+from ragserve.retrieval.search_options import KEYS
+
+if TYPE_CHECKING:
+    from ragserve_index.types import Chunk
+
+_MAX_TOKENS = 65_536  # of the candidates: bounds the message to the engine and its work
+
+
+class KeyReranker:
+    """Reranks with one engine's control operation `score`.
+
+    One pass of system text and question through the model; no document's KV is loaded. Only documents that
+    were analysed have a score, and only the first candidates of 65,536 tokens in all. A score grows with the
+    question's length: it says nothing about another question."""
+
+    comparable = False
+
+    def __init__(self, engine: Engine, prompts: PromptBuilder) -> None:
+        self._engine = engine
+        self._prompts = prompts
+
+    async def scores(self, namespace: str, question: str, chunks: Sequence[Chunk]) -> Sequence[float | None]:
+        """See `Reranker`. Raises InvalidRequest for an engine without documents' keys."""
+        engine = self._engine
+        if not isinstance(engine, CachingEngine) or engine.info.only_exact:
+            why = engine.info.only_exact or "its engine runs elsewhere"
+            raise InvalidRequest(
+                f"This server has no keys of documents: {why}.",
+                hint="Rerank by a CrossEncoder, or leave rerank out.",
+                param="rerank",
+            )
+        if not chunks:
+            return []
+        documents = await asyncio.to_thread(self._documents, chunks)
+        answer = await engine.control(
+            "score",
+            namespace=namespace,
+            system=self._prompts.system_ids(),
+            question=self._prompts.question_ids(question),
+            documents=documents,
+        )
+        return [*answer["scores"], *[None] * (len(chunks) - len(documents))]
+
+    def _documents(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        documents: list[list[int]] = []
+        room = _MAX_TOKENS
+        for chunk in chunks:
+            ids = self._prompts.document_ids(chunk.title, chunk.text)
+            room -= len(ids)
+            if room < 0:
+                break
+            documents.append(ids)
+        return documents
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_rerankers(settings: Settings, engine: Engine, prompts: PromptBuilder) -> dict[str, Reranker]:
+    """The rerankers of a server, by the names that requests give them. Loads no model.
+
+    Raises InvalidRequest for a CrossEncoder that is not there."""
+    found: dict[str, Reranker] = {KEYS: KeyReranker(engine, prompts)}
+    for name in reranker_names(settings):
+        found[name] = CrossEncoderReranker(
+            name, device=settings.embed_device, batch_size=settings.embed_batch
+        )
+    return found

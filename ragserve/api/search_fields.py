@@ -1,0 +1,100 @@
+"""The fields of a search, shared by `/rag/query`, `/rag/retrieve` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+
+from ragserve.api.body import RequestModel, Text
+from ragserve.config import MAX_CANDIDATES, MAX_NEIGHBOURS, FollowUps, Retrieval, Settings
+from ragserve.retrieval.search_options import SearchOptions
+from ragserve_index.filters import Filter
+
+T = TypeVar("T")
+MAX_K = 64
+MAX_CONTEXT_TOKENS = 2**24
+
+
+class SearchFields(RequestModel):
+    """How to search. What is left out is the server's default."""
+
+    k: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_K,
+        description="Passages to return, fewer if the namespace has fewer. Default: the server's top_k; with "
+        f"`context_tokens`, {MAX_K}.",
+    )
+    filter: Filter | None = Field(
+        None,
+        description="Restricts the search by document fields: metadata keys, doc_id, source, title, mime.",
+    )
+    retrieval: Retrieval | None = Field(
+        None,
+        description="`dense`: by the embedder. `lexical`: by words (BM25); finds only passages that share a "
+        "word with the question. `hybrid`: both, fused by reciprocal rank. Default: the server's.",
+    )
+    follow_ups: FollowUps | None = Field(
+        None,
+        description="What is searched for when there are earlier turns. `rewrite`: the question, rewritten "
+        "by the model to stand alone; `context`, if it cannot. `context`: the question together with the "
+        "turn before. `alone`: the question as it is. Default: the server's.",
+    )
+    rerank: Annotated[Text, Field(min_length=1, max_length=1024)] | None = Field(
+        None,
+        description="What orders the candidates again. `off`. `keys`: the model's attention over the stored "
+        "keys of analysed documents. Or a CrossEncoder of the server's, by name. Default: the server's.",
+    )
+    rerank_candidates: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CANDIDATES,
+        description="Passages that are searched for to be reranked or compared. Default: the server's.",
+    )
+    neighbours: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_NEIGHBOURS,
+        description="Chunks before and after each passage that join it, as passages of their own in the "
+        "order of the text. `k` does not count them. Default: the server's.",
+    )
+    context_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_CONTEXT_TOKENS,
+        description="Most tokens of all passages together, the first one excepted; 0: no limit. Default: the "
+        "server's.",
+    )
+    min_score: float | None = Field(
+        None,
+        description="Lowest score of a passage: `cosine`; `bm25` if `retrieval` is `lexical`; `rerank_score` "
+        "if a CrossEncoder reranks. Where nothing reaches it, the answer is the server's `nothing_found` and "
+        "the model is not asked. Default: the server's.",
+    )
+    dedupe: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of common word triples (Jaccard) from which a passage is a copy of a better one "
+        "and left out; 0 keeps all. Default: the server's.",
+    )
+
+    def search_options(self, settings: Settings) -> SearchOptions:
+        """The options, with the server's defaults where the request has none."""
+        return SearchOptions(
+            k=self.k or (MAX_K if self.context_tokens else settings.top_k),
+            filter=self.filter,
+            retrieval=self.retrieval or settings.retrieval,
+            follow_ups=self.follow_ups or settings.follow_ups,
+            rerank=self.rerank or settings.rerank,
+            candidates=self.rerank_candidates or settings.rerank_candidates,
+            neighbours=_or(self.neighbours, settings.neighbours),
+            context_tokens=_or(self.context_tokens, settings.context_tokens),
+            min_score=_or(self.min_score, settings.min_score),
+            dedupe=_or(self.dedupe, settings.dedupe),
+        )
+
+
+def _or(given: T | None, default: T) -> T:
+    return default if given is None else given
