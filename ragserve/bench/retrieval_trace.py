@@ -124,6 +124,16 @@ async def cache_in(engine: LocalEngine, namespace: str, trace: Trace, tier: str)
     Raises RagserveError if some are not in ``tier`` afterwards."""
     first = trace.queries[0]
     needed = [first.ids[: first.spans[0].end], *trace.unique.values()]
+    await warm_missing(engine, namespace, needed)
+    await engine.control("flush")
+    await in_tier(engine, tier)
+    where = Counter((await engine.where(namespace, needed)).fastest())
+    if set(where) != {tier}:
+        raise RagserveError(f"after warming, documents are on {dict(where)}, not all on {tier}")
+
+
+async def warm_missing(engine: LocalEngine, namespace: str, needed: Sequence[list[int]]) -> None:
+    """Compute and analyse the documents, token ids, that are in no tier."""
     for at in range(0, len(needed), _GROUP):
         group = needed[at : at + _GROUP]
         found = await engine.where(namespace, group)
@@ -135,8 +145,3 @@ async def cache_in(engine: LocalEngine, namespace: str, trace: Trace, tier: str)
                 ids += document
         if spans:
             await engine.warm(GenerateRequest("warm", ids, namespace, spans=tuple(spans)))
-    await engine.control("flush")
-    await in_tier(engine, tier)
-    where = Counter((await engine.where(namespace, needed)).fastest())
-    if set(where) != {tier}:
-        raise RagserveError(f"after warming, documents are on {dict(where)}, not all on {tier}")

@@ -20,6 +20,8 @@ class Name(enum.StrEnum):
     INDEX = "index"
     RETRIEVAL = "retrieval"
     DIALOGUE = "dialogue"
+    RERANK = "rerank"
+    LONG_CHUNKS = "long-chunks"
     LEXICAL = "lexical"
     SELECTION = "selection"
     INGEST = "ingest"
@@ -39,6 +41,8 @@ _BY_NAME_ONLY = (
     Name.ALL,
     Name.KERNELS,
     Name.DIALOGUE,
+    Name.RERANK,
+    Name.LONG_CHUNKS,
     Name.LEXICAL,
     Name.SELECTION,
     Name.REPLAY,
@@ -64,9 +68,10 @@ def bench(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Repeatable. retrieval: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, "
-            "qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides those over the example corpus "
-            "(.jsonl[.gz]). lexical: such a folder, and articles ({title, text}; .jsonl, .jsonl.xz). "
+            help="Repeatable. retrieval, rerank, long-chunks: a folder in BEIR's layout (corpus.jsonl, "
+            "queries.jsonl, qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides those over the "
+            "example corpus (.jsonl[.gz]). lexical: such a folder, and articles ({title, text}; .jsonl, "
+            ".jsonl.xz). "
             "selection: a question set, as for `ragserve eval`. "
             "kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
             "queries and keys are measured. "
@@ -82,6 +87,9 @@ def bench(
         str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")
     ] = DEFAULT_MODEL,
     queries: Annotated[int, typer.Option(min=1, help="replay, load: queries drawn from the trace.")] = 120,
+    questions: Annotated[
+        int, typer.Option(min=0, help="rerank: questions, spread over each collection; 0: all.")
+    ] = 0,
     share: Annotated[
         list[float] | None,
         typer.Option(
@@ -120,6 +128,8 @@ def bench(
     given: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data, "index_types": types},
         "dialogue": {"data": data},
+        "rerank": {"data": data, "questions": questions},
+        "long-chunks": {"data": data},
         "lexical": {"data": data},
         "selection": {"data": data},
         "kernels-compose": {"parts": part},
@@ -136,6 +146,7 @@ def bench(
             )
             chosen.remove(Name.RETRIEVAL)
     for each in chosen:
-        module = import_module(f"ragserve.bench.{each.value.replace('-', '.')}")
+        path = each.value.replace("-", "." if each in _KERNELS else "_")
+        module = import_module(f"ragserve.bench.{path}")
         options = {key: value for key, value in given.get(each.value, {}).items() if value}
         module.run(None if no_write else out, quick=quick, **options)

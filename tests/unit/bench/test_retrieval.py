@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.bench import retrieval
+from ragserve.bench import long_chunks, retrieval
 from ragserve.commands import bench
 from ragserve.errors import InvalidRequest
 
@@ -61,6 +61,21 @@ def test_our_index_and_its_rival_are_measured_on_the_same_queries(collection: Pa
     assert [row["recall@10"] for row in ours] == [1.0, 0.6667, 1.0] * 2
     assert {row["queries"] for row in found["rows"]} == {3}
     assert json.loads((tmp_path / "out" / "retrieval.json").read_text())["rows"] == found["rows"]
+
+
+def test_long_chunks_are_measured_by_their_beginning_and_by_windows(collection: Path, tmp_path: Path) -> None:
+    filler = ("Gulls", "Gulls scream over the harbour and steal bread. " * 30)
+    documents = {"gulls": filler, **DOCUMENTS, "more": filler, "end": filler}
+    rows = [{"_id": name, "title": title, "text": text} for name, (title, text) in documents.items()]
+    (collection / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = long_chunks.run(tmp_path / "out", data=[collection])
+    by_system = {row["embedded"]: row for row in found["rows"]}
+    assert set(by_system) == {"beginning", "mean of windows", "largest of windows"}
+    assert all(row["chunks"] == 2 and row["windows"] > 1 for row in found["rows"])
+    # all answers are in the first chunk, behind what the embedder reads at once
+    assert by_system["beginning"]["recall@10"] == 1
+    assert by_system["mean of windows"]["ndcg@10"] >= by_system["beginning"]["ndcg@10"]
+    assert json.loads((tmp_path / "out" / "long-chunks.json").read_text())["rows"] == found["rows"]
 
 
 def test_the_command(collection: Path, tmp_path: Path) -> None:
