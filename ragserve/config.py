@@ -358,6 +358,11 @@ class Settings(BaseSettings):
                 f"kv_bits={self.kv_bits}: only sparse decoding's backend reads such a pool: set "
                 "--sparse-attention on"
             )
+        if self.rerank == "keys" and (self.engine_url is not None or self.kv_bits != 16):
+            raise ValueError(
+                "rerank='keys': only an engine of this server, with KV of 16 bits, has documents' keys: name "
+                "a CrossEncoder, or leave rerank out"
+            )
         return self
 
     @classmethod

@@ -32,6 +32,13 @@ def test_open_address_needs_an_api_key() -> None:
     assert settings_from(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
 
 
+def test_a_server_without_keys_of_documents_cannot_rerank_by_them() -> None:
+    assert load(rerank="keys").rerank == "keys"
+    for without in ({"engine_url": "http://localhost:1"}, {"kv_bits": 8, "sparse_attention": "on"}):
+        with pytest.raises(ValueError, match="rerank='keys'"):
+            load(rerank="keys", **without)
+
+
 def test_unknown_and_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("ragserve.toml").write_text('top_q = 6\nindex_type = "annoy"\n')
     with pytest.raises(InvalidRequest, match=r"(?s)index_type.*top_q|top_q.*index_type"):
