@@ -201,7 +201,7 @@ class Settings(BaseSettings):
         30000, ge=0, le=65535, description="TCP port. The default is SGLang's, so its clients find ragserve."
     )
     api_key: SecretStr | None = Field(
-        None, description="Bearer token, required by every route but /health and /docs."
+        None, description="Bearer token, required by every route but /health, /docs and /playground."
     )
     allowed_hosts: str = Field(
         "",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from sglang_ext.imports import collect_again
+from tests.unit.api.browser import PROGRAM
 
 EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
 """True under ``scripts/test --exhaustive``: every kill point, long histories, more random examples."""
@@ -52,6 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if PROGRAM is None:
+        for item in items:
+            if item.get_closest_marker("browser"):
+                item.add_marker(pytest.mark.skip(reason="needs Chromium"))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,19 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from ragserve.api import cache, docs_page, documents, errors, ingest, openai, openapi, query, retrieve, system
+from ragserve.api import (
+    cache,
+    docs_page,
+    documents,
+    errors,
+    ingest,
+    openai,
+    openapi,
+    playground,
+    query,
+    retrieve,
+    system,
+)
 from ragserve.api.browsers import RefuseForeignPages, names
 from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
@@ -78,7 +90,7 @@ def create_app(
     )
     app.state.upstream = Upstream(upstream, control_routes=settings.control_routes)
     app.state.services = None
-    for module in (query, retrieve, ingest, documents, cache, openai, system, docs_page):
+    for module in (query, retrieve, ingest, documents, cache, openai, system, docs_page, playground):
         app.include_router(module.router)
     if serve_metrics:
         app.include_router(system.metrics_router)

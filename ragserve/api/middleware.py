@@ -14,12 +14,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragserve.api import errors
+from ragserve.api import errors, playground
 from ragserve.api.body import drain
 from ragserve.errors import RagserveError, RequestTimeout, TooLarge, Unauthorized
 from ragserve.metrics import metrics
 
-_OPEN = ("/health", "/docs")
+_OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -65,7 +65,8 @@ class RequestContext:
 
 
 class RequireKey:
-    """Answers 401 to requests without the API key, except on /health and on /docs, which asks for it."""
+    """Answers 401 to requests without the API key, except on /health, and on /docs and /playground, which
+    ask for it."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app

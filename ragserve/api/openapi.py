@@ -164,9 +164,10 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
 
 DESCRIPTION = """Answers questions over your documents with SGLang.
 
-If the server has an API key, every route but `/health` and `/docs` requires it; without one, web pages of
-other origins are refused. Every answer carries `X-Request-Id`; an id that you send is kept. SGLang's own
-routes (`/generate`, `/tokenize`, `/metrics`, ...) are served on the same address and documented by SGLang."""
+If the server has an API key, every route but `/health`, `/docs` and `/playground` requires it; without one,
+web pages of other origins are refused. Every answer carries `X-Request-Id`; an id that you send is kept.
+SGLang's own routes (`/generate`, `/tokenize`, `/metrics`, ...) are served on the same address and documented
+by SGLang."""
 
 _TAGS = [
     {"name": "query", "description": "Ask a question, or search only."},

@@ -1,0 +1,28 @@
+// Builds elements. Texts of documents and answers go in as text nodes: nothing here parses markup.
+
+export const byId = (id) => document.getElementById(id);
+
+export function element(name, text, parent, properties = {}) {
+  const made = Object.assign(document.createElement(name), properties);
+  if (text !== undefined) made.textContent = text;
+  if (parent) parent.append(made);
+  return made;
+}
+
+// A bar of [name, value, colour] with a table of the values below, which says the same without colours.
+export function bar(parent, title, parts, format) {
+  const shown = parts.filter(([, value]) => value > 0);
+  element("h4", title, parent);
+  const drawn = element("div", undefined, parent, { className: "bar", role: "img" });
+  drawn.setAttribute("aria-label", shown.map(([name, value]) => `${name} ${format(value)}`).join(", ") || "nothing");
+  const table = element("table", undefined, parent);
+  table.setAttribute("aria-label", title);
+  for (const [name, value, colour] of shown) {
+    element("span", undefined, drawn, { className: colour }).style.flexGrow = value;
+    const row = element("tr", undefined, table);
+    const head = element("th", undefined, row, { scope: "row" });
+    element("span", undefined, head, { className: `swatch ${colour}` });
+    head.append(name);
+    element("td", format(value), row);
+  }
+}

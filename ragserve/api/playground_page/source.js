@@ -1,0 +1,51 @@
+// Shows a citation at its place in the text of its document.
+
+import { get } from "/playground/api.js";
+import { byId, element } from "/playground/dom.js";
+
+byId("close").addEventListener("click", () => byId("source").close());
+
+export async function openSource(namespace, citation) {
+  const text = byId("source-text");
+  byId("source-title").textContent = citation.title || citation.source || "Document";
+  const page = citation.page === null ? "" : `page ${citation.page}, `;
+  byId("source-place").textContent = `${citation.source ?? "sent with the question"}: ${page}characters ` +
+    `${citation.start} to ${citation.end}`;
+  text.replaceChildren();
+  byId("source").showModal();
+  let chunks = [];
+  try {
+    if (citation.doc_id !== null) chunks = await chunksOf(namespace, citation.doc_id);
+  } catch (error) {
+    element("p", `The document cannot be shown: ${error.message}`, text, { className: "error", role: "alert" });
+  }
+  if (!chunks.some((chunk) => chunk.chunk_id === citation.chunk_id)) chunks = [citation]; // replaced meanwhile
+  const mark = fill(text, chunks, citation);
+  mark.scrollIntoView({ block: "center" });
+  mark.focus({ preventScroll: true });
+}
+
+async function chunksOf(namespace, docId) {
+  const found = [];
+  for (let after = 0; after !== null;) {
+    const asked = new URLSearchParams({ namespace, limit: 1000, after });
+    const page = await get(`/rag/documents/${encodeURIComponent(docId)}/chunks?${asked}`);
+    found.push(...page.chunks);
+    after = page.next;
+  }
+  return found;
+}
+
+// Joins chunks by their offsets, which count code points: strings are cut by those, not by UTF-16 units.
+function fill(parent, chunks, citation) {
+  let until = chunks[0].start;
+  let marked;
+  for (const chunk of chunks) {
+    if (chunk.start > until) parent.append("\n");
+    const text = Array.from(chunk.text).slice(Math.max(0, until - chunk.start)).join("");
+    if (chunk.chunk_id === citation.chunk_id) marked = element("mark", text, parent, { tabIndex: -1 });
+    else parent.append(text);
+    until = Math.max(until, chunk.end);
+  }
+  return marked;
+}

@@ -1,0 +1,264 @@
+"""The playground: who gets it, what it may load, and what it does in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.api.playground import FOLDER, PATHS
+from tests.conftest import REPO
+from tests.unit.api.browser import Page, browsing
+from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
+
+KEY = "a-key"
+POISON = "<img src=/poisoned onerror='window.poisoned=1'><script>window.poisoned=1</script>"
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Live]:
+    with serving(tmp_path_factory.mktemp("locked"), model_path, api_key=KEY, strategy="prefix") as live:
+        live.index("docs", DOCUMENTS)
+        yield live
+
+
+def test_the_page_and_its_files_need_no_key_and_nothing_else_is_open(locked: Live) -> None:
+    with locked.client() as client:
+        page = client.get("/playground")
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        named = set(re.findall(r'(?:src|href)="(/playground/[^"]+)"', page.text))
+        for script in FOLDER.glob("*.js"):
+            named |= set(re.findall(r'from "([^"]+)"', script.read_text(encoding="utf-8")))
+        assert named | {"/playground"} == PATHS, "every file is used, and every file that is used is there"
+        for path in PATHS:
+            answer = client.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"].split("; ")
+            assert "default-src 'self'" in policy
+            assert "unsafe" not in " ".join(policy)
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        for path in ("/playground/", "/playground/../info", "/playground/x.js", "/playground/%2e%2e/app.py"):
+            request = client.build_request("GET", path)
+            request.url = request.url.copy_with(raw_path=path.encode())
+            assert client.send(request).status_code == 401, path
+
+
+def test_the_files_name_no_other_origin_and_parse_no_markup() -> None:
+    for path in FOLDER.iterdir():
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|[\"'(]//|@import|url\(", text), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|DOMParser", text
+        ), path
+        assert not re.search(r"\beval\(|new Function|createContextualFragment|srcdoc|javascript:", text), path
+        assert not re.search(r"<style|style=|<script(?![^>]* src=)|\son[a-z]+=", text), path
+
+
+def test_the_wheel_has_the_files() -> None:
+    with (REPO / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["ragserve"]
+    for path in FOLDER.iterdir():
+        name = str(path.relative_to(REPO / "ragserve"))
+        assert any(fnmatch(name, pattern) for pattern in patterns), name
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browsing(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+def enter(page: Page, live: Live) -> None:
+    """Open the page, with the key if it asks for one."""
+    page.open(f"{live.url}/playground")
+    page.until("!main.hidden || !login.hidden")
+    if page.evaluate("main.hidden"):
+        page.evaluate("document.getElementById('key').focus()")
+        page.type(KEY)
+        page.press("Enter", 13)
+        page.until("!main.hidden")
+
+
+def ask(page: Page, question: str) -> None:
+    """Ask by keyboard and wait for both answers."""
+    page.evaluate("document.getElementById('question').focus()")
+    page.type(question)
+    page.press("Enter", 13)
+    page.until("document.getElementById('comparison').textContent.includes('Both were answered exactly')")
+
+
+def focused(page: Page) -> str:
+    return str(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+
+
+@pytest.mark.browser
+def test_a_visit(page: Page, locked: Live, tmp_path: Path) -> None:
+    pictures = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    page.look(width=1200, height=1000, scheme="light")
+    page.open(f"{locked.url}/playground")
+
+    # The key, by keyboard alone: a wrong one, then the right one.
+    page.until("!document.getElementById('login').hidden")
+    for key, then in (("wrong", "document.getElementById('refused').textContent"), (KEY, "!main.hidden")):
+        page.evaluate("document.getElementById('key').select()")
+        page.type(key)
+        page.press("Enter", 13)
+        page.until(then)
+    assert page.evaluate("sessionStorage.getItem('ragserve-key')") == KEY
+    assert page.evaluate("localStorage.length") == 0
+    page.complaints.clear()  # the browser's own lines about answers with status 401
+
+    # A document into a new namespace, and its progress.
+    poisoned = tmp_path / "<b>poison.txt"
+    text = f"{POISON} The lighthouse of Skerryvore was built by Alan Stevenson. 𝒯wo million people came."
+    poisoned.write_text(text, encoding="utf-8")
+    page.evaluate("document.getElementById('namespace').focus()")
+    page.press("End", 35)  # the last choice: a new one
+    page.until("document.getElementById('new-namespace').offsetParent")
+    page.evaluate("document.getElementById('new-namespace').focus()")
+    page.type("lights")
+    page.choose_files("#files", [poisoned])
+    page.until("document.querySelector('#jobs li')?.textContent.includes('indexed')")
+    page.until("document.getElementById('namespace').value === 'lights'")
+    assert page.evaluate("document.querySelector('progress').position") == 1
+
+    # The question, both ways, the composed answer first.
+    locked.engine.deltas = (POISON, " Alan", " Stevenson", " [1]", ".")
+    ask(page, "Who built the lighthouse of Skerryvore?")
+    titles = "[...document.querySelectorAll('article h3')].map((one) => one.textContent)"
+    assert page.evaluate(titles) == ["Composed (auto)", "Exact (prefix)"]
+    answers = page.evaluate("[...document.querySelectorAll('.text')].map((one) => one.textContent)")
+    assert answers == [f"{POISON} Alan Stevenson [1]."] * 2
+    shown = page.evaluate("document.getElementById('answers').textContent")
+    for part in (
+        "Document tokens by tier",
+        "computed",
+        "Stages",
+        "search",
+        "decode",
+        "first token",
+        "Strategy prefix",
+    ):
+        assert part in shown, part
+    page.screenshot(pictures / "playground-light.png")
+
+    # The citation at its place, by keyboard; Escape leads back.
+    page.evaluate("document.querySelector('.cite').focus()")
+    page.press("Enter", 13)
+    page.until("document.querySelector('dialog[open] mark')")
+    assert page.evaluate("document.querySelector('mark').textContent") == text
+    assert focused(page) == text
+    page.screenshot(pictures / "playground-source.png")
+    page.press("Escape", 27)
+    page.until("!document.querySelector('dialog[open]')")
+    assert focused(page) == "[1]"
+
+    # Other colours, and a phone: nothing is wider than the window.
+    page.look(width=360, height=800, scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.screenshot(pictures / "playground-phone-dark.png")
+
+    # The poison stayed text, and everything came from the server.
+    assert page.evaluate(
+        "window.poisoned === undefined && !document.querySelector('main img, main script, dialog img')"
+    )
+    assert page.complaints == []
+    assert all(url.startswith(locked.url) for url in page.urls), page.urls
+    assert not any("poisoned" in url for url in page.urls)
+
+
+@pytest.mark.browser
+def test_every_control_is_reached_with_the_tab_key(page: Page, locked: Live) -> None:
+    enter(page, locked)
+    page.evaluate("document.getElementById('namespace').focus()")
+    reached = []
+    for _ in range(8):
+        reached.append(focused(page))
+        page.press("Tab", 9)
+    wanted = ["namespace", "files", "question", "", "k", "send"]
+    assert [one for one in reached if one in wanted][: len(wanted)] == wanted, reached
+
+
+@pytest.mark.browser
+def test_stages_add_up_to_the_total(page: Page, locked: Live) -> None:
+    enter(page, locked)
+    exact = {"embed_ms": 5, "search_ms": 2, "prompt_ms": 1, "queue_ms": 4, "prefill_ms": 40, "ttft_ms": 60}
+    composed = exact | {"rewrite_ms": 3, "load_ms": 3, "compose_ms": 10, "recompute_ms": 20}
+    wanted: list[tuple[dict[str, Any], dict[str, float]]] = [
+        (exact, {"queue": 4, "prefill": 40, "other": 8, "decode": 40}),
+        (
+            composed,
+            {"queue": 1, "load": 3, "compose": 10, "recompute": 20, "prefill": 10, "other": 5, "decode": 40},
+        ),
+    ]
+    for timings, parts in wanted:
+        given = json.dumps(timings | {"total_ms": 100})
+        shown = page.evaluate(f"import('/playground/answer.js').then((answer) => answer.stages({given}))")
+        found = {name: value for name, value, _ in shown}
+        assert found.items() >= parts.items(), found
+        assert sum(found.values()) == 100
+
+
+@pytest.mark.browser
+def test_times_and_cost_are_compared(page: Page, locked: Live) -> None:
+    enter(page, locked)
+    answers = [
+        json.dumps(
+            {
+                "timings": {"ttft_ms": ttft},
+                "context": {"strategy": name, "tokens_recomputed": computed, "tokens_kept": kept},
+            }
+        )
+        for name, ttft, computed, kept in (("prefix", 200, 5000, 5000), ("samkv", 50, 100, 750))
+    ]
+    compared = f"import('/playground/answer.js').then((answer) => answer.comparison({', '.join(answers)}))"
+    assert page.evaluate(compared) == (
+        "Composed (samkv): first token 50 ms, 4.0 times sooner than exact (200 ms); document tokens "
+        "computed 100 and 5,000, kept in KV 750 and 5,000."
+    )
+
+
+@pytest.mark.browser
+def test_a_failure_says_what_happened(page: Page, locked: Live) -> None:
+    enter(page, locked)
+    locked.engine.reset()
+    locked.engine.error = RuntimeError("secret detail")
+    page.evaluate("document.querySelector('[name=mode][value=prefix]').click()")
+    page.evaluate("document.getElementById('question').focus()")
+    page.type("Who built it?")
+    page.press("Enter", 13)
+    page.until("document.querySelector('#answers [role=alert]')")
+    said = page.evaluate("document.querySelector('#answers [role=alert]').textContent")
+    assert "went wrong" in said
+    assert "secret" not in said
+    locked.engine.reset()
+
+
+@pytest.mark.browser
+def test_axe_core_finds_nothing_serious(page: Page, locked: Live) -> None:
+    axe = find_spec("axe_playwright_python")  # whose import would need Playwright
+    if axe is None or axe.submodule_search_locations is None:
+        pytest.skip("needs axe-core")
+    script = Path(axe.submodule_search_locations[0], "axe.min.js").read_text(encoding="utf-8")
+    enter(page, locked)
+    ask(page, "Who built the lighthouse of Skerryvore?")
+    page.evaluate(f"{script}\n;0")
+    for scheme, width, opened in (("light", 1200, False), ("dark", 360, False), ("dark", 360, True)):
+        page.look(width=width, height=800, scheme=scheme)
+        if opened:
+            page.evaluate("document.querySelector('.cite').click()")
+            page.until("document.querySelector('dialog[open] mark')")
+        found = page.evaluate(
+            "axe.run().then((found) => found.violations.map("
+            "(one) => [one.impact, one.id, one.nodes.map((node) => node.html)]))"
+        )
+        assert [one for one in found if one[0] in ("serious", "critical")] == [], (scheme, width, opened)
