@@ -18,6 +18,7 @@ from pydantic_settings import (
 
 from ragserve.errors import InvalidRequest
 from ragserve.files import bundled
+from ragserve.logs import LogFormat
 from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.protocol import NAMESPACE
 from sglang_ext.request_options import DecodeMode
@@ -220,6 +221,16 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Log level of the server and the engine."
+    )
+    log_format: LogFormat = Field(
+        "text",
+        description="json: a JSON object per line, of the server and the engine, with the request's id; and "
+        "a line per request.",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OpenTelemetry collector to send traces to: http://HOST:4318, or HOST:4317 for gRPC. "
+        "Needs the extra `otel`. Default: no tracing.",
     )
 
     # answering

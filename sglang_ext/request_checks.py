@@ -103,6 +103,10 @@ _GENERATE = ("obj", "request")
 _CREATE = ("obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids")
 
 
+class OwnTraceHeaders(dict[str, str]):
+    """``external_trace_header`` as the server itself sets it. Clients send theirs as HTTP headers."""
+
+
 def install(manager: Any) -> None:
     """Check every request to ``manager``, a TokenizerManager. Raises RuntimeError for another SGLang."""
     generate = _method(manager, "generate_request", _GENERATE)
@@ -133,7 +137,8 @@ def _method(manager: Any, name: str, expected: tuple[str, ...]) -> Callable[...,
 def check_request(obj: Any, context_length: int) -> None:
     """Check a request as a route made it: its fields, and how many sequences and characters it has."""
     for name in REFUSED:
-        if (value := getattr(obj, name, None)) is not None and value is not False and value != 0:
+        value = getattr(obj, name, None)
+        if value is not None and value is not False and value != 0 and not isinstance(value, OwnTraceHeaders):
             raise ValueError(f"{name} is not served here; leave it out")
     if any(len(rid) < MIN_RID_CHARS for rid in _each(obj.rid)):
         raise ValueError(f"rid must have {MIN_RID_CHARS} characters at least")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from ragserve import tracing
 from ragserve.answering.auto import StrategyChoice
 from ragserve.answering.prompt import Prompt
 from ragserve.answering.results import Answer, ContextUse, RetrievalTimings, Timings
@@ -98,6 +99,29 @@ class Clock:
             engine_ms=(self._engine_end - self._engine_start) * 1e3 if engine else None,
             total_ms=(time.perf_counter() - self._start) * 1e3,
         )
+
+    def trace(self, last: GenerateChunk) -> None:
+        """Add spans of the engine's stages below the current one. The engine reports durations: stages that
+        wait end where the prefill begins, and the others follow each other from there."""
+        report, prefill, queue = last.context, last.timings.prefill_ms, last.timings.queue_ms
+        if not tracing.is_on() or self._first is None or prefill is None:
+            return
+        begin = self._first - prefill / 1e3
+        stages = [
+            ("queue", begin - (queue or 0.0) / 1e3, begin),
+            ("prefill", begin, self._first),
+            ("decode", self._first, self._engine_end),
+        ]
+        if report is not None:
+            waits = {name: getattr(report, f"{name}_ms") for name in ("load", "analysis", "query", "select")}
+            work = {name: getattr(report, f"{name}_ms") for name in ("compose", "recompute", "extend")}
+            at = begin - sum(waits.values()) / 1e3
+            for name, milliseconds in {**waits, **work}.items():
+                if milliseconds:
+                    stages.append((name, at, at + milliseconds / 1e3))
+                at += milliseconds / 1e3
+        wall = time.time_ns() - time.perf_counter_ns()
+        tracing.add((name, wall + int(start * 1e9), wall + int(end * 1e9)) for name, start, end in stages)
 
 
 def observe(answer: Answer) -> None:

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
@@ -174,7 +175,8 @@ class Answerer:
                 yield event
             return
         prompt_start = time.perf_counter()
-        prompt = await self._prompt(query, found)
+        with tracing.span("prompt"):
+            prompt = await self._prompt(query, found)
         slot.prompt = prompt
         _check_room(query, prompt, len(found))
         if prompt.cut_to is not None:
@@ -183,7 +185,8 @@ class Answerer:
             found[prompt.documents_kept - 1] = whole.model_copy(update=beginning)
         choice = None
         if request.strategy == AUTO:
-            choice = await self._chooser.choose(prompt, request.namespace)
+            with tracing.span("choose"):
+                choice = await self._chooser.choose(prompt, request.namespace)
             request = replace(request, strategy=choice.spec.name, options=choice.spec.options)
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
@@ -202,15 +205,17 @@ class Answerer:
         if request.strategy not in EXACT_STRATEGIES and search is not None:
             scores = retrieval_scores(self._prompts, prompt, found, search.sentences)
             request = replace(request, scores=scores)
-        async with aclosing(self._generate(query, request, prompt)) as chunks:
-            async for chunk in chunks:
-                last = chunk
-                if chunk.text:
-                    clock.token()
-                if text := markers.feed(chunk.text):
-                    pieces.append(text)
-                    yield MessageDelta(text)
-        clock.engine_ends()
+        with tracing.span("generate", **{"ragserve.strategy": request.strategy}):
+            async with aclosing(self._generate(query, request, prompt)) as chunks:
+                async for chunk in chunks:
+                    last = chunk
+                    if chunk.text:
+                        clock.token()
+                    if text := markers.feed(chunk.text):
+                        pieces.append(text)
+                        yield MessageDelta(text)
+            clock.engine_ends()
+            clock.trace(last)
         if last.finish_reason is None or last.finish_reason == "abort":
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"

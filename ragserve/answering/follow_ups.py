@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
+from ragserve import tracing
 from ragserve.answering.prompt import Message, PromptBuilder
 from ragserve.answering.results import (
     Candidate,
@@ -147,7 +148,8 @@ class DialogueSearch:
             return SearchedFor(question=question, variants=[], follow_up="alone")
         note = None
         if how == "rewrite":
-            rewrite, note = await self._rewriter.rewrite(question, history, namespace, request_id)
+            with tracing.span("rewrite"):
+                rewrite, note = await self._rewriter.rewrite(question, history, namespace, request_id)
             if rewrite is not None:
                 return SearchedFor(question=rewrite, variants=[], follow_up="rewrite")
         return SearchedFor(

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from ragserve import tracing
 from ragserve.api import (
     cache,
     docs_page,
@@ -30,6 +31,7 @@ from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts
 from ragserve.api.services import load_embedder, open_services
+from ragserve.api.trace_requests import TraceRequests
 from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
@@ -87,6 +89,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,  # `docs_page` is ours
         redoc_url=None,
+        telemetry={"tracing": False},  # by SGLang's provider, in other traces than ours
     )
     app.state.upstream = Upstream(upstream, control_routes=settings.control_routes)
     app.state.services = None
@@ -111,6 +114,8 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "Location"],
         )
+    if tracing.is_on():
+        app.add_middleware(TraceRequests)
     errors.install(app)
     openapi.install(app, [IngestTexts, ChatRequest, ChatChunk, *query.EVENTS.values()])
     return app

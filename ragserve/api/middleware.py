@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
+import time
 import uuid
 from collections.abc import Callable
 
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragserve.api import errors, playground
 from ragserve.api.body import drain
 from ragserve.errors import RagserveError, RequestTimeout, TooLarge, Unauthorized
+from ragserve.logs import ACCESS, REQUEST_ID
 from ragserve.metrics import metrics
 
 _OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
@@ -36,10 +39,12 @@ class RequestContext:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
         status = 0
+        began = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -62,6 +67,15 @@ class RequestContext:
             # our routes by template, SGLang's under one label: clients cannot create label values
             route = getattr(scope.get("route"), "path", "upstream")
             metrics().requests.labels(route, str(status or 499)).inc()
+            if ACCESS.isEnabledFor(logging.INFO):
+                took = round((time.perf_counter() - began) * 1e3, 1)
+                line = {
+                    "method": scope["method"],
+                    "route": route,
+                    "status": status or 499,
+                    "milliseconds": took,
+                }
+                ACCESS.info("%s %s", scope["method"], route, extra=line)
 
 
 class RequireKey:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ragserve import logs, tracing
 from ragserve.cache import lock
 from ragserve.commands.options import with_settings
 from ragserve.commands.serve_checks import check_start
@@ -42,17 +43,19 @@ def serve(settings: Settings) -> None:
 
 
 def _serve(settings: Settings, listener: socket.socket) -> None:
-    _log_to_stderr(settings.log_level)
-    typer.echo(
-        f"ragserve: starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})",
-        err=True,
-    )
+    logs.configure(settings.log_level, settings.log_format)
+    if settings.otlp_endpoint is not None:
+        tracing.start(tracing.exporter(settings.otlp_endpoint))
+    _say(settings, f"starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})")
     if settings.api_key is None:
-        typer.echo("ragserve: no API key set, so only this machine can connect", err=True)
-    if settings.engine_url:
-        _serve_remote(settings, listener)
-    else:
-        _serve_local(settings, listener)
+        _say(settings, "no API key set, so only this machine can connect")
+    try:
+        if settings.engine_url:
+            _serve_remote(settings, listener)
+        else:
+            _serve_local(settings, listener)
+    finally:
+        tracing.stop()
 
 
 def _serve_local(settings: Settings, listener: socket.socket) -> None:
@@ -109,7 +112,7 @@ def _announced(app: ASGIApp, settings: Settings, listener: socket.socket) -> ASG
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 listener.listen(_BACKLOG)  # uvicorn listens a moment later; connections wait for that
-                typer.echo(f"ragserve: ready on http://{settings.host}:{settings.port}", err=True)
+                _say(settings, f"ready on http://{settings.host}:{settings.port}")
             await send(message)
 
         await app(scope, receive, told if scope["type"] == "lifespan" else send)
@@ -117,10 +120,9 @@ def _announced(app: ASGIApp, settings: Settings, listener: socket.socket) -> ASG
     return announced
 
 
-def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("ragserve")
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
-    logger.propagate = False
+def _say(settings: Settings, line: str) -> None:
+    """Tell the operator, whatever the log's level; with JSON logs as one of their lines."""
+    if settings.log_format == "json":
+        log.log(max(logging.INFO, log.getEffectiveLevel()), line)
+    else:
+        typer.echo(f"ragserve: {line}", err=True)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ragserve import tracing
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.crash import CrashHandler
@@ -183,7 +184,7 @@ class LocalEngine:
 
         async def pump() -> None:
             try:
-                async for out in manager.generate_request(GenerateReqInput(**fields), None):
+                async for out in manager.generate_request(GenerateReqInput(**fields, **_traced()), None):
                     if abandoned:  # covers an abort that came before SGLang knew the request
                         manager.abort_request(rid)
                     outputs.put_nowait(out)
@@ -223,7 +224,7 @@ class LocalEngine:
 
         async def read() -> None:
             try:
-                async for out in manager.generate_request(GenerateReqInput(**fields), None):
+                async for out in manager.generate_request(GenerateReqInput(**fields, **_traced()), None):
                     try:
                         StreamReader(0).read(out)
                     except RagserveError as error:  # the others go on
@@ -277,6 +278,13 @@ class LocalEngine:
                 await self.control("flush", timeout_s=_FLUSH_S)
         except (RagserveError, TimeoutError) as error:
             log.warning("KV that was not on disk yet will be computed again: %r", error)
+
+
+def _traced() -> dict[str, Any]:
+    """The field that puts SGLang's spans below the current one."""
+    from sglang_ext.request_checks import OwnTraceHeaders
+
+    return {"external_trace_header": OwnTraceHeaders(headers)} if (headers := tracing.headers()) else {}
 
 
 def _dtype(weights: Any, kv: str) -> str:

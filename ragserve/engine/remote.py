@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from ragserve import tracing
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
@@ -100,7 +101,9 @@ class RemoteEngine:
                 # Timeouts are never around the yield: there they would cancel our reader.
                 async with asyncio.timeout_at(deadline):
                     response = await stack.enter_async_context(
-                        self._client.stream("POST", "/generate", json=payload(request, rid))
+                        self._client.stream(
+                            "POST", "/generate", json=payload(request, rid), headers=tracing.headers()
+                        )
                     )
                     if response.status_code != httpx.codes.OK:
                         finished = True

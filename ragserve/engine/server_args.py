@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+from ragserve import logs, tracing
 from ragserve.config import Settings
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
@@ -84,8 +85,21 @@ def server_args(settings: Settings) -> Any:
             options["max_total_tokens"] = _default_cpu_tokens(
                 settings, 2 if options["dtype"] in ("bfloat16", "float16") else 4
             )
-    options |= settings.engine_args
+    options |= _observed(settings, options["log_level"]) | settings.engine_args
     return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def _observed(settings: Settings, log_level: str) -> dict[str, Any]:
+    """Options of the engine's traces; sets the environment by which its processes log and trace as we do."""
+    if settings.log_format == "json":
+        os.environ.setdefault(
+            "SGLANG_LOGGING_CONFIG_PATH", str(logs.engine_file(settings.data_dir.resolve(), log_level))
+        )
+    if settings.otlp_endpoint is None:
+        return {}
+    protocol, address = tracing.otlp(settings.otlp_endpoint)
+    os.environ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = protocol
+    return {"enable_trace": True, "otlp_traces_endpoint": address}
 
 
 def _kv_config(settings: Settings) -> dict[str, Any]:

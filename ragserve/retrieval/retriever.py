@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ragserve import tracing
 from ragserve.config import Retrieval
 from ragserve.errors import Conflict, Unavailable
 from ragserve_index.types import Hit
@@ -84,12 +85,16 @@ class Retriever:
         Raises ``NotFound`` for an unknown namespace and, unless lexical, ``Conflict`` for one embedded with
         another model."""
         start = time.perf_counter()
-        vector = None if retrieval == "lexical" else await self._mean(question, variants)
+        vector = None
+        if retrieval != "lexical":
+            with tracing.span("embed"):
+                vector = await self._mean(question, variants)
         embedded = time.perf_counter()
         texts = () if retrieval == "dense" else (question, *variants)
-        hits, version, scores = await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._search, namespace, texts, vector, k, filter, sentences
-        )
+        with tracing.span("search", **{"ragserve.namespace": namespace, "ragserve.retrieval": retrieval}):
+            hits, version, scores = await asyncio.get_running_loop().run_in_executor(
+                self._search_threads, self._search, namespace, texts, vector, k, filter, sentences
+            )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
         return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)

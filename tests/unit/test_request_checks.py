@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext import request_checks
-from sglang_ext.request_checks import check_request, check_sampling, check_tokenized
+from sglang_ext.request_checks import OwnTraceHeaders, check_request, check_sampling, check_tokenized
 
 VOCABULARY, CONTEXT = 1000, 512
 NAN, HUGE = math.nan, 10**30
@@ -240,3 +240,10 @@ def test_another_sglang_is_noticed() -> None:
 
     real: Any = object.__new__(TokenizerManager)
     request_checks.install(real)
+
+
+def test_a_trace_is_continued_for_the_server_alone() -> None:
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    request(external_trace_header=OwnTraceHeaders(headers))
+    with pytest.raises(ValueError, match="external_trace_header is not served here"):
+        request(external_trace_header=headers)

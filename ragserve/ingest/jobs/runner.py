@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Protocol
 
+from ragserve import tracing
 from ragserve.errors import Conflict, NotFound
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import JobStore
@@ -80,7 +81,8 @@ class JobRunner:
                 if job.kind != self._kind:
                     continue
                 try:
-                    report = self._worker.run(job.job_id, stop=self._stop)
+                    with tracing.span(f"job {self._kind}", **{"ragserve.job_id": job.job_id}):
+                        report = self._worker.run(job.job_id, stop=self._stop)
                 except (Conflict, NotFound):  # another process runs it, or its namespace is gone
                     continue
                 except Exception:
