@@ -13,6 +13,7 @@ from tests.conftest import EXHAUSTIVE
 from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
+from tests.monitoring import alerts, exposed, panels, words
 
 TRIES = 20
 
@@ -327,3 +328,12 @@ def test_requests_of_one_step_get_what_each_gets_alone(
         if together and not EXHAUSTIVE:
             break
     assert together, f"no two of them shared a step in {TRIES} tries"
+
+
+def test_the_dashboards_name_metrics_of_sglang(server: Any, builder: PromptBuilder) -> None:
+    ids, spans = prompt(builder, rows("onehop")[7], 4)
+    composed(server.client, ids, spans, "epic", namespace="metrics")
+    names = {name for query in (*panels().values(), *alerts().values()) for name in words(query)}
+    wanted = {name for name in names if name.startswith("sglang:")}
+    assert wanted
+    assert wanted <= exposed(server.client.get("/metrics").text)
