@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ragserve import tracing
 from ragserve.errors import InvalidRequest
 from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
@@ -86,7 +87,8 @@ class PassageSearch:
         reranked = rerank_ms = None
         if reranker is not None:
             asked = variants[0] if variants else question
-            scores = await reranker.scores(namespace, asked, [each.chunk for each in passages])
+            with tracing.span("rerank"):
+                scores = await reranker.scores(namespace, asked, [each.chunk for each in passages])
             passages = reranked = reordered(passages, scores, fuse=not reranker.comparable)
             rerank_ms = (time.perf_counter() - started) * 1e3
         if options.min_score is not None:

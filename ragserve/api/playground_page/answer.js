@@ -74,7 +74,8 @@ export function stages(timings) {
   const of = (name) => timings[`${name}_ms`] ?? 0;
   const rest = (whole, ...parts) => Math.max(0, parts.reduce((left, part) => left - of(part), whole));
   const parts = [
-    ["rewrite", of("rewrite")], ["embed", of("embed")], ["search", of("search")], ["prompt", of("prompt")],
+    ["rewrite", of("rewrite")], ["embed", of("embed")], ["search", of("search")],
+    ["rerank", of("rerank")], ["prompt", of("prompt")],
     ["queue", rest(of("queue"), "load")], ["load", of("load")], ["compose", of("compose")],
     ["recompute", of("recompute")], ["prefill", rest(of("prefill"), "compose", "recompute")],
   ];
