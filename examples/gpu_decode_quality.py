@@ -26,10 +26,10 @@ from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
-from ragserve.eval.metrics import contains_answer, exact_match
 from ragserve.files import write_json
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.json_lines import json_lines
+from ragserve.measuring.metrics import contains_answer, exact_match
 from sglang_ext.attention.streaming_heads import save_pattern
 
 LONGEST = 8000

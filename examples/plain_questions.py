@@ -23,7 +23,7 @@ import httpx
 from demo import NAMESPACE, REPO, ingest
 
 from ragserve.errors import RagserveError
-from ragserve.eval.metrics import contains_answer, exact_match, token_f1
+from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
 from ragserve.measuring.report import write
 from ragserve.measuring.server import running_server
 

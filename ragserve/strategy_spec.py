@@ -63,6 +63,9 @@ class StrategySpec:
         return spec
 
 
+FULL = StrategySpec("full")
+
+
 def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:
     """Parse a list like ``full,samkv:update=fusion,block_size=16,concat``; duplicates are dropped.
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import Question, load, set_name
-from ragserve.eval.metrics import contains_answer
 from ragserve.measuring import report
+from ragserve.measuring.metrics import contains_answer
 from sglang_ext.protocol import RetrievalScores
 from sglang_ext.request_options import SamKvOptions, merged
 

@@ -16,8 +16,8 @@ from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.local import LocalEngine
+    from ragserve.measuring.costs import CostSchedule
     from ragserve.strategy_spec import StrategySpec
 
 SETTINGS = ("model", "data_dir", "kv_disk_bytes", *ENGINE_SETTINGS)
@@ -66,8 +66,8 @@ def calibrate(
     The samkv profile (stable layers and retrieval heads) belongs to the model and is written beside it. The
     costs (time to the first token of every strategy) belong to this machine and are written to the data
     folder. Stop a server on the same machine first: it would disturb the measurement."""
-    from ragserve.calibration.costs import CostSchedule
     from ragserve.engine.offline import run_once
+    from ragserve.measuring.costs import CostSchedule
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import parse
     from sglang_ext.protocol import EXACT_STRATEGIES
@@ -111,7 +111,7 @@ async def _costs(
 ) -> None:
     """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
     verified with, samkv is left out by default."""
-    from ragserve.calibration.costs import measure
+    from ragserve.measuring.costs import measure
     from ragserve.measuring.report import measured_on
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit
     from ragserve.profiles.gate import Gate
@@ -121,7 +121,7 @@ async def _costs(
     gate = Gate.of(
         settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
     )
-    verified = [parse(label)[0] for label in gate.verified()]
+    verified = [parse(label)[0] for label in gate.verified_anywhere()]
     specs = given or [spec for spec in verified if spec.name != "samkv" or not new_profile]
     if not specs:
         why, hint = (

@@ -149,3 +149,11 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Abort running requests and release connections."""
         ...
+
+
+class WarmEngine(Engine, Protocol):
+    """An engine that can cache documents before they are used."""
+
+    async def warm(self, request: GenerateRequest) -> None:
+        """Compute each span of the request alone, into all tiers."""
+        ...

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.eval.metrics import contains_answer
 from ragserve.measuring.json_lines import json_lines
+from ragserve.measuring.metrics import contains_answer
 
 
 @dataclass(frozen=True, slots=True)

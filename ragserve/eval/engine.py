@@ -11,32 +11,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
-from ragserve.engine.base import Engine, GenerateRequest, Sampling
+from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
 from ragserve.eval.given_scores import GivenScores
-from ragserve.eval.metrics import exact_match, token_f1
-from ragserve.eval.rows import Key, Row
 from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
 from ragserve.measuring.engine_run import TimedAnswer, first_token
-from ragserve.strategy_spec import StrategySpec
+from ragserve.measuring.metrics import exact_match, token_f1
+from ragserve.measuring.rows import Key, Row
+from ragserve.strategy_spec import FULL, StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
 
-FULL = StrategySpec("full")
 NAMESPACE = "eval"
-
-
-class WarmEngine(Engine, Protocol):
-    """An engine that can cache documents before they are used."""
-
-    async def warm(self, request: GenerateRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ def run(job: dict[str, Any]) -> None:
     from ragserve.engine.offline import run_once
     from ragserve.eval.data import interleaved, load, set_name
     from ragserve.eval.engine import Ask, evaluate
-    from ragserve.eval.rows import appending, read
     from ragserve.files import write_json
     from ragserve.measuring.report import environment
+    from ragserve.measuring.rows import appending, read
     from ragserve.retrieval.embedder import Embedder
     from ragserve.strategy_spec import parse
 

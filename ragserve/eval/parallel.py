@@ -16,9 +16,9 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import EngineError
-from ragserve.eval import rows
 from ragserve.eval.data import load, set_name
 from ragserve.files import write_json
+from ragserve.measuring import rows
 from ragserve.measuring.server import kill_session, spawn
 from ragserve.strategy_spec import StrategySpec
 

@@ -19,7 +19,7 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
-from ragserve.eval.metrics import contains_answer, exact_match, token_f1
+from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
 from ragserve.strategy_spec import FORCE, StrategySpec
 from sglang_ext.protocol import EXACT_STRATEGIES
 

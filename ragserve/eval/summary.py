@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.measuring import report
-from ragserve.measuring.bounds import upper_bound
+from ragserve.measuring.bounds import answer_figures, upper_bound
 from ragserve.measuring.report import percentile
 
 if TYPE_CHECKING:
@@ -98,22 +98,6 @@ def _line(group: Sequence[Mapping[str, Any]], full_f1: Mapping[tuple[str, str], 
         "documents_dropped": sum(row["documents_dropped"] for row in answered),
         "fallbacks": sum(bool(row["fallback"]) for row in answered),
         "failed": len(group) - len(answered),
-    }
-
-
-def answer_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means and bounds over the whole answers of rows that have ``answer_kl`` and ``answer_agrees`` (a
-    share), in nats and percent, as the gate has them."""
-    pairs = [(row["answer_kl"], row["answer_agrees"]) for row in rows if row.get("answer_kl") is not None]
-    if not pairs:
-        names = ("answer_kl", "answer_kl_bound", "answer_agrees", "answer_agrees_bound")
-        return dict.fromkeys(names)
-    kls, lost = [kl for kl, _ in pairs], [1 - agrees for _, agrees in pairs]
-    return {
-        "answer_kl": float(f"{_mean(kls):.3g}"),
-        "answer_kl_bound": float(f"{upper_bound(kls, max(kls)):.3g}"),
-        "answer_agrees": _rounded(100 * (1 - _mean(lost))),
-        "answer_agrees_bound": _rounded(100 * (1 - upper_bound(lost, 1.0))),
     }
 
 

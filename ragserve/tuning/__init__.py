@@ -1,1 +1,1 @@
-"""Verify strategies on a namespace's own documents, without labels: `ragserve tune`."""
+"""The engine process of `ragserve tune`."""

@@ -29,8 +29,8 @@ from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
     from ragserve.strategy_spec import StrategySpec
-    from ragserve.tuning.comparison import Comparison, TunedQueries
-    from ragserve.tuning.verdicts import Verdict
+    from ragserve.verification.comparison import Comparison, TunedQueries
+    from ragserve.verification.verdicts import Verdict
 
 RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
 PROGRESS, RESULT = "progress.json", "result.json"
@@ -97,12 +97,12 @@ async def _tune(
     report: Callable[..., None],
 ) -> None:
     from ragserve.answering.prompt import PromptBuilder
-    from ragserve.eval import rows
+    from ragserve.measuring import rows
     from ragserve.retrieval.embedder import Embedder
     from ragserve.retrieval.retriever import Retriever
-    from ragserve.tuning.comparison import Comparison, TunedQueries, compare_all
-    from ragserve.tuning.questions import drawn, given
-    from ragserve.tuning.verdicts import verdict
+    from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
+    from ragserve.verification.questions import drawn, given
+    from ragserve.verification.verdicts import verdict
     from ragserve_index import IndexStore
 
     queries = TunedQueries(job.namespace, settings.top_k, settings.retrieval, settings.max_new_tokens)
@@ -193,7 +193,7 @@ async def _costs(
     time_left: Callable[[], bool],
 ) -> str:
     """Measure what all verified strategies cost, unless that is known, and say what came of it."""
-    from ragserve.calibration.costs import CostSchedule, measure
+    from ragserve.measuring.costs import CostSchedule, measure
     from ragserve.measuring.report import measured_on
     from ragserve.strategy_spec import parse
 
@@ -201,7 +201,7 @@ async def _costs(
     records = gate.Gate.of(
         settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
     )
-    verified = records.verified()
+    verified = records.verified_anywhere()  # the profile is of all namespaces
     place = settings.data_dir / COSTS_FILE
     known = COSTS.load(place, info.fingerprint)
     if not verified:

@@ -21,9 +21,9 @@ from ragserve.measuring.engine_run import first_token
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.retriever import Retriever
 from ragserve.strategy_spec import parse
-from ragserve.tuning.comparison import Comparison, TunedQueries, compare_all
-from ragserve.tuning.questions import DrawnQuestion, drawn
-from ragserve.tuning.verdicts import verdict
+from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
+from ragserve.verification.questions import DrawnQuestion, drawn
+from ragserve.verification.verdicts import verdict
 from ragserve_index import IndexStore
 from sglang_ext.protocol import DISTRIBUTION_FIELD, FORCED_FIELD, Span
 from tests.integration.context_client import composed

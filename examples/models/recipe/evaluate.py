@@ -26,7 +26,7 @@ from examples.models.recipe import architecture as model
 from examples.models.recipe import attention
 from examples.models.recipe.architecture import Params, Shape
 from examples.models.recipe.corpus import ANSWER, CONTEXT, DOCUMENT, EOS, MODEL, QUESTION, Corpus
-from ragserve.eval.metrics import contains_answer, exact_match, token_f1
+from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
 
 NEW_TOKENS = 24
 ROOM = 60_000_000

@@ -18,10 +18,10 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
-from ragserve.eval import rows
 from ragserve.eval.data import GivenPassage, Question, find, interleaved
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
+from ragserve.measuring import rows
 from ragserve.strategy_spec import parse
 from sglang_ext.protocol import ContextReport
 from tests.conftest import MODEL

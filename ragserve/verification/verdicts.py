@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ragserve.eval.summary import answer_figures
+from ragserve.measuring.bounds import answer_figures
 from ragserve.measuring.report import percentile
 from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MIN_AGREEMENT, Figures
 

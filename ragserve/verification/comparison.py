@@ -13,16 +13,16 @@ from ragserve.answering.follow_ups import passages
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.scores import retrieval_scores
 from ragserve.config import Retrieval
-from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
-from ragserve.eval.engine import FULL, WarmEngine
-from ragserve.eval.metrics import contains_answer, normalise
-from ragserve.eval.rows import Key, Row
 from ragserve.measuring.distribution import ReferenceAnswer, answer_of, forced_along
 from ragserve.measuring.engine_run import first_token
+from ragserve.measuring.metrics import contains_answer, normalise
+from ragserve.measuring.rows import Key, Row
+from ragserve.profiles.gate import set_of
 from ragserve.retrieval.retriever import Retriever
-from ragserve.strategy_spec import StrategySpec
-from ragserve.tuning.questions import WRITE, DrawnQuestion, Kind, cloze, written
+from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.verification.questions import WRITE, DrawnQuestion, Kind, cloze, written
 from ragserve_index.types import Chunk
 from sglang_ext.protocol import RetrievalScores
 
@@ -42,7 +42,7 @@ class TunedQueries:
     @property
     def set_name(self) -> str:
         """The name of the questions in rows and in the gate's record."""
-        return f"namespace {self.namespace}"
+        return set_of(self.namespace)
 
 
 class Comparison:
@@ -88,12 +88,11 @@ class Comparison:
         gap."""
         kind: Kind = "written" if self._model_writes() else "cloze"
         id_ = f"{chunk.chunk_id}-{kind}"
-        if (row := self._rows.get(self._key(id_, FULL.label))) and not row["error"]:
-            text: str | None = row["question"]
-        elif kind == "written":
-            text = await self._written(chunk)
-        else:
-            text = cloze(chunk.text, random.Random(chunk.chunk_id))
+        row = self._rows.get(self._key(id_, FULL.label))
+        text = row.get("question") if row and not row["error"] else None
+        if text is None:  # not asked yet, or its row is kept without texts
+            own = cloze(chunk.text, random.Random(chunk.chunk_id))
+            text = await self._written(chunk) if kind == "written" else own
         await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text))
 
     async def ask(self, question: DrawnQuestion) -> None:

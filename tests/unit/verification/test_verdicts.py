@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragserve.commands.tune import more
-from ragserve.tuning.verdicts import figures_of, needed, verdict
+from ragserve.verification.verdicts import figures_of, needed, verdict
 
 
 def row(kl: float = 0.0, agrees: float = 1.0, **changed: Any) -> dict[str, Any]:

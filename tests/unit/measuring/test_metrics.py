@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragserve.eval.metrics import contains_answer, exact_match, normalise, token_f1
+from ragserve.measuring.metrics import contains_answer, exact_match, normalise, token_f1
 
 
 @pytest.mark.parametrize(

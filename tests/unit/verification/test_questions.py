@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.tuning.questions import WRITE, cloze, drawn, given, written
+from ragserve.verification.questions import WRITE, cloze, drawn, given, written
 
 LONG = "one two three four five six seven eight nine ten eleven twelve"
 
