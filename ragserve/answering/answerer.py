@@ -296,7 +296,8 @@ class Answerer:
         if not isinstance(force, bool):
             raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
         if not force:
-            self._gate.check(StrategySpec(request.strategy, _own_options(request)).label)
+            label = StrategySpec(request.strategy, _own_options(request)).label
+            self._gate.check(label, request.namespace)
 
     async def _found(self, query: Query) -> Found | None:
         """Search for the query's passages; None if it brings its own."""

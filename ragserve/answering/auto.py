@@ -51,24 +51,26 @@ class Chooser:
         """Choose for one prompt. The choice is exact, and the reason says what to do, where nothing is
         verified or measured, or the engine cannot be asked."""
         try:
-            found = self._candidates()
+            found = self._candidates(namespace)
             if isinstance(found, str):
                 return StrategyChoice(_EXACT, found)
             return await self._sooner(prompt, namespace, *found)
         except RagserveError as error:  # a broken profile, or a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
 
-    def _candidates(self) -> tuple[CachingEngine, Costs, list[str]] | str:
-        """The engine, its costs and the strategies to choose from, or why there are none. Asks nothing of the
-        engine."""
+    def _candidates(self, namespace: str) -> tuple[CachingEngine, Costs, list[str]] | str:
+        """The engine, its costs and the strategies that a namespace has to choose from, or why there are none.
+        Asks nothing of the engine."""
         info = self._engine.info
         if set(info.strategies) <= set(EXACT_STRATEGIES):
             return info.only_exact or "the engine serves exact strategies only"
         if not isinstance(self._engine, CachingEngine):
             return "the engine does not report its cache"
-        verified = [label for label in self._gate.verified() if parse(label)[0].name in info.strategies]
+        verified = [
+            label for label in self._gate.verified(namespace) if parse(label)[0].name in info.strategies
+        ]
         if not verified:
-            return "no composed strategy is verified for this model: run ragserve tune"
+            return f"no composed strategy is verified here: run ragserve tune --namespace {namespace}"
         costs = self._profile()
         if costs is None:
             return "no cost profile of this machine: run ragserve tune"

@@ -7,13 +7,16 @@ where too few questions would hide a loss as little as where the loss is seen. R
 bounds and keep the rule that they were measured by. The record is a JSON
 file in the data folder; a model's folder may bring one, measured on another machine. It belongs to the
 model's weights (`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed
-and full prefill were compared in one engine, and only coarser rounding can add to the difference."""
+and full prefill were compared in one engine, and only coarser rounding can add to the difference.
+
+In a namespace that a strategy was measured on (`ragserve tune`), that measurement alone decides. In all
+others question sets do: those measured here or, without any, those that the model brings."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,13 @@ MAX_ANSWER_KL = 0.01
 MIN_AGREEMENT = 98.0
 MAX_KL = 0.02  # nats at the first token, mean over a set: instead of both in records of version 1
 MAX_FALLBACKS = 0.01  # share of answers given by another strategy
+_NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
 _MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+
+
+def set_of(namespace: str) -> str:
+    """Name the set of a namespace's own questions in a record."""
+    return f"{_NAMESPACE}{namespace}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,17 @@ class Entry:
         """There are figures, and none falls short."""
         return bool(self.sets) and not self.shortfalls()
 
+    @property
+    def general(self) -> Entry:
+        """The record without namespaces' own questions."""
+        sets = {name: figures for name, figures in self.sets.items() if not name.startswith(_NAMESPACE)}
+        return replace(self, sets=sets)
+
+    def own(self, namespace: str) -> Entry:
+        """The record of a namespace's own questions alone."""
+        name = set_of(namespace)
+        return replace(self, sets={name: self.sets[name]} if name in self.sets else {})
+
     def applies_to(self, dtype: str) -> bool:
         """Return whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one
         measured, or more."""
@@ -156,7 +176,7 @@ class Gate:
         self._dtype = dtype
         self._samkv = samkv
         self._stamps: tuple[int, ...] = ()
-        self._entries: dict[str, Entry] = {}
+        self._records: list[dict[str, Entry]] = []  # by place
 
     @classmethod
     def of(cls, settings: Settings, *, model: str, fingerprint: str, dtype: str, samkv: str = "") -> Gate:
@@ -165,32 +185,47 @@ class Gate:
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
         return cls(places, fingerprint, model=Path(model).name, dtype=dtype, samkv=samkv)
 
-    def entries(self) -> Mapping[str, Entry]:
-        """The records of this model, by strategy. A file that cannot be read is logged and ignored."""
+    def entries(self, namespace: str | None = None) -> Mapping[str, Entry]:
+        """The records of this model that count in a namespace (None: in one without its own), by strategy. A
+        file that cannot be read is logged and ignored."""
         stamps = tuple(_stamp(place) for place in self._places)
         if stamps != self._stamps:
-            self._entries = {}
-            for place in reversed(self._places):  # one that does not exist has no entries
-                self._entries |= self._read(place)
+            self._records = [self._read(place) for place in self._places]  # without a file nothing
             self._stamps = stamps
-        return self._entries
+        every = [item for record in reversed(self._records) for item in record.items()]
+        found = {label: entry.general for label, entry in every if entry.general.sets}
+        if namespace is not None:
+            found |= {label: own for label, entry in every if (own := entry.own(namespace)).sets}
+        return found
 
-    def verified(self) -> list[str]:
-        """The strategies that may answer."""
-        return [
-            label
-            for label, entry in self.entries().items()
-            if entry.verified and entry.applies_to(self._dtype) and self._same_defaults(label, entry)
-        ]
+    def verified(self, namespace: str | None = None) -> list[str]:
+        """The strategies that may answer in a namespace (None: in one without records of its own)."""
+        return [label for label, entry in self.entries(namespace).items() if self._lets(label, entry)]
+
+    def verified_anywhere(self) -> list[str]:
+        """The strategies that may answer in some namespace."""
+        self.entries()
+        spaces = {
+            name.removeprefix(_NAMESPACE)
+            for record in self._records
+            for entry in record.values()
+            for name in entry.sets
+            if name.startswith(_NAMESPACE)
+        }
+        found = [self.verified(), *(self.verified(namespace) for namespace in sorted(spaces))]
+        return list(dict.fromkeys(label for labels in found for label in labels))
+
+    def _lets(self, label: str, entry: Entry) -> bool:
+        return entry.verified and entry.applies_to(self._dtype) and self._same_defaults(label, entry)
 
     def _same_defaults(self, label: str, entry: Entry) -> bool:
         """Return whether the options that the label leaves out are the ones it was measured with."""
         return label.partition(":")[0] != "samkv" or entry.samkv == self._samkv
 
-    def check(self, label: str) -> None:
-        """Raise InvalidRequest (code ``strategy_not_verified``), with what to do, unless the strategy is
-        verified."""
-        entry, known = self.entries().get(label), self.verified()
+    def check(self, label: str, namespace: str | None = None) -> None:
+        """Raise InvalidRequest (code ``strategy_not_verified``), with what to do, unless the strategy may
+        answer in a namespace (None: in one without records of its own)."""
+        entry, known = self.entries(namespace).get(label), self.verified(namespace)
         if label in known:
             return
         if entry is None:
@@ -205,10 +240,11 @@ class Gate:
             )
         else:
             reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
+        where = f" --namespace {namespace}" if namespace else ""
         raise InvalidRequest(
             f"Strategy {label} {reason}.",
-            hint=f"Measure it: ragserve tune --strategies '{label}', or with labels ragserve eval --data SET "
-            f"--strategies 'full,{label}' --write-gate. "
+            hint=f"Measure it: ragserve tune{where} --strategies '{label}', or with labels ragserve eval "
+            f"--data SET --strategies 'full,{label}' --write-gate. "
             'Or force it: strategy_options {"force": true}, or the server\'s --force-strategies true.',
             code="strategy_not_verified",
             param="strategy",
@@ -244,16 +280,17 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_sets: bool = False) -> None:
-    """Add records to a gate's file, replacing those of the same model and strategy; atomic. With
-    ``keep_sets``, figures of other sets stay where they were measured in the same precision and with the same
-    samkv profile. Raises InvalidRequest for a foreign file."""
+    """Add records to a gate's file, replacing those of the same model and strategy; atomic. Figures of other
+    namespaces' own questions and, with ``keep_sets``, of other sets stay where they were measured in the same
+    precision and with the same samkv profile. Raises InvalidRequest for a foreign file."""
 
     def change(known: dict[str, Any]) -> dict[str, Any]:
         new = _FILE.dump(dict(entries))
         for label, entry in new.items():
-            before = known.get(label) if keep_sets else None
+            before = known.get(label)
             if before and all(before.get(name, "") == entry[name] for name in ("dtype", "samkv")):
-                entry["sets"] = before["sets"] | entry["sets"]
+                kept = {n: own for n, own in before["sets"].items() if keep_sets or n.startswith(_NAMESPACE)}
+                entry["sets"] = kept | entry["sets"]
         return known | new
 
     _FILE.update(place, fingerprint, change)

@@ -14,7 +14,7 @@ import pytest
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record
+from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record, set_of
 from sglang_ext.documents.fingerprint import model_fingerprint
 
 DEFAULT_RECORD = Path(DEFAULT_MODEL) / FILE_NAME
@@ -143,6 +143,36 @@ def test_figures_of_other_sets_stay_where_they_are_asked_to(tmp_path: Path) -> N
     assert gate.verified() == ["concat"]
     record(place, "abc", {"concat": Entry({"c": GOOD}, "tiny", "d", "h", "bfloat16")}, keep_sets=True)
     assert set(gate.entries()["concat"].sets) == {"c"}, "measured in another precision"
+
+
+def test_a_measurement_on_a_namespace_counts_there_and_nowhere_else(tmp_path: Path) -> None:
+    """Here concat is refused on a and epic verified; the model's own records go on for all others."""
+    place, brought = tmp_path / "gate.json", tmp_path / "brought.json"
+    record(brought, "abc", {"concat": entry(GOOD), "random": entry(GOOD)})
+    bad = dataclasses.replace(UNLABELLED, answer_kl_bound=9.0)
+    for label, found in (("concat", bad), ("epic", UNLABELLED)):
+        measured_on_a = Entry({set_of("a"): found}, "tiny", "d", "h", "float32")
+        record(place, "abc", {label: measured_on_a}, keep_sets=True)
+    gate = Gate([place, brought], "abc", model="tiny", dtype="float32")
+    assert sorted(gate.verified("a")) == ["epic", "random"]
+    assert sorted(gate.verified("b")) == sorted(gate.verified()) == ["concat", "random"]
+    assert sorted(gate.verified_anywhere()) == ["concat", "epic", "random"]
+    gate.check("concat", "b")
+    with pytest.raises(InvalidRequest, match=r"fell short \(namespace a: .*tune --namespace a "):
+        gate.check("concat", "a")
+    with pytest.raises(InvalidRequest, match="has not been verified for tiny"):
+        gate.check("epic", "b")
+
+
+def test_an_evaluation_leaves_the_verdicts_of_namespaces(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
+    own = Entry({set_of("a"): UNLABELLED}, "tiny", "d", "h", "float32")
+    record(place, "abc", {"concat": own}, keep_sets=True)
+    record(place, "abc", {"concat": entry(figures(f1_vs_full=-9.0))})
+    assert (gate.verified("a"), gate.verified("b")) == (["concat"], [])
+    record(place, "abc", {"concat": entry(GOOD)})
+    assert gate.verified("b") == ["concat"]
 
 
 def test_every_set_must_pass() -> None:
