@@ -174,11 +174,13 @@ def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Empty the named tiers, so that the next use comes from the tier below; for measurements and tests."""
+    """Empty the named tiers, of all documents or of those with the given keys, so that the next use comes
+    from the tier below; for measurements and tests."""
     runtime.sweep()
     if "host" in body["tiers"] and (pending := _until_written(runtime, body)):
         return pending
-    runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]))
+    keys = None if "keys" not in body else [str(key) for key in body["keys"]]
+    runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]), keys)
     return {}
 
 

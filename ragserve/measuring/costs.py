@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.engine.local import LocalEngine
+from ragserve.engine.base import Engine, GenerateRequest, Sampling
+from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import InvalidRequest
 from ragserve.measuring.engine_run import TIERS, doubling, first_token, in_tier, random_tokens
 from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import Span
+from sglang_ext.protocol import Span, document_key
 
 NAMESPACE = "calibration"
 SYSTEM_TOKENS, QUESTION_TOKENS = 16, 32
 _RESERVED_TOKENS = 8
 _MIN_TOKENS = 256
+
+
+class CostEngine(Engine, CachingEngine, Protocol):
+    """An engine whose costs can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class CostSchedule:
     document_tokens: int = 256
     repeats: int = 3
 
-    def lengths(self, engine: LocalEngine) -> list[int]:
+    def lengths(self, engine: CostEngine) -> list[int]:
         """Context lengths in tokens. Raises InvalidRequest if the engine takes too few to see a curve."""
         longest = engine.info.max_prompt_tokens - QUESTION_TOKENS - _RESERVED_TOKENS
         longest = min(longest, self.max_tokens) if self.max_tokens else longest
@@ -51,7 +58,7 @@ class CostSchedule:
 
 
 async def measure(
-    engine: LocalEngine,
+    engine: CostEngine,
     strategies: Sequence[StrategySpec],
     schedule: CostSchedule,
     report: Callable[[str], None],
@@ -60,29 +67,70 @@ async def measure(
     line for each.
 
     A tier too small for a prompt's documents is skipped, and reported as such."""
-    probe = _Probe(engine, schedule)
-    samples: list[CostSample] = []
-    for length in schedule.lengths(engine):
-        async for sample in probe.exact(length):
-            report(f"exact, {sample.tokens} tokens, {sample.cached} cached: {sample.ms:.1f} ms")
-            samples.append(sample)
-        for spec in strategies:
-            for tier in TIERS:
-                found = await probe.composed(spec, tier, length)
-                took = f"{found.ms:.1f} ms" if found else "the documents do not all fit there"
-                report(f"{spec.label}, {length} document tokens, {tier}: {took}")
-                samples += [found] if found else []
-            absent = await probe.absent(spec, length)
-            report(f"{spec.label}, {length} document tokens, cached nowhere: {absent.ms:.1f} ms")
-            samples.append(absent)
-        await engine.forget(NAMESPACE, None)
-    return samples
+    measurement = CostMeasurement(engine, strategies, schedule, report)
+    while not measurement.finished:
+        await measurement.step()
+    return measurement.samples
+
+
+class CostMeasurement:
+    """The same case by case. A case that is cancelled is measured again by the next step."""
+
+    def __init__(
+        self,
+        engine: CostEngine,
+        strategies: Sequence[StrategySpec],
+        schedule: CostSchedule,
+        report: Callable[[str], None],
+    ) -> None:
+        self.samples: list[CostSample] = []
+        self._engine = engine
+        self._report = report
+        self._probe = _Probe(engine, schedule)
+        self._cases: deque[Callable[[], Awaitable[list[CostSample]]]] = deque()
+        for length in schedule.lengths(engine):
+            self._cases.append(partial(self._exact, length))
+            for spec in strategies:
+                self._cases += [partial(self._composed, spec, tier, length) for tier in TIERS]
+                self._cases.append(partial(self._absent, spec, length))
+            self._cases.append(self._forget)
+
+    @property
+    def finished(self) -> bool:
+        """All cases have been measured."""
+        return not self._cases
+
+    async def step(self) -> None:
+        """Measure the next case. Raises what the engine raises."""
+        self.samples += await self._cases[0]()
+        self._cases.popleft()
+
+    async def _exact(self, length: int) -> list[CostSample]:
+        found = [sample async for sample in self._probe.exact(length)]
+        for sample in found:
+            self._report(f"exact, {sample.tokens} tokens, {sample.cached} cached: {sample.ms:.1f} ms")
+        return found
+
+    async def _composed(self, spec: StrategySpec, tier: str, length: int) -> list[CostSample]:
+        found = await self._probe.composed(spec, tier, length)
+        took = f"{found.ms:.1f} ms" if found else "the documents do not all fit there"
+        self._report(f"{spec.label}, {length} document tokens, {tier}: {took}")
+        return [found] if found else []
+
+    async def _absent(self, spec: StrategySpec, length: int) -> list[CostSample]:
+        found = await self._probe.absent(spec, length)
+        self._report(f"{spec.label}, {length} document tokens, cached nowhere: {found.ms:.1f} ms")
+        return [found]
+
+    async def _forget(self) -> list[CostSample]:
+        await self._engine.forget(NAMESPACE, None)
+        return []
 
 
 class _Probe:
     """Times requests; every repetition has new tokens wherever nothing may be cached."""
 
-    def __init__(self, engine: LocalEngine, schedule: CostSchedule) -> None:
+    def __init__(self, engine: CostEngine, schedule: CostSchedule) -> None:
         self._engine = engine
         self._schedule = schedule
         self._draw = random.Random(0)
@@ -101,11 +149,13 @@ class _Probe:
         """Measure a composed context with all documents in ``tier``; None if some were elsewhere."""
         documents, spans = self._documents.setdefault(length, self._tokens(length)), self._spans(length)
         await self._engine.warm(_request(spec, documents, spans))
+        fingerprint = (await self._engine.control("info"))["fingerprint"]
+        keys = [document_key(NAMESPACE, fingerprint, documents[span.start : span.end]) for span in spans]
         taken = []
         for _ in range(self._schedule.repeats + 1):
             if tier != "device":
                 await self._engine.control("flush")
-            await in_tier(self._engine, tier)
+            await in_tier(self._engine, tier, keys)
             question = documents + self._tokens(QUESTION_TOKENS)
             answer = await first_token(self._engine, _request(spec, question, spans))
             if answer.tiers != {tier}:

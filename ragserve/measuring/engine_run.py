@@ -149,13 +149,15 @@ def doubling(first: int, longest: int) -> list[int]:
     return [*lengths, longest]
 
 
-async def in_tier(engine: Any, tier: str) -> None:
-    """Evict cached documents from the tiers above ``tier``, so that the next request reads them there.
+async def in_tier(engine: Any, tier: str, keys: Sequence[str] | None = None) -> None:
+    """Evict cached documents, or those of ``keys``, from the tiers above ``tier``, so that the next request
+    reads them there.
 
     They must have been written to ``tier`` already: `LocalEngine.control("flush")` waits for that.
     """
     if above := TIERS[: TIERS.index(tier)]:
-        await engine.control("evict", tiers=list(above))
+        which = {} if keys is None else {"keys": list(keys)}
+        await engine.control("evict", tiers=list(above), **which)
 
 
 def random_tokens(draw: random.Random, count: int) -> list[int]:

@@ -87,15 +87,17 @@ class DeviceDocuments:
         self._tiers.clear()
         self.on_removed(None)
 
-    def evict(self, tiers: Sequence[str]) -> None:
-        """Drop documents that no request reads from the device or from host memory; the tiers below keep
-        them. What waits to be written is lost with the host tier: flush it first.
+    def evict(self, tiers: Sequence[str], keys: Sequence[str] | None = None) -> None:
+        """Drop documents (of ``keys`` only, if given) that no request reads from the device or from host
+        memory; the tiers below keep them. What waits to be written is lost with the host tier: flush it
+        first.
         """
         if "device" in tiers:
             for key in self.document_tokens():
-                self._tree.remove_key(key)
+                if keys is None or key in keys:
+                    self._tree.remove_key(key)
         if "host" in tiers:
-            self._tiers.drop_host()
+            self._tiers.drop_host(keys)
 
     def sweep(self) -> None:
         """Free removed documents whose last reader has ended, and forget the namespaces of evicted ones."""

@@ -199,9 +199,10 @@ class HostTier:
                 return
             self._evict(entry)
 
-    def drop(self) -> int:
-        """Evict everything evictable and return the number of documents."""
-        victims = [entry for entry in self.entries.values() if entry.evictable]
+    def drop(self, keys: Sequence[str] | None = None) -> int:
+        """Evict everything evictable (of ``keys`` only, if given) and return the number of documents."""
+        entries = self.entries.values() if keys is None else map(self.entries.get, keys)
+        victims = [entry for entry in entries if entry is not None and entry.evictable]
         for entry in victims:
             self._evict(entry)
         return len(victims)

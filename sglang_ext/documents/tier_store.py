@@ -336,12 +336,12 @@ class TierStore:
             keys.update(found.key for found in tiers.disk.files.scan(namespace))
         return keys
 
-    def drop_host(self) -> int:
-        """Evict every document from host that nobody reads or writes, and return their number. What is not on
-        disk is lost: ``flush`` first.
+    def drop_host(self, keys: Sequence[str] | None = None) -> int:
+        """Evict every document (of ``keys`` only, if given) from host that nobody reads or writes, and return
+        their number. What is not on disk is lost: ``flush`` first.
         """
         with self._tiers.open(changing=True) as tiers:
-            return tiers.host.drop()
+            return tiers.host.drop(keys)
 
     # budgets, figures, checks
 

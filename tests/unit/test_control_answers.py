@@ -73,7 +73,7 @@ def runtime_of(store: Any) -> Any:
         ranks=Ranks(),
         sweep=lambda: None,
         check_integrity=store.check_integrity,
-        documents=SimpleNamespace(evict=lambda tiers: store.drop_host()),
+        documents=SimpleNamespace(evict=lambda tiers, keys: store.drop_host(keys)),
     )
 
 
