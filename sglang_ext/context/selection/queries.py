@@ -15,7 +15,7 @@ from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.request_options import SamKvOptions
 
-_CHUNK_BYTES = 256 * 2**20  # of mean keys in float32 at a time
+CHUNK_BYTES = 256 * 2**20  # of float32 numbers in one product at a time
 
 
 def document_queries(
@@ -86,7 +86,7 @@ def block_products(
     document = torch.repeat_interleave(torch.arange(documents), counts).to(queries.device)
     keys = torch.cat([a.mean_k.to(queries.device) for a in analyses], dim=1)
     scale = torch.cat([a.mean_k_scale.to(queries.device) for a in analyses], dim=1)
-    step = max(1, _CHUNK_BYTES // (4 * len(document) * grouped.shape[2] * grouped.shape[3] * dim))
+    step = max(1, CHUNK_BYTES // (4 * len(document) * grouped.shape[2] * grouped.shape[3] * dim))
     found = []
     for at in range(0, layers, step):
         rows = slice(at, min(at + step, layers))

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.selection.queries import block_attention, block_products, document_queries
+from sglang_ext.context.selection.queries import (
+    CHUNK_BYTES,
+    block_attention,
+    block_products,
+    document_queries,
+)
 from sglang_ext.context.selection.sentences import SINKS, max_per_sentence
 from sglang_ext.context.selection.signals.base import Evidence, scaled
-
-_CHUNK_BYTES = 256 * 2**20  # of queries, one per token, at a time
 
 
 def attention(evidence: Evidence) -> torch.Tensor | None:
@@ -56,7 +59,7 @@ def head_attention(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch
         torch.cat([getattr(a, name).to(device) for a in analyses]) for name in ("token_k", "token_k_scale")
     )
     total = torch.zeros(len(document), device=device)
-    step = max(1, _CHUNK_BYTES // (4 * group * dim))
+    step = max(1, CHUNK_BYTES // (4 * group * dim))  # tokens, each with its queries
     for number, (layer, head) in enumerate(analyses[0].heads.tolist()):
         grouped = queries[layer, :, head * group : (head + 1) * group]  # [D, group, head_dim]
         logits = torch.cat(

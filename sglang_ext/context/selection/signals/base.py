@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,7 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
+from sglang_ext.context.selection.signals.terms import Term, index_of, terms_of
 from sglang_ext.protocol import RetrievalScores
 from sglang_ext.request_options import SamKvOptions
 
@@ -51,6 +53,31 @@ class Evidence:
     def sentences(self) -> int:
         """Number of sentences."""
         return int(self.sentence[-1]) + 1
+
+    @cached_property
+    def asked(self) -> dict[Term, None]:
+        """The question's terms, in their order: sums over them are the same on every rank."""
+        [question] = self.texts.read([self.question.tolist()])
+        return dict.fromkeys(terms_of(question))
+
+    @cached_property
+    def openings(self) -> list[int]:
+        """The number of each document's first sentence."""
+        numbers: list[int] = self.sentence[self.first].tolist()
+        return numbers
+
+    @cached_property
+    def held(self) -> list[Mapping[Term, Sequence[int]]]:
+        """`index_of` each document, whose sentences it counts from 0."""
+        return [
+            index_of(analysis, self.ids[start : start + analysis.n_tokens].tolist(), self.texts)
+            for analysis, start in zip(self.analyses, self.first.tolist(), strict=True)
+        ]
+
+    def holding(self, term: Term) -> list[int]:
+        """The numbers of the sentences that hold a term."""
+        documents = zip(self.openings, self.held, strict=True)
+        return [first + own for first, index in documents for own in index.get(term, ())]
 
     def spread(self, by_document: torch.Tensor) -> torch.Tensor:
         """f32 [sentences]: each sentence with the value of its document, ``by_document`` f32 [D]."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 
 import torch
 
 from sglang_ext.context.selection.signals.base import Evidence, scaled
-from sglang_ext.context.selection.signals.words import Term, held_terms, terms_of
+from sglang_ext.context.selection.signals.terms import Term, terms_of
 
 # sentences to follow, chosen on questions of SQuAD and MuSiQue
 _BEST, _BEST_NAMING = 5, 8
@@ -30,39 +29,36 @@ def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
 
     the first without the question's words and over its largest value, the second where a title has others.
     A document's title is its first sentence."""
-    [question] = evidence.texts.read([evidence.question.tolist()])
-    asked = set(terms_of(question))
-    places = _places(evidence)
-    document = evidence.spread(torch.arange(len(evidence.first)))
-    order = score.argsort(descending=True, stable=True).tolist()
+    asked = evidence.asked
+    document: list[int] = evidence.spread(torch.arange(len(evidence.first))).tolist()
+    own = torch.tensor(document)
+    order: list[int] = score.argsort(descending=True, stable=True).tolist()
     weight = (score / score.max().clamp(min=1e-9)).tolist()
+    best = {sentence: _terms_in(evidence, sentence, document[sentence]) for sentence in order[:_BEST_NAMING]}
     words = torch.zeros(evidence.sentences)
-    for best in order[:_BEST]:
+    for sentence in order[:_BEST]:
         shared = torch.zeros(evidence.sentences)
-        for term, where in places.items():
-            if best in where and term not in asked:
+        for term in best[sentence]:
+            if term not in asked:
+                where = evidence.holding(term)
                 shared[where] += math.log(evidence.sentences / len(where))
-        shared[document == document[best]] = 0
-        words = words.maximum(weight[best] * shared)
+        shared[own == document[sentence]] = 0
+        words = words.maximum(weight[sentence] * shared)
     named = torch.zeros(len(evidence.first))
     for number, title in enumerate(_titles(evidence)):
         naming = [
-            weight[best]
-            for best in order[:_BEST_NAMING]
-            if document[best] != number and title - asked and all(best in places[term] for term in title)
+            weight[sentence]
+            for sentence, terms in best.items()
+            if document[sentence] != number and title - asked.keys() and title <= terms.keys()
         ]
         named[number] = max(naming, default=0.0)
     return scaled(words) + evidence.spread(named)
 
 
-def _places(evidence: Evidence) -> dict[Term, list[int]]:
-    """The numbers of the sentences by the terms they hold."""
-    places: dict[Term, list[int]] = defaultdict(list)
-    numbers = evidence.sentence[evidence.first].tolist()
-    for first, held in zip(numbers, held_terms(evidence), strict=True):
-        for term, own in held.items():
-            places[term].extend(first + sentence for sentence in own)
-    return places
+def _terms_in(evidence: Evidence, sentence: int, document: int) -> dict[Term, None]:
+    """The terms of a sentence, in the order of its document's index."""
+    number = sentence - evidence.openings[document]
+    return {term: None for term, held in evidence.held[document].items() if number in held}
 
 
 def _titles(evidence: Evidence) -> list[set[Term]]:

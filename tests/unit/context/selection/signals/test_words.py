@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.context.selection.signals.words import words, words_of
+from sglang_ext.context.selection.signals.terms import words_of
+from sglang_ext.context.selection.signals.words import words
 from tests.unit.context.selection.signals.evidence import evidence_of
 
 WORDS = ["Nobel", "nobel", "PRIZE", "prizes", "Gödel", "godel", "in", "1921", "東京", "was"]
