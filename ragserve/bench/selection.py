@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.config import DEFAULT_MODEL
+from ragserve.config import load as load_settings
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import Question, load, set_name
 from ragserve.measuring import report
@@ -60,11 +61,11 @@ def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ())
     tokenizer = load_tokenizer(DEFAULT_MODEL)
     builder = PromptBuilder(tokenizer)
     choosers = {by_ids: SentenceChooser(tokenizer, by_ids=by_ids) for by_ids in (False, True)}
-    embedder = Embedder()
+    embedder, sentence_bytes = Embedder(), load_settings().sentence_bytes
     rows: list[dict[str, Any]] = []
     for path in data:
         questions = [q for q in load(path, _QUICK if quick else _LIMIT) if _answerable(q)]
-        asked = [_Asked(q, builder, embedder) for q in questions]
+        asked = [_Asked(q, builder, embedder, sentence_bytes) for q in questions]
         for signal in SIGNALS:
             chooser = choosers[signal == "token ids"]
             for spelling in SPELLINGS if signal in _VARIED else ("as asked",):
@@ -76,7 +77,7 @@ def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ())
         rows,
         out=out_dir / "selection.json" if out_dir else None,
         note="Percent of questions whose answer stands in what is kept, by share of document tokens kept. "
-        "Attention takes no part. 16 bytes of sentence embeddings a token.",
+        f"Attention takes no part. {sentence_bytes} bytes of sentence embeddings a token.",
     )
 
 
@@ -102,12 +103,14 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 class _Asked:
     """A question with its prompts and scores, by spelling."""
 
-    def __init__(self, question: Question, builder: PromptBuilder, embedder: Embedder) -> None:
+    def __init__(
+        self, question: Question, builder: PromptBuilder, embedder: Embedder, sentence_bytes: int
+    ) -> None:
         from ragserve.answering.prompt import PromptDocument
         from ragserve.eval.given_scores import GivenScores
 
         self.question = question
-        given = GivenScores(builder, embedder, question.documents)
+        given = GivenScores(builder, embedder, question.documents, sentence_bytes)
         documents = [PromptDocument("", d.title, d.text) for d in question.documents]
         self.prompts: dict[str, Prompt] = {}
         self.scores: dict[str, RetrievalScores] = {}

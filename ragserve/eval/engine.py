@@ -34,10 +34,11 @@ NAMESPACE = "eval"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Limits of asking: ``in_flight`` questions at a time."""
+    """Limits of asking: ``in_flight`` questions at a time. ``sentence_bytes``: the setting."""
 
     max_new_tokens: int = 24
     in_flight: int = 4
+    sentence_bytes: int = 0
 
 
 async def evaluate(
@@ -88,7 +89,7 @@ class _Asking:
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
         self._scores = None
         if embedder is not None:
-            given = GivenScores(builder, embedder, question.documents)
+            given = GivenScores(builder, embedder, question.documents, ask.sentence_bytes)
             self._scores = given.of(question.question, self._prompt)
         self._reference: ReferenceAnswer | None = None
 

@@ -41,7 +41,7 @@ def run(job: dict[str, Any]) -> None:
         write_json(folder / f"engine-{index}.json", served)
         builder = PromptBuilder.load(engine.info.tokenizer)
         with appending(folder / f"rows-{index}.jsonl") as write:
-            ask = Ask(job["max_new_tokens"], job["in_flight"])
+            ask = Ask(job["max_new_tokens"], job["in_flight"], settings.sentence_bytes)
             mine = every[index :: job["of"]]
             embedder = Embedder.of(settings) if any(spec.name == "samkv" for spec in specs) else None
             await evaluate(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
-from ragserve.config import Settings
 from ragserve.ingest.pipeline import embedding_text
 from ragserve.ingest.sentence_plan import SentencePlan
 from ragserve.retrieval.retriever import scored
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from ragserve.eval.data import GivenPassage
     from ragserve.retrieval.embedder import Embedder
 
-SENTENCE_BYTES: int = Settings.model_fields["sentence_bytes"].default
-
 
 class GivenScores:
     """Scores of some documents for any question."""
@@ -29,8 +26,9 @@ class GivenScores:
         builder: PromptBuilder,
         embedder: Embedder,
         documents: Sequence[GivenPassage],
-        sentence_bytes: int = SENTENCE_BYTES,
+        sentence_bytes: int,
     ) -> None:
+        """``sentence_bytes``: the setting."""
         self._builder, self._embedder, self._documents = builder, embedder, documents
         plan = SentencePlan(
             [(d.text, builder.count(d.text)) for d in documents], embedder.dim, sentence_bytes

@@ -92,7 +92,8 @@ def _keys(plan: Plan) -> list[rows.Key]:
 
 def _identity(plan: Plan) -> dict[str, Any]:
     """The facts that all rows of one table must share."""
-    engine = {name: getattr(plan.settings, name) for name in ("model", "tokenizer", "dtype", "engine_args")}
+    names = ("model", "tokenizer", "dtype", "engine_args", "sentence_bytes")
+    engine = {name: getattr(plan.settings, name) for name in names}
     sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
     return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": True, "sets": sets}
 
