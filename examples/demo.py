@@ -31,6 +31,7 @@ QUESTIONS = (
     "Who is the head of government of Finland?",
     "Who is the head of state of Netherlands?",
 )
+AS_SERVED = {"idle_tuning": True, "verify_share": 0.01}  # the defaults of `ragserve serve`
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -49,7 +50,8 @@ def main() -> int:
         ingest(options.data_dir)
         console.rule("[bold]serve")
         port = options.port or (_default_port() if options.serve else 0)
-        with running_server(data_dir=options.data_dir, port=port, outlive=options.serve) as server:
+        own = AS_SERVED if options.serve else {}
+        with running_server(data_dir=options.data_dir, port=port, outlive=options.serve, **own) as server:
             memory = server.resident_bytes() / 2**30
             console.print(
                 f"{server.url} is ready after {server.start_s:.1f} s; its processes use {memory:.1f} GiB"

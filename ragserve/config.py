@@ -245,6 +245,19 @@ class Settings(BaseSettings):
         description="Let composed strategies answer even if neither `ragserve tune` nor `ragserve eval "
         "--write-gate` has verified them for the model.",
     )
+    verify_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the composed answers that are computed again by full prefill, when no request "
+        "is being answered. A strategy whose answers in a namespace differ too much is taken out of auto "
+        "there until `ragserve tune` has run. 0: none.",
+    )
+    idle_tuning: bool = Field(
+        True,
+        description="Verify strategies and measure their costs, as `ragserve tune` does, when no request is "
+        "being answered: in namespaces where nothing is verified, half an hour of computing each.",
+    )
     top_k: int = Field(5, ge=1, le=64, description="Default number of chunks to retrieve.")
     retrieval: Retrieval = Field(
         "dense",

@@ -64,6 +64,8 @@ class StrategySpec:
 
 
 FULL = StrategySpec("full")
+CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"
+"""Composed strategies that are worth verifying."""
 
 
 def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +14,7 @@ from ragserve.answering.accounting import Clock, context_use, no_context, observ
 from ragserve.answering.auto import AUTO, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.follow_ups import DialogueSearch, Found
+from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.results import (
     Answer,
@@ -25,9 +26,9 @@ from ragserve.answering.results import (
     SearchResults,
     Usage,
 )
-from ragserve.answering.scores import retrieval_scores
+from ragserve.answering.scores import SCORED, retrieval_scores
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest, TooManyRequests
+from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
@@ -73,50 +74,9 @@ class FinalAnswer:
 
 
 Event = SearchResults | MessageDelta | Citation | FinalAnswer
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A query in flight: when it began (``time.time``), and its prompt when that is laid out."""
-
-    namespace: str
-    began: float
-    prompt: Prompt | None = None
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """Token ids of the documents in its prompt."""
-        if self.prompt is None:
-            return []
-        return [self.prompt.input_ids[span.start : span.end] for span in self.prompt.spans[1:]]
-
-
-class QueryLimiter:
-    """Bounds the queries in flight over all routes. A query over the limit is refused at once, not queued."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.queries: set[InFlight] = set()
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.queries)
-
-    @contextmanager
-    def slot(self, namespace: str = "") -> Iterator[InFlight]:
-        """Occupy a slot for the block. Raises TooManyRequests if none is free."""
-        if self.in_flight >= self._limit:
-            raise TooManyRequests(
-                f"{self._limit} queries are already being answered.", hint="Retry in a moment."
-            )
-        query = InFlight(namespace, time.time())
-        self.queries.add(query)
-        metrics().in_flight.inc()
-        try:
-            yield query
-        finally:
-            self.queries.discard(query)
-            metrics().in_flight.dec()
+OnComposed = Callable[[GenerateRequest, Sequence[int], int | None], None]
+"""Called with each answered composed request, the answer's tokens, and the version of the namespace that was
+searched (None: the documents were given)."""
 
 
 class Answerer:
@@ -131,9 +91,11 @@ class Answerer:
         gate: Gate | None,
         chooser: Chooser,
         nothing_found: str = "",
+        on_composed: OnComposed | None = None,
     ) -> None:
         """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where no passage
         has the score that a query demands."""
+        self._on_composed = on_composed
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
@@ -202,11 +164,14 @@ class Answerer:
         pieces: list[str] = []
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
-        if request.strategy not in EXACT_STRATEGIES and search is not None:
+        if request.strategy == SCORED and search is not None:
             scores = retrieval_scores(self._prompts, prompt, found, search.sentences)
             request = replace(request, scores=scores)
+        asked = _laid_out(query, request, prompt)
         with tracing.span("generate", **{"ragserve.strategy": request.strategy}):
-            async with aclosing(self._generate(query, request, prompt)) as chunks:
+            # The protocol's iterators are generators: closing them aborts the request.
+            generated = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(asked))
+            async with aclosing(generated) as chunks:
                 async for chunk in chunks:
                     last = chunk
                     if chunk.text:
@@ -220,6 +185,8 @@ class Answerer:
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
+        if self._on_composed is not None and asked.strategy not in EXACT_STRATEGIES and not last.fallback:
+            self._on_composed(asked, last.output_ids, searched["index_version"])
         if text := markers.end():
             pieces.append(text)
             yield MessageDelta(text)
@@ -309,8 +276,14 @@ class Answerer:
             namespace=query.request.namespace,
             request_id=query.request.rid,
             history=query.history,
-            sentences=query.request.strategy not in EXACT_STRATEGIES,
+            sentences=self._reads_scores(query.request),
         )
+
+    def _reads_scores(self, request: GenerateRequest) -> bool:
+        """Return whether the strategy that answers may be the one that the retriever's scores are for."""
+        if request.strategy == AUTO:
+            return self._chooser.may_choose(SCORED, request.namespace)
+        return request.strategy == SCORED
 
     async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
         limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens
@@ -339,19 +312,17 @@ class Answerer:
         )
         return build() if size < _INLINE_PROMPT_CHARS else await asyncio.to_thread(build)
 
-    def _generate(
-        self, query: Query, request: GenerateRequest, prompt: Prompt
-    ) -> AsyncGenerator[GenerateChunk, None]:
-        request = replace(
-            request,
-            input_ids=prompt.input_ids,
-            sampling=replace(request.sampling, stop=(*request.sampling.stop, *prompt.stop)),
-            spans=prompt.spans,
-            options=_own_options(request),
-            unregistered=_unregistered(query, len(prompt.spans)),
-        )
-        # The protocol's iterators are generators: closing them aborts the request.
-        return cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+
+def _laid_out(query: Query, request: GenerateRequest, prompt: Prompt) -> GenerateRequest:
+    """The request with its prompt."""
+    return replace(
+        request,
+        input_ids=prompt.input_ids,
+        sampling=replace(request.sampling, stop=(*request.sampling.stop, *prompt.stop)),
+        spans=prompt.spans,
+        options=_own_options(request),
+        unregistered=_unregistered(query, len(prompt.spans)),
+    )
 
 
 def _unregistered(query: Query, spans: int) -> range:

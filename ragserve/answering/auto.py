@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
+from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.protocol import EXACT_STRATEGIES
 
@@ -33,8 +34,19 @@ class Chooser:
 
     The only exact candidate is ``prefix``: like ``full``, but it reuses the cache."""
 
-    def __init__(self, engine: Engine, gate: Gate, costs_file: Path) -> None:
-        """``costs_file`` is written by `ragserve tune` or `calibrate` and read again when it changes."""
+    def __init__(
+        self,
+        engine: Engine,
+        gate: Gate,
+        costs_file: Path,
+        in_use: InUseRecord | None = None,
+        idle_tuning: Callable[[str], str | None] = lambda namespace: None,
+    ) -> None:
+        """``costs_file`` is written by `ragserve tune` or `calibrate` and read again when it changes.
+        ``in_use``: what answered requests have shown. ``idle_tuning`` says how far the idle server is with
+        what a namespace lacks; None if it does nothing about it."""
+        self._in_use = in_use
+        self._idle_tuning = idle_tuning
         self._engine = engine
         self._gate = gate
         self._costs_file = costs_file
@@ -58,25 +70,40 @@ class Chooser:
         except RagserveError as error:  # a broken profile, or a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
 
+    def may_choose(self, strategy: str, namespace: str) -> bool:
+        """Return whether a request to a namespace may be answered by a strategy, with any options."""
+        try:
+            found = self._candidates(namespace)
+        except RagserveError:  # the choice is exact then, and says why
+            return False
+        return not isinstance(found, str) and any(parse(label)[0].name == strategy for label in found[2])
+
     def _candidates(self, namespace: str) -> tuple[CachingEngine, Costs, list[str]] | str:
-        """The engine, its costs and the strategies that a namespace has to choose from, or why there are none.
+        """The engine, its costs and a namespace's strategies to choose from, or why there are none.
         Asks nothing of the engine."""
         info = self._engine.info
         if set(info.strategies) <= set(EXACT_STRATEGIES):
             return info.only_exact or "the engine serves exact strategies only"
         if not isinstance(self._engine, CachingEngine):
             return "the engine does not report its cache"
-        verified = [
-            label for label in self._gate.verified(namespace) if parse(label)[0].name in info.strategies
-        ]
+        run = f"run ragserve tune --namespace {namespace}"
+        progress = self._idle_tuning(namespace)
+        tune = run if progress is None else f"{run}, or wait: {progress}"
+        known = self._gate.verified(namespace)
+        verified = [label for label in known if parse(label)[0].name in info.strategies]
         if not verified:
-            return f"no composed strategy is verified here: run ragserve tune --namespace {namespace}"
+            return f"no composed strategy is verified here: {tune}"
+        out = set() if self._in_use is None else self._in_use.taken_out(namespace)
+        left = [label for label in verified if label not in out]
+        if not left:
+            names = "; ".join(verified)
+            return f"{names} differed too much from full prefill in use: {run}"
         costs = self._profile()
         if costs is None:
-            return "no cost profile of this machine: run ragserve tune"
-        calibrated = [label for label in verified if label in costs.composed]
+            return f"no cost profile of this machine: {tune}"
+        calibrated = [label for label in left if label in costs.composed]
         if not calibrated:
-            return f"calibrated is none of the verified {'; '.join(verified)}: run ragserve tune"
+            return f"calibrated is none of the verified {'; '.join(left)}: {tune}"
         return self._engine, costs, calibrated
 
     async def _sooner(

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ragserve.retrieval.retriever import SentenceScores
 
 
+SCORED = "samkv"  # the strategy that reads them
+
+
 def retrieval_scores(
     builder: PromptBuilder,
     prompt: Prompt,

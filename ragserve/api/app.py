@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from ragserve import tracing
+from ragserve.answering.in_flight import Idleness
 from ragserve.api import (
     cache,
     docs_page,
@@ -27,7 +28,7 @@ from ragserve.api import (
     system,
 )
 from ragserve.api.browsers import RefuseForeignPages, names
-from ragserve.api.middleware import LimitBody, RequestContext, RequireKey
+from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext, RequireKey
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts
 from ragserve.api.services import load_embedder, open_services
@@ -71,12 +72,15 @@ def create_app(
 
     A part that cannot start fails the app's start-up with its RagserveError."""
 
+    idleness = Idleness()
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if upstream_lifespan is not None:
                 await stack.enter_async_context(upstream_lifespan())
-            app.state.services = await stack.enter_async_context(open_services(settings, engine, embedder))
+            services = open_services(settings, engine, embedder, idleness)
+            app.state.services = await stack.enter_async_context(services)
             try:
                 yield
             finally:
@@ -99,6 +103,7 @@ def create_app(
         app.include_router(system.metrics_router)
     app.router.default = app.state.upstream
     # The last middleware added is the outermost.
+    app.add_middleware(NoteRequests, idleness=idleness)
     app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings), timeout_s=settings.body_timeout_s)
     origins = names(settings.cors_origins)
     if settings.api_key is not None:  # which pages cannot know

@@ -261,6 +261,24 @@ INFO: dict[str, Any] = {
     "limits": {"max_query_chars": 16384, "max_k": 64, "max_body_bytes": 4194304},
     "index": {"default_type": "flat", "device": "cpu", "namespaces": 1, "documents": 30, "chunks": 412},
     "warming": {"jobs": 1, "documents": 30, "documents_left": 12},
+    "verification": {
+        "in_use": [
+            {
+                "namespace": "papers",
+                "strategy": "concat:recompute=sentences,share=0.1",
+                "compared": 57,
+                "kl": 0.0021,
+                "kl_at_least": 0.0009,
+                "kl_at_most": 0.0034,
+                "agreement": 99.6,
+                "agreement_at_least": 97.2,
+                "agreement_at_most": 99.9,
+                "taken_out": False,
+            }
+        ],
+        "waiting": 1,
+        "idle_tuning": {"state": "waiting"},
+    },
 }
 METRICS = (
     "# HELP ragserve_queries_in_flight Queries being answered.\n"

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragserve.answering.in_flight import Idleness
 from ragserve.api import errors, playground
 from ragserve.api.body import drain
 from ragserve.errors import RagserveError, RequestTimeout, TooLarge, Unauthorized
@@ -76,6 +77,22 @@ class RequestContext:
                     "milliseconds": took,
                 }
                 ACCESS.info("%s %s", scope["method"], route, extra=line)
+
+
+class NoteRequests:
+    """Lets the server's own work in the background know of every request that may need the engine: all but
+    reads (GET, HEAD)."""
+
+    def __init__(self, app: ASGIApp, idleness: Idleness) -> None:
+        self._app = app
+        self._idleness = idleness
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope.get("method") in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        with self._idleness.request():
+            await self._app(scope, receive, send)
 
 
 class RequireKey:

@@ -7,13 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
 
-from ragserve.answering.answerer import Answerer, QueryLimiter
+from ragserve.answering.answerer import Answerer
 from ragserve.answering.auto import Chooser
 from ragserve.answering.follow_ups import DialogueSearch
+from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
@@ -23,12 +24,18 @@ from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
+from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
+from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
+from ragserve.verification.answer_watch import AnswerWatch
+from ragserve.verification.background import BackgroundVerification
+from ragserve.verification.idle_tuner import IdleTuner
 
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
+    from ragserve.measuring.costs import CostEngine
     from ragserve.retrieval.embedder import Embedder
     from ragserve_index import IndexStore
 
@@ -49,6 +56,7 @@ class Services:
     runner: JobRunner
     limiter: QueryLimiter
     answerer: Answerer
+    verification: BackgroundVerification
     warm_runner: JobRunner | None  # None if the engine has no document cache
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
 
@@ -93,7 +101,7 @@ def _no_document_cache() -> InvalidRequest:
 
 @asynccontextmanager
 async def open_services(
-    settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any]
+    settings: Settings, engine: Engine, load_embedder: Callable[[Settings], Any], idleness: Idleness
 ) -> AsyncIterator[Services]:
     """Start all parts; the embedder, the slowest, loads in a thread while the engine starts.
 
@@ -143,7 +151,11 @@ async def open_services(
         gate = Gate.of(
             settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
         )
-        chooser = Chooser(engine, gate, settings.data_dir / COSTS_FILE)
+        verification = _verification(settings, store, engine, retriever, prompts, gate, limiter)
+        await stack.enter_async_context(verification.running(idleness))
+        chooser = Chooser(
+            engine, gate, settings.data_dir / COSTS_FILE, verification.in_use, verification.progress
+        )
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
@@ -156,6 +168,7 @@ async def open_services(
             None if settings.force_strategies else gate,
             chooser,
             settings.nothing_found,
+            verification.watch.answered,
         )
         yield Services(
             settings=settings,
@@ -168,10 +181,44 @@ async def open_services(
             runner=runner,
             limiter=limiter,
             answerer=answerer,
+            verification=verification,
             warm_runner=warm_runner,
             evict=evict,
         )
         log.info("shutting down")
+
+
+def _verification(
+    settings: Settings,
+    store: IndexStore,
+    engine: Engine,
+    retriever: Retriever,
+    prompts: PromptBuilder,
+    gate: Gate,
+    limiter: QueryLimiter,
+) -> BackgroundVerification:
+    from ragserve_index import JobStore
+
+    info = engine.info
+    in_use = InUseRecord(
+        settings.data_dir / IN_USE_FILE, info.fingerprint, dtype=info.dtype, samkv=info.samkv
+    )
+    watch = AnswerWatch(engine, store, gate, in_use, limiter, settings.verify_share)
+    tuner = None
+    if settings.idle_tuning and isinstance(engine, CachingEngine) and not info.only_exact:
+        every = JobStore(store)
+        tuner = IdleTuner(
+            settings,
+            cast("CostEngine", engine),
+            store,
+            retriever,
+            prompts,
+            gate,
+            in_use,
+            limiter,
+            jobs=lambda: any(every.list(state=state, limit=1) for state in ("queued", "running")),
+        )
+    return BackgroundVerification(in_use, watch, tuner)
 
 
 @asynccontextmanager

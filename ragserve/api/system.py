@@ -85,6 +85,7 @@ async def info(svc: Svc) -> Info:
             "chunks": sum(one.n_chunks for one in namespaces),
         },
         warming=warm_ups,
+        verification=await asyncio.to_thread(svc.verification.info),
     )
 
 

@@ -27,7 +27,7 @@ from ragserve_index import Eviction, EvictionLog, IndexStore
 from ragserve_index.evictions import by_namespace
 
 if TYPE_CHECKING:
-    from ragserve.answering.answerer import InFlight
+    from ragserve.answering.in_flight import InFlight
 
 __all__ = ["Evictor", "clean_files", "note_engine"]
 

@@ -9,12 +9,12 @@ import typer
 
 from ragserve.commands.options import ENGINE_SETTINGS, Namespace, with_settings
 from ragserve.config import Settings, StrategyName
+from ragserve.strategy_spec import CANDIDATES
 
 SETTINGS = (
     *("model", "data_dir", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
     *("kv_disk_bytes", *ENGINE_SETTINGS),
 )
-CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"
 
 
 def register(app: typer.Typer) -> None:

@@ -91,7 +91,7 @@ class GenerateChunk:
     fallback: str | None = None  # why an exact strategy answered instead of the requested one
     # Log-probabilities of the first tokens so far, base64 of float32 [vocabulary] each; only if requested
     distributions: Sequence[str] = ()
-    output_ids: Sequence[int] = ()  # the answer's tokens; last chunk only, and only with distributions
+    output_ids: Sequence[int] = ()  # the answer's tokens; last chunk only
 
 
 @dataclass(frozen=True, slots=True)

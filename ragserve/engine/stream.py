@@ -142,7 +142,7 @@ class StreamReader:
         reports = meta.get(DECODE_FIELD)
         decode = DecodeReport.from_json(reports[-1]) if reports and reports[-1] else None
         distributions = tuple(each for each in meta.get(DISTRIBUTION_FIELD) or () if each is not None)
-        ids = tuple(out["output_ids"]) if finish and distributions else ()
+        ids = tuple(out.get("output_ids") or ()) if finish else ()
         return GenerateChunk(
             delta,
             usage,

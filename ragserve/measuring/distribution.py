@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """A greedy answer's tokens, the distribution before each of them (as the engine sent it), and its
+    """An answer's tokens, the distribution before each of them (as the engine sent it), and its
     times."""
 
     ids: tuple[int, ...]
@@ -66,23 +66,30 @@ async def answer_of(engine: Engine, request: GenerateRequest) -> ReferenceAnswer
     return ReferenceAnswer(tuple(ids[: len(distributions)]), checked(distributions, 1), timed)
 
 
+async def given_answer(engine: Engine, request: GenerateRequest, ids: Sequence[int]) -> ReferenceAnswer:
+    """Let a request answer with given tokens and keep the distribution before each token.
+
+    Raises EngineError if the engine fails, or sends too few distributions."""
+    count = len(ids)
+    sampling = replace(request.sampling, max_new_tokens=count, stop=(), ignore_eos=True)
+    forced = replace(request, sampling=sampling, distributions=count, forced=ids)
+    timed = await first_token(engine, forced)
+    return ReferenceAnswer(tuple(ids), checked(timed.last.distributions, count), timed)
+
+
 async def forced_along(
     engine: Engine, request: GenerateRequest, reference: ReferenceAnswer
 ) -> tuple[Closeness, TimedAnswer]:
     """Let a request answer with the reference's tokens and compare. The prompt should be the reference's.
 
     Raises EngineError if the engine fails, or sends too few distributions."""
-    count = len(reference.ids)
-    sampling = replace(request.sampling, max_new_tokens=count, stop=(), ignore_eos=True)
-    forced = replace(request, sampling=sampling, distributions=count, forced=reference.ids)
-    timed = await first_token(engine, forced)
-    pairs = list(zip(reference.distributions, checked(timed.last.distributions, count), strict=True))
+    led = await given_answer(engine, request, reference.ids)
     kls, agrees = [], []
-    for one, other in pairs:  # decoded one at a time: a vocabulary is large
-        mine, its = decode(one), decode(other)
+    for one, other in zip(reference.distributions, led.distributions, strict=True):
+        mine, its = decode(one), decode(other)  # one at a time: a vocabulary is large
         kls.append(kl(mine, its))
         agrees.append(bool(mine.argmax() == its.argmax()))
-    return Closeness(tuple(kls), tuple(agrees)), timed
+    return Closeness(tuple(kls), tuple(agrees)), led.timed
 
 
 def checked(distributions: Sequence[str], count: int) -> Sequence[str]:

@@ -57,7 +57,7 @@ def running_server(
     *, data_dir: Path | None = None, env: dict[str, str] | None = None, outlive: bool = False, **flags: Any
 ) -> Iterator[RunningServer]:
     """Start `ragserve serve` with the settings ``flags`` (``port=0``: a free one), wait until /ready, and
-    stop it at the end of the block.
+    stop it at the end of the block. It verifies nothing by itself unless ``flags`` say so.
 
     The server is killed when the thread that started it ends, for instance by a kill, unless ``outlive``.
     Raises Unavailable with the end of the log if the server does not come up."""
@@ -67,7 +67,7 @@ def running_server(
         data_dir.mkdir(parents=True, exist_ok=True)
         port = port_of(stack.enter_context(hold_port(port=flags.pop("port", 0))))
         log = data_dir / f"server-{port}.log"
-        options = {"data_dir": data_dir, "port": port, **flags}
+        options = {"data_dir": data_dir, "port": port, "idle_tuning": False, "verify_share": 0, **flags}
         command = [sys.executable, "-m", "ragserve.cli", "serve"]
         for name, value in options.items():
             command += ["--" + name.replace("_", "-"), str(value)]

@@ -18,8 +18,8 @@ from ragserve.errors import EngineError
 from ragserve.files import write_json
 from ragserve.measuring.server import kill_session, spawn
 from ragserve.tuning.tune_worker import PROGRESS, RESTART, RESULT, TuneJob
+from ragserve.verification.verdicts import FOLDER
 
-FOLDER = "tune"  # in the data folder: the rows of all runs
 _POLL_S = 0.2
 _GRACE_S = 600.0  # for what was begun when the time was up
 _TAIL = 4000  # bytes of the log in an error

@@ -6,7 +6,6 @@ profile, and leaves its progress and its result in the job's folder."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import shutil
 import sys
@@ -29,8 +28,7 @@ from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
     from ragserve.strategy_spec import StrategySpec
-    from ragserve.verification.comparison import Comparison, TunedQueries
-    from ragserve.verification.verdicts import Verdict
+    from ragserve.verification.comparison import Comparison
 
 RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
 PROGRESS, RESULT = "progress.json", "result.json"
@@ -102,11 +100,11 @@ async def _tune(
     from ragserve.retrieval.retriever import Retriever
     from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
     from ragserve.verification.questions import drawn, given
-    from ragserve.verification.verdicts import verdict
+    from ragserve.verification.verdicts import record_verdicts, state_name, verdicts
     from ragserve_index import IndexStore
 
     queries = TunedQueries(job.namespace, settings.top_k, settings.retrieval, settings.max_new_tokens)
-    folder = Path(job.state) / state_name(engine, queries, job.questions)
+    folder = Path(job.state) / state_name(engine.info, queries, job.questions)
     async with AsyncExitStack() as stack:
         store = stack.enter_context(IndexStore(settings.data_dir))
         embedder = await asyncio.to_thread(
@@ -132,12 +130,8 @@ async def _tune(
             time_left=lambda: time.time() < job.compare_until,
             most=job.most,
         )
-    found = [
-        one
-        for spec in specs
-        if (one := verdict(spec.label, [row for row in comparison.rows if row["strategy"] == spec.label]))
-    ]
-    record_verdicts(settings, engine, queries, found)
+    found = verdicts([spec.label for spec in specs], comparison.rows)
+    record_verdicts(settings, engine.info, queries, found)
     priced = await _costs(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
     # of which kind the questions were, and whether there are more
     kinds = [row["kind"] for row in comparison.rows if row.get("usable")]
@@ -150,38 +144,6 @@ async def _tune(
         "model": engine.info.model,
     }
     write_json(Path(job.folder) / RESULT, result)
-
-
-def state_name(engine: LocalEngine, queries: TunedQueries, questions: str | None) -> str:
-    """Name the folder of rows that may stand in one table: one model, precision, profile and way to ask."""
-    info = engine.info
-    digest = "" if questions is None else hashlib.sha256(Path(questions).read_bytes()).hexdigest()
-    parts = [info.fingerprint, info.dtype, info.samkv, queries.k, queries.retrieval, queries.max_new_tokens]
-    text = json.dumps([*parts, digest])
-    return f"{queries.namespace}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def record_verdicts(
-    settings: Settings, engine: LocalEngine, queries: TunedQueries, verdicts: Sequence[Verdict]
-) -> None:
-    """Write what is decided to the gate's record in the data folder. Something undecided leaves what was
-    recorded before."""
-    from ragserve.measuring.report import environment, measured_on
-
-    info = engine.info
-    entries = {
-        one.label: gate.Entry(
-            {queries.set_name: one.figures},
-            **measured_on(settings.model),
-            dtype=info.dtype,
-            versions=environment()["versions"],
-            samkv=info.samkv,
-        )
-        for one in verdicts
-        if one.decision != "undecided"
-    }
-    if entries:
-        gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
 
 
 async def _costs(

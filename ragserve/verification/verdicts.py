@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from ragserve.config import Settings
+from ragserve.engine.base import EngineInfo
 from ragserve.measuring.bounds import answer_figures
-from ragserve.measuring.report import percentile
+from ragserve.measuring.report import environment, measured_on, percentile
+from ragserve.profiles import gate, in_use
 from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MIN_AGREEMENT, Figures
+from ragserve.verification.comparison import TunedQueries
 
+FOLDER = "tune"  # in the data folder: rows of all runs
 _ENOUGH = 20  # questions, before a mean beyond the limits refuses
 _FACTORS = (1.25, 1.5, 2, 3, 5, 10, 20)
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -39,8 +48,14 @@ class Verdict:
         return f"undecided: {self.why}{more}"
 
 
-def verdict(label: str, rows: Rows) -> Verdict | None:
-    """Judge a strategy by its rows; None without any."""
+def verdicts(labels: Sequence[str], rows: Rows, *, project: bool = True) -> list[Verdict]:
+    """Judge the strategies that have rows."""
+    found = [verdict(label, [r for r in rows if r["strategy"] == label], project=project) for label in labels]
+    return [one for one in found if one is not None]
+
+
+def verdict(label: str, rows: Rows, *, project: bool = True) -> Verdict | None:
+    """Judge a strategy by its rows; None without any. With ``project``, find out how many are needed."""
     if not rows:
         return None
     figures = figures_of(rows)
@@ -53,7 +68,38 @@ def verdict(label: str, rows: Rows) -> Verdict | None:
     bad = failing or not _means_pass(figures)
     if bad and figures.n >= _ENOUGH:
         return Verdict(label, "refused", why, figures, median)
-    return Verdict(label, "undecided", why, figures, median, None if bad else needed(rows))
+    return Verdict(label, "undecided", why, figures, median, None if bad or not project else needed(rows))
+
+
+def state_name(info: EngineInfo, queries: TunedQueries, questions: str | None) -> str:
+    """Name the folder of rows that may stand in one table: one model, precision, profile and way to ask."""
+    digest = "" if questions is None else hashlib.sha256(Path(questions).read_bytes()).hexdigest()
+    parts = [info.fingerprint, info.dtype, info.samkv, queries.k, queries.retrieval, queries.max_new_tokens]
+    text = json.dumps([*parts, digest])
+    return f"{queries.namespace}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def record_verdicts(
+    settings: Settings, info: EngineInfo, queries: TunedQueries, verdicts: Sequence[Verdict]
+) -> None:
+    """Write what is decided to the gate's record in the data folder, and forget what use has shown of it.
+    Something undecided leaves what was recorded before.
+
+    Raises InvalidRequest for a foreign file."""
+    entries = {
+        one.label: gate.Entry(
+            {queries.set_name: one.figures},
+            **measured_on(settings.model),
+            dtype=info.dtype,
+            versions=environment()["versions"],
+            samkv=info.samkv,
+        )
+        for one in verdicts
+        if one.decision != "undecided"
+    }
+    if entries:
+        gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
+        in_use.clear(settings.data_dir / in_use.FILE_NAME, info.fingerprint, queries.namespace, list(entries))
 
 
 def figures_of(rows: Rows) -> Figures:

@@ -16,7 +16,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.remote import RemoteEngine
 from ragserve.engine.stream import document_payload, new_rid
-from ragserve.measuring.distribution import answer_of, decode, forced_along
+from ragserve.measuring.distribution import answer_of, decode, forced_along, given_answer
 from ragserve.measuring.engine_run import first_token
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.retriever import Retriever
@@ -126,6 +126,25 @@ def test_an_answer_that_is_given_changes_nothing_in_what_is_selected(server: Ser
     kept = {(each.context.kept, each.context.recomputed) for each in (alone.timed, own, other, plain)}
     assert len(kept) == 1
     assert 0 < alone.timed.context.kept < alone.timed.context.document_tokens
+
+
+def test_an_answer_brings_its_tokens_along_which_both_contexts_are_led(server: Server, case: Any) -> None:
+    """As an idle server compares what it has answered, without distributions of the answer itself."""
+
+    async def work(engine: ServedEngine) -> Any:
+        plain = await first_token(engine, request(case, "concat"))
+        full = await given_answer(engine, request(case, "full"), plain.last.output_ids)
+        close, led = await forced_along(engine, request(case, "concat"), full)
+        return plain, full, close, led
+
+    plain, full, close, led = on(server, work)
+    assert plain.last.output_ids
+    assert not plain.last.distributions
+    assert list(full.timed.last.output_ids) == list(led.last.output_ids) == list(plain.last.output_ids)
+    assert led.text == full.timed.text
+    own = distributions(led.last.distributions)
+    assert own.argmax(-1).tolist() == list(plain.last.output_ids), "its own answer is what it finds likeliest"
+    assert close.mean_kl > 1e-3, "these contexts differ"
 
 
 def test_what_cannot_be_forced_is_refused_and_the_engine_lives(server: Server, case: Any) -> None:

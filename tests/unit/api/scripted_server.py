@@ -5,6 +5,7 @@ embedder are scripted.
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 import time
 import zlib
@@ -31,6 +32,7 @@ from ragserve.errors import RagserveError
 from ragserve_index.types import NewChunk, NewDocument
 
 DIM = 64
+_ALIKE = base64.b64encode(np.log(np.full(4, 0.25)).astype("<f4").tobytes()).decode()  # a distribution
 
 
 class ScriptedEngine:
@@ -62,7 +64,7 @@ class ScriptedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        strategies = ("full", "prefix", "epic")
+        strategies = ("full", "prefix", "epic", "samkv")
         return EngineInfo(
             "local",
             "scripted",
@@ -94,7 +96,12 @@ class ScriptedEngine:
                 usage = EngineUsage(len(request.input_ids), self.cached, place + 1)
                 finished = last
                 yield GenerateChunk(
-                    delta, usage, EngineTimings(0.5, 1.5), self.finish_reason if last else None
+                    delta,
+                    usage,
+                    EngineTimings(0.5, 1.5),
+                    self.finish_reason if last else None,
+                    distributions=[_ALIKE] * request.distributions if last else (),
+                    output_ids=tuple(range(len(deltas))) if last else (),
                 )
                 await asyncio.sleep(0)
                 while not self.hold.is_set():
@@ -228,7 +235,7 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
 @contextmanager
 def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **options: Any) -> Iterator[Live]:
     """The app behind uvicorn in a thread, on a free port, until the block ends."""
-    settings = Settings(data_dir=data_dir, model=str(model), **options)
+    settings = Settings(data_dir=data_dir, model=str(model), **{"verify_share": 0, **options})
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
     app = create_app(

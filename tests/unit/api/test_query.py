@@ -403,22 +403,31 @@ def test_what_nobody_foresaw_is_logged_and_not_told(
     assert "secret detail" in str(record.exc_info[1])
 
 
-def test_a_composed_request_carries_the_retriever_s_scores(
-    client: httpx.Client, live: Live, docs: str
+def test_the_retriever_s_scores_are_read_and_sent_for_the_strategy_that_uses_them(
+    client: httpx.Client, live: Live, docs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(
+        type(live.services.store),
+        "sentence_vectors",
+        lambda self, namespace, ids: read.append(namespace) or {},
+    )
+    ask(client, k=2, strategy="samkv", strategy_options={"force": True})
+    assert read == [docs]
     ask(client, k=2, strategy="epic", strategy_options={"force": True})
     ask(client, k=2, strategy="prefix")
+    ask(client, k=2, strategy="auto")
+    assert read == [docs]
     ask(
         client,
-        strategy="epic",
+        strategy="samkv",
         strategy_options={"force": True},
         documents=[{"text": "The lighthouse was built by Alan Stevenson."}],
     )
-    retrieved, exact, given = (request.scores for request in live.engine.requests[-3:])
-    assert exact is None
-    assert given is None
+    retrieved, *others = (request.scores for request in live.engine.requests[-5:])
+    assert others == [None] * 4, "of the last one the documents were given"
     assert retrieved is not None
-    assert len(retrieved.documents) == len(live.engine.requests[-3].spans) - 1 == 2
+    assert len(retrieved.documents) == len(live.engine.requests[-5].spans) - 1 == 2
     first, second = retrieved.documents
     assert first is not None
     assert second is not None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ragserve.answering.answerer import QueryLimiter
+from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import Prompt, PromptBuilder, Segment
 from ragserve.cache import evictions, lock
 from ragserve.cache.evictions import Evictor, clean_files, note_engine

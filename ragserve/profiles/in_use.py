@@ -1,0 +1,127 @@
+"""What answered requests showed of a strategy in a namespace: the running estimate of its distance from full
+prefill, kept in the data folder.
+
+The estimate is of the latest answers that an idle server compared. A strategy is taken out of ``auto`` where
+they show, at 95 %, that its loss is above the gate's limit without labels: the *lower* bound of KL above
+`MAX_ANSWER_KL`, or the upper one of agreement below `MIN_AGREEMENT`. The gate's own bounds are on the other
+side; a few answers never come under them, however good the strategy is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragserve.errors import InvalidRequest
+from ragserve.measuring.bounds import answer_figures, lower_bound
+from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.gate import MAX_ANSWER_KL, MIN_AGREEMENT
+
+log = logging.getLogger(__name__)
+FILE_NAME = "ragserve-in-use.json"
+VERSION = 1
+LATEST = 256  # answers of a strategy and namespace that count
+
+
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """``kls``: nats a token; ``lost``: share of tokens without agreement; of the latest `LATEST` answers of
+    ``compared``. ``engine``: precision and samkv profile of the engine. ``out``: taken out of ``auto``."""
+
+    engine: str
+    kls: tuple[float, ...] = ()
+    lost: tuple[float, ...] = ()
+    compared: int = 0
+    out: bool = False
+
+    def with_answer(self, kl: float, lost: float) -> InUse:
+        """Add an answer. What was taken out once stays out."""
+        kls, losses = (*self.kls, round(kl, 6))[-LATEST:], (*self.lost, round(lost, 4))[-LATEST:]
+        beyond = lower_bound(kls) > MAX_ANSWER_KL or 100 * (1 - lower_bound(losses)) < MIN_AGREEMENT
+        return InUse(self.engine, kls, losses, self.compared + 1, self.out or beyond)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Means and both bounds, in nats and percent a token, as `/info` shows them."""
+        rows = [{"answer_kl": a, "answer_agrees": 1 - b} for a, b in zip(self.kls, self.lost, strict=True)]
+        found = answer_figures(rows)
+        return {
+            "compared": self.compared,
+            "kl": found["answer_kl"],
+            "kl_at_least": float(f"{lower_bound(self.kls):.3g}"),
+            "kl_at_most": found["answer_kl_bound"],
+            "agreement": found["answer_agrees"],
+            "agreement_at_least": found["answer_agrees_bound"],
+            "agreement_at_most": round(100 * (1 - lower_bound(self.lost)), 2),
+            "taken_out": self.out,
+        }
+
+
+class InUseRecord:
+    """Reads and writes the file of one engine's model, and reads it again when it changes."""
+
+    def __init__(self, place: Path, fingerprint: str, *, dtype: str, samkv: str) -> None:
+        """The arguments after ``place`` are `EngineInfo`'s."""
+        self._place = place
+        self._fingerprint = fingerprint
+        self._engine = f"{dtype} {samkv}".strip()
+        self._stamp = 0
+        self._known: dict[str, dict[str, InUse]] = {}
+
+    def entries(self) -> Mapping[str, Mapping[str, InUse]]:
+        """Estimates by namespace and strategy, of engines like this one. A file that cannot be read is logged
+        and ignored."""
+        stamp = self._place.stat().st_mtime_ns if self._place.exists() else 0
+        if stamp != self._stamp:
+            try:
+                found = _FILE.load(self._place, self._fingerprint) or {}
+            except (OSError, InvalidRequest) as error:
+                log.warning("%s is not used: %s", self._place, error)
+                found = {}
+            self._known = {
+                namespace: {label: one for label, one in own.items() if one.engine == self._engine}
+                for namespace, own in found.items()
+            }
+            self._stamp = stamp
+        return self._known
+
+    def taken_out(self, namespace: str) -> set[str]:
+        """The strategies that ``auto`` does not take in a namespace."""
+        return {label for label, one in self.entries().get(namespace, {}).items() if one.out}
+
+    def add(self, namespace: str, label: str, kl: float, lost: float, *, existing: Container[str]) -> InUse:
+        """Add an answer and return the estimate; durable. Drops namespaces that are not ``existing``."""
+        new = InUse(self._engine)
+
+        def change(known: dict[str, Any]) -> dict[str, Any]:
+            nonlocal new
+            spaces = {name: own for name, own in known.items() if name in existing}
+            own = spaces.pop(namespace, {})
+            before = InUse(**own[label]) if label in own else new
+            new = (before if before.engine == self._engine else new).with_answer(kl, lost)
+            own[label] = _FILE.dump({"": {label: new}})[""][label]
+            return spaces | {namespace: own}  # the latest is the last
+
+        _FILE.update(self._place, self._fingerprint, change)
+        return new
+
+
+def clear(place: Path, fingerprint: str, namespace: str, labels: Sequence[str]) -> None:
+    """Forget what use has shown of strategies in a namespace, so that ``auto`` may take them again."""
+    if not place.exists():
+        return
+
+    def change(known: dict[str, Any]) -> dict[str, Any]:
+        own = {label: one for label, one in known.get(namespace, {}).items() if label not in labels}
+        return {name: theirs for name, theirs in known.items() if name != namespace} | (
+            {namespace: own} if own else {}
+        )
+
+    _FILE.update(place, fingerprint, change)
+
+
+_FILE: ProfileFile[dict[str, dict[str, InUse]]] = ProfileFile(
+    VERSION, "record of use", "ragserve tune", dict[str, dict[str, InUse]]
+)

@@ -1,0 +1,50 @@
+"""A server's own verification: of answers in use, and of what nothing is known of yet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ragserve.answering.in_flight import Idleness
+from ragserve.profiles.in_use import InUseRecord
+from ragserve.verification.answer_watch import AnswerWatch
+from ragserve.verification.idle_tuner import IdleTuner
+from ragserve.verification.idle_worker import IdleWorker
+
+_SHOWN = 200  # strategies and namespaces in `/info`
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundVerification:
+    """``tuner``: None where nothing is to be tuned in idle time."""
+
+    in_use: InUseRecord
+    watch: AnswerWatch
+    tuner: IdleTuner | None
+
+    def progress(self, namespace: str) -> str | None:
+        """Say how far the idle server is with what ``auto`` lacks in a namespace; None if it does nothing."""
+        return None if self.tuner is None else self.tuner.progress(namespace)
+
+    def info(self) -> dict[str, Any]:
+        """Describe both for `/info`; of the estimates the latest."""
+        every = [
+            {"namespace": namespace, "strategy": label, **found.figures}
+            for namespace, own in self.in_use.entries().items()
+            for label, found in own.items()
+        ]
+        return {
+            "in_use": list(islice(reversed(every), _SHOWN)),
+            "waiting": self.watch.waiting,
+            "idle_tuning": {"state": "off"} if self.tuner is None else self.tuner.info(),
+        }
+
+    @asynccontextmanager
+    async def running(self, idleness: Idleness) -> AsyncIterator[None]:
+        """Work while the block lasts and no request is being answered; answers in use come first."""
+        sources = [self.watch.work] if self.tuner is None else [self.watch.work, self.tuner.work]
+        async with IdleWorker(idleness, sources).running():
+            yield

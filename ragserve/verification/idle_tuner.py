@@ -1,0 +1,292 @@
+"""Tune a server while it is idle: measure what verified strategies cost, and verify strategies in namespaces
+that have none, with the comparison and the measurement of `ragserve tune`.
+
+A step is one question under every candidate, or one case of the costs. A step that a request stops is done
+again; what was compared before is kept in the data folder, as numbers without texts, and shared with
+`ragserve tune`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ragserve.answering.in_flight import QueryLimiter
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.config import Settings
+from ragserve.engine.base import EngineInfo, GenerateRequest
+from ragserve.errors import NotFound, RagserveError
+from ragserve.measuring import rows
+from ragserve.measuring.costs import CostEngine, CostMeasurement, CostSchedule
+from ragserve.measuring.report import measured_on
+from ragserve.profiles.costs import COSTS, fit
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import Gate
+from ragserve.profiles.in_use import InUseRecord
+from ragserve.retrieval.retriever import Retriever
+from ragserve.strategy_spec import CANDIDATES, parse
+from ragserve.verification.comparison import Comparison, TunedQueries
+from ragserve.verification.questions import drawn
+from ragserve.verification.verdicts import FOLDER, record_verdicts, state_name, verdicts
+from ragserve_index import IndexStore
+from ragserve_index.types import Chunk
+
+log = logging.getLogger(__name__)
+MOST = 400  # questions of a namespace
+MOST_S = 1800.0  # of computing for a namespace, by one server
+MAX_TOKENS = 64  # of an answer: as `ragserve tune`, whose rows are shared
+_REST_S = 10.0  # between two looks for something to do
+_AFTER_ERROR_S = 60.0
+_USELESS = 50  # questions of which none is usable, before a namespace is given up
+_TRIES = 3  # of a measurement of costs
+_ASKED = 100  # namespaces remembered, which come first
+_ENOUGH = 4096  # tokens: longest context whose costs are measured
+
+
+class Gently:
+    """An engine whose documents are computed one at a time, so that a request waits for one at most."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def warm(self, request: GenerateRequest) -> None:
+        for span in request.spans:
+            await self._engine.warm(replace(request, spans=(span,)))
+
+
+@dataclass(eq=False)
+class NamespaceRun:
+    """The comparison of one namespace; ``chunk``: the one to ask about next, which a thread draws."""
+
+    namespace: str
+    version: int
+    comparison: Comparison
+    queries: TunedQueries
+    labels: list[str]
+    chunks: Iterator[Chunk]
+    chunk: asyncio.Task[Chunk | None] | None = None
+    decided: dict[str, str] = field(default_factory=dict)  # by label
+    asked: int = 0
+
+
+class IdleTuner:
+    """Gives an `IdleWorker` its next step. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: CostEngine,
+        store: IndexStore,
+        retriever: Retriever,
+        prompts: PromptBuilder,
+        gate: Gate,
+        in_use: InUseRecord,
+        limiter: QueryLimiter,
+        *,
+        jobs: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``jobs``: an ingestion or a warm-up is waiting or running, for which tuning waits."""
+        self._settings = settings
+        self._engine: Any = Gently(engine)
+        self._store = store
+        self._retriever = retriever
+        self._prompts = prompts
+        self._gate = gate
+        self._in_use = in_use
+        self._limiter = limiter
+        self._jobs = jobs
+        self._clock = clock
+        self._rest_until = -1.0
+        self._run: NamespaceRun | None = None
+        self._costs: tuple[list[str], CostMeasurement] | None = None
+        self._failures = 0  # of measurements of costs, which end after `_TRIES`
+        self._asked: dict[str, None] = {}
+        self._ended: dict[str, int] = {}  # versions of namespaces of which nothing more is to be found
+        self._spent: dict[str, float] = {}  # seconds by namespace
+
+    def progress(self, namespace: str) -> str | None:
+        """Say how far it is with a namespace, which then comes first; None where nothing more is done."""
+        self._asked.pop(namespace, None)
+        self._asked[namespace] = None
+        if len(self._asked) > _ASKED:
+            del self._asked[next(iter(self._asked))]
+        if self._costs is not None:
+            return "the server measures costs while it is idle"
+        if self._run is not None and self._run.namespace == namespace:
+            done = self._run.comparison.compared
+            return f"the server verifies strategies while it is idle ({done} questions compared)"
+        if namespace in self._ended:
+            return None
+        return "the server tunes itself while it is idle"
+
+    def info(self) -> dict[str, Any]:
+        """Describe the state for `/info`."""
+        if self._costs is not None:
+            return {"state": "measuring costs", "strategies": self._costs[0]}
+        if self._run is not None:
+            return {
+                "state": "verifying",
+                "namespace": self._run.namespace,
+                "compared": self._run.comparison.compared,
+                "strategies": self._run.labels,
+                "decided": self._run.decided,
+            }
+        return {"state": "waiting"}
+
+    def work(self) -> Coroutine[Any, Any, None] | None:
+        """The next step; None while there is nothing to do."""
+        return None if self._clock() < self._rest_until else self._step()
+
+    async def _step(self) -> None:
+        try:
+            if await asyncio.to_thread(self._jobs):
+                self._rest(_REST_S)
+            elif labels := self._unpriced():
+                await self._price(labels)
+            elif self._run is not None:
+                await self._ask(self._run)
+            elif (run := await self._next_run()) is not None:
+                self._run = run
+            else:
+                self._rest(_REST_S)
+        except RagserveError as error:  # a foreign file, or an engine that fails
+            log.warning("Tuning of the idle server rests for %g s: %s", _AFTER_ERROR_S, error)
+            self._rest(_AFTER_ERROR_S)
+
+    def _rest(self, seconds: float) -> None:
+        self._rest_until = self._clock() + seconds
+
+    @property
+    def _info(self) -> EngineInfo:
+        return self._engine.info  # type: ignore[no-any-return]
+
+    # costs
+
+    def _unpriced(self) -> list[str]:
+        """All verified strategies, if the costs of one are unknown."""
+        if self._costs is not None:
+            return self._costs[0]
+        if self._failures >= _TRIES:
+            return []
+        verified = self._gate.verified_anywhere()
+        known = COSTS.load(self._settings.data_dir / COSTS_FILE, self._info.fingerprint)
+        return [] if set(verified) <= set(known.composed if known else ()) else verified
+
+    async def _price(self, labels: list[str]) -> None:
+        if self._costs is None:
+            settings = self._settings
+            longest = min(_ENOUGH, max(1024, 2 * settings.top_k * settings.chunk_tokens))
+            specs = [spec for label in labels for spec in parse(label)]
+            schedule = CostSchedule(max_tokens=longest, repeats=1)
+            self._costs = labels, CostMeasurement(self._engine, specs, schedule, log.debug)
+        measurement = self._costs[1]
+        if not measurement.finished:
+            try:
+                await measurement.step()
+            except RagserveError:
+                self._failures += 1
+                self._costs = None
+                raise
+        if measurement.finished:
+            where = measured_on(self._settings.model)
+            costs = await asyncio.to_thread(fit, measurement.samples, **where)
+            COSTS.save(self._settings.data_dir / COSTS_FILE, self._info.fingerprint, costs)
+            self._costs = None
+            log.info("Costs of %s were measured: strategy auto may take them", "; ".join(labels))
+
+    # verification
+
+    async def _next_run(self) -> NamespaceRun | None:
+        """The next namespace with documents in which nothing is verified: what was asked last comes first."""
+        versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
+        self._ended = {name: version for name, version in self._ended.items() if name in versions}
+        self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
+        asked = [name for name in reversed(self._asked) if name in versions]
+        for name in dict.fromkeys([*asked, *versions]):
+            if self._ended.get(name) == versions[name] or self._gate.verified(name):
+                continue
+            if (run := await asyncio.to_thread(self._made, name, versions[name])) is not None:
+                return run
+            self._ended[name] = versions[name]
+        return None
+
+    def _made(self, namespace: str, version: int) -> NamespaceRun | None:
+        """Prepare a namespace; None without candidates, or time for it."""
+        info, settings = self._info, self._settings
+        out = self._in_use.taken_out(namespace)
+        specs = [
+            spec
+            for spec in parse(CANDIDATES)
+            if spec.name in info.strategies and spec.label not in out and (spec.name != "samkv" or info.samkv)
+        ]
+        if not specs or self._spent.get(namespace, 0.0) >= MOST_S:
+            return None
+        queries = TunedQueries(namespace, settings.top_k, settings.retrieval, MAX_TOKENS)
+        state = settings.data_dir / FOLDER / state_name(info, queries, None)
+        comparison = Comparison(
+            self._engine,
+            self._retriever,
+            self._prompts,
+            queries,
+            specs,
+            known=rows.read(state),
+            write=lambda row: _keep(state, row),
+        )
+        chunks = drawn(self._store, namespace)
+        return NamespaceRun(namespace, version, comparison, queries, [s.label for s in specs], chunks)
+
+    async def _ask(self, run: NamespaceRun) -> None:
+        """Ask one question, and record what is decided by then."""
+        began = self._clock()
+        try:
+            if run.chunk is None:
+                run.chunk = asyncio.create_task(asyncio.to_thread(next, run.chunks, None))
+            chunk = await asyncio.shield(run.chunk)
+            if chunk is not None:
+                with self._limiter.background(run.namespace):
+                    await run.comparison.about(chunk)
+            run.chunk = None
+            run.asked += 1
+            compared = run.comparison.compared
+            over = chunk is None or compared >= MOST or (not compared and run.asked >= _USELESS)
+        except NotFound:  # the namespace, or a document that was still to be drawn
+            self._end(run, "its documents have changed")
+            return
+        finally:
+            self._spent[run.namespace] = self._spent.get(run.namespace, 0.0) + self._clock() - began
+        decided = await asyncio.to_thread(self._decide, run)
+        if decided or over or self._spent[run.namespace] >= MOST_S:
+            undecided = [label for label in run.labels if label not in run.decided]
+            what = [f"{label} {decision}" for label, decision in run.decided.items()]
+            self._end(run, "; ".join([*what, *(f"{label} undecided" for label in undecided)]))
+
+    def _decide(self, run: NamespaceRun) -> bool:
+        """Record new verdicts, and return whether no candidate is undecided."""
+        answered = [row for row in run.comparison.rows if not row["error"]]  # an engine may end meanwhile
+        found = verdicts(run.labels, answered, project=False)
+        new = [one for one in found if one.decision not in ("undecided", run.decided.get(one.label))]
+        if new:
+            record_verdicts(self._settings, self._info, run.queries, new)
+        run.decided |= {one.label: one.decision for one in new}
+        return len(run.decided) == len(run.labels)
+
+    def _end(self, run: NamespaceRun, what: str) -> None:
+        log.info("Namespace %s, %d questions compared: %s", run.namespace, run.comparison.compared, what)
+        self._ended[run.namespace] = run.version
+        self._run = None
+
+
+def _keep(state: Path, row: rows.Row) -> None:
+    """Append a row without texts, which would outlive their documents. An empty question stays: it says that
+    none could be made."""
+    kept = {name: value for name, value in row.items() if name not in ("answer", "question") or not value}
+    with rows.appending(state / "rows-idle.jsonl") as append:
+        append(kept)

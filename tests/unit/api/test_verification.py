@@ -1,0 +1,33 @@
+"""Verification in use, as clients see it: `/info` and `/metrics` of a server that compares all answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from tests.unit.api.scripted_server import DOCUMENTS, eventually, serving
+
+GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
+
+
+def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, model_path: Path) -> None:
+    record(tmp_path / FILE_NAME, "print", {"epic:first=8": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
+    composed = {"strategy": "epic", "strategy_options": {"first": 8}, "namespace": "docs"}
+    with serving(tmp_path, model_path, verify_share=1.0) as live, live.client() as client:
+        live.index("docs", DOCUMENTS)
+
+        def shown() -> list[dict[str, Any]]:
+            return list(client.get("/info").json()["verification"]["in_use"])
+
+        assert client.post("/rag/query", json={"query": "Who built it?", **composed}).status_code == 200
+        assert client.post("/rag/query", json={"query": "Who built it?", "namespace": "docs"}).is_success
+        eventually(lambda: bool(shown()), "the answer is compared")
+        (found,) = shown()
+        assert (found["namespace"], found["strategy"], found["compared"]) == ("docs", "epic:first=8", 1)
+        assert (found["kl"], found["agreement"], found["taken_out"]) == (0.0, 100.0, False)
+        compared = [request for request in live.engine.requests if request.forced]
+        assert [request.strategy for request in compared] == ["full", "epic"], "exact answers are not"
+        metrics = client.get("/metrics").text
+        assert 'ragserve_use_compared{namespace="docs",strategy="epic:first=8"} 1.0' in metrics
+        assert client.get("/info").json()["verification"]["idle_tuning"] == {"state": "off"}

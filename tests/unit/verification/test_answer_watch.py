@@ -1,0 +1,161 @@
+"""Comparing answers in use: which are drawn, what is compared, and what is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.answering.auto import Chooser
+from ragserve.answering.in_flight import QueryLimiter
+from ragserve.answering.prompt import Prompt, Segment
+from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.metrics import metrics
+from ragserve.profiles.gate import Gate, record
+from ragserve.profiles.in_use import InUseRecord
+from ragserve.verification.answer_watch import MOST_TOKENS, MOST_WAITING, AnswerWatch
+from ragserve_index import IndexStore
+from sglang_ext.protocol import Span
+from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
+
+SECRET = 4242  # a token of the prompt
+REQUEST = GenerateRequest(
+    "user-1",
+    [1, SECRET, 3, 4],
+    "notes",
+    "concat",
+    Sampling(temperature=0.7, stop=("x",)),
+    (Span(0, 1), Span(1, 3)),
+)
+
+
+class Watched:
+    """A watch over a store with a namespace."""
+
+    def __init__(self, store: IndexStore, folder: Path, engine: IdleEngine, share: float = 1.0) -> None:
+        fill(store, "notes", 1)
+        self.store = store
+        self.engine = engine
+        self.limiter = QueryLimiter(4)
+        record(folder / "gate.json", FINGERPRINT, {"concat": entry()})
+        self.gate = Gate([folder / "gate.json"], FINGERPRINT, model="tiny", dtype="float32")
+        self.record = InUseRecord(folder / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
+        draws = iter([0.005, 0.5] * 100)
+        self.watch = AnswerWatch(
+            engine, store, self.gate, self.record, self.limiter, share, draw=lambda: next(draws)
+        )
+
+    @property
+    def version(self) -> int:
+        return self.store.namespace("notes").version
+
+    def answered(self, request: GenerateRequest = REQUEST, tokens: int = 3) -> None:
+        self.watch.answered(request, range(tokens), self.version)
+
+    def work(self) -> None:
+        """Compare what is waiting."""
+
+        async def all_of_it() -> None:
+            while (work := self.watch.work()) is not None:
+                await work
+
+        asyncio.run(all_of_it())
+
+
+@pytest.fixture
+def watched(store: IndexStore, tmp_path: Path) -> Watched:
+    return Watched(store, tmp_path, IdleEngine())
+
+
+def test_both_contexts_are_led_along_the_answer_that_was_given(watched: Watched) -> None:
+    watched.answered(tokens=2 * MOST_TOKENS)
+    watched.work()
+    full, again = watched.engine.asked
+    assert (full.strategy, again.strategy) == ("full", "concat")
+    for each in (full, again):
+        assert list(each.forced) == list(range(MOST_TOKENS))
+        assert (each.input_ids, each.distributions) == (REQUEST.input_ids, MOST_TOKENS)
+        assert (each.sampling.temperature, each.sampling.stop) == (0.0, ())
+    found = watched.record.entries()["notes"]["concat"].figures
+    assert (found["compared"], found["kl"], found["agreement"]) == (1, 0.0, 100.0)
+    assert not watched.limiter.queries
+
+
+def test_a_strategy_that_differs_leaves_auto_in_its_namespace_and_says_so_without_texts(
+    store: IndexStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(store, tmp_path, IdleEngine(wrong=["concat"]))
+    fill(store, "others", 1)
+    prompt = Prompt([0] * 64, (Segment("system", 0, 8), Segment("document", 8, 64)), 1, 56, 56)
+    chooser = Chooser(watched.engine, watched.gate, tmp_path / "costs.json", watched.record)
+
+    def choice(namespace: str) -> str:
+        return asyncio.run(chooser.choose(prompt, namespace)).reason
+
+    assert "no cost profile" in choice("notes")
+    with caplog.at_level(logging.INFO, "ragserve"):
+        for _ in range(MOST_WAITING):
+            watched.answered()
+        watched.work()
+    assert "concat differed too much from full prefill in use: run ragserve tune" in choice("notes")
+    assert "no cost profile" in choice("others")
+    again = InUseRecord(tmp_path / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
+    assert again.taken_out("notes") == {"concat"}, "after a restart"
+    assert "out of auto there until ragserve tune --namespace notes has run" in caplog.text
+    assert str(SECRET) not in caplog.text
+    shown = metrics().use_taken_out.labels("notes", "concat")
+    assert shown._value.get() == 1
+
+
+def test_a_share_of_the_answers_of_verified_strategies_is_drawn(store: IndexStore, tmp_path: Path) -> None:
+    watched = Watched(store, tmp_path, IdleEngine(), share=0.01)
+    watched.answered()
+    watched.answered()
+    assert watched.watch.waiting == 1, "draws are 0.005 and 0.5"
+    watched.answered(GenerateRequest("r", [1, 2], "notes", "epic"))
+    watched.answered(tokens=0)
+    for _ in range(3 * MOST_WAITING):
+        watched.answered()
+    assert watched.watch.waiting == MOST_WAITING
+    none = Watched(store, tmp_path, IdleEngine(), share=0.0)
+    none.answered()
+    assert none.watch.work() is None
+
+
+@pytest.mark.parametrize("how", ["changed", "dropped", "evicted"])
+def test_texts_that_may_be_gone_are_not_computed_again(watched: Watched, how: str) -> None:
+    watched.answered()
+    if how == "changed":
+        fill(watched.store, "notes", 0, names=["d9"])
+    elif how == "dropped":
+        watched.store.drop_namespace("notes")
+    else:
+        watched.engine.tier = "absent"
+    watched.work()
+    assert not watched.engine.asked
+    assert not watched.record.entries()
+
+
+def test_what_is_stopped_is_compared_later_and_known_to_removals_meanwhile(watched: Watched) -> None:
+    async def run() -> None:
+        watched.engine.hold.clear()
+        work: Any = watched.watch.work()
+        task = asyncio.create_task(work)
+        while not watched.engine.asked:
+            await asyncio.sleep(0.001)
+        (known,) = watched.limiter.queries
+        assert (known.documents, watched.limiter.in_flight) == ([[SECRET, 3]], 0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (watched.engine.aborted, watched.watch.waiting) == (1, 1)
+        assert not watched.limiter.queries
+        watched.engine.hold.set()
+        again: Any = watched.watch.work()
+        await again
+
+    watched.answered()
+    asyncio.run(run())
+    assert watched.record.entries()["notes"]["concat"].compared == 1

@@ -1,0 +1,188 @@
+"""Tuning in idle time: verification and costs step by step, what a request stops, and what is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragserve.answering.in_flight import QueryLimiter
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.config import Settings
+from ragserve.profiles import gate as gates
+from ragserve.profiles.costs import COSTS
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import Gate, record, set_of
+from ragserve.profiles.in_use import InUseRecord
+from ragserve.retrieval.retriever import Retriever
+from ragserve.strategy_spec import CANDIDATES, parse
+from ragserve.verification import idle_tuner
+from ragserve.verification.idle_tuner import IdleTuner
+from ragserve_index import IndexStore
+from tests.conftest import MODEL
+from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
+
+LABELS = [spec.label for spec in parse(CANDIDATES) if spec.name == "concat"]
+
+
+class SameVector:
+    name = "words"
+
+    def encode_queries(self, texts: list[str]) -> np.ndarray:
+        return np.tile(np.asarray([1.0, 0.0, 0.0, 0.0], dtype=np.float32), (len(texts), 1))
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(str(MODEL))
+
+
+class Tuned:
+    """A tuner with all it needs; its clock goes on only where a test says so."""
+
+    def __init__(self, store: IndexStore, folder: Path, builder: PromptBuilder, engine: IdleEngine) -> None:
+        self.store, self.folder, self.builder, self.engine = store, folder, builder, engine
+        self.now, self.job = 0.0, False
+        self.gate = Gate([folder / gates.FILE_NAME], FINGERPRINT, model="tiny", dtype="float32")
+        self.in_use = InUseRecord(folder / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
+        self.limiter = QueryLimiter(4)
+
+    def tuner(self, retriever: Retriever) -> IdleTuner:
+        settings = Settings(data_dir=self.folder, model=str(MODEL), top_k=2)
+        engine: Any = self.engine
+        given = (retriever, self.builder, self.gate, self.in_use, self.limiter)
+        return IdleTuner(settings, engine, self.store, *given, jobs=lambda: self.job, clock=lambda: self.now)
+
+    def run(self, most: int = 1000) -> list[dict[str, Any]]:
+        """Work until there is nothing to do; returns the states on the way."""
+
+        async def all_of_it() -> list[dict[str, Any]]:
+            retriever = Retriever(self.store, SameVector())
+            tuner = self.tuner(retriever)
+            states = []
+            try:
+                while (work := tuner.work()) is not None and len(states) < most:
+                    await work
+                    states.append(tuner.info())
+            finally:
+                await retriever.close()
+            return states
+
+        return asyncio.run(all_of_it())
+
+
+@pytest.fixture
+def tuned(store: IndexStore, tmp_path: Path, builder: PromptBuilder) -> Tuned:
+    return Tuned(store, tmp_path, builder, IdleEngine())
+
+
+@pytest.fixture
+def _few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fifteen good answers verify."""
+    monkeypatch.setattr(gates, "MIN_AGREEMENT", 80.0)
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_server_that_knows_nothing_verifies_and_measures(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 40)
+    states = [state["state"] for state in tuned.run()]
+    assert list(dict.fromkeys(states)) == ["verifying", "waiting", "measuring costs"]
+    assert states[-1] == "waiting"
+    assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+    assert tuned.gate.verified("others") == []
+    costs = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+    assert costs is not None
+    assert set(costs.composed) == set(LABELS)
+    assert set(costs.composed[LABELS[0]]) == {"device", "host", "disk", "absent"}
+    assert all(each["keys"] for each in tuned.engine.evicted), "documents of users stay where they are"
+    assert all(len(each.spans) == 1 for each in tuned.engine.warmed), "one document at a time"
+    (kept,) = (tuned.folder / "tune").rglob("rows-*.jsonl")
+    assert "granite" not in kept.read_text()
+    assert "lighthouse" not in kept.read_text()
+    asked = len(tuned.engine.asked)
+    assert tuned.run()[-1]["state"] == "waiting"
+    assert len(tuned.engine.asked) == asked, "nothing is left to do"
+
+
+def test_what_falls_short_is_refused_and_said(tuned: Tuned) -> None:
+    tuned.engine.wrong = {"concat"}
+    fill(tuned.store, "notes", 40)
+    states = tuned.run()
+    verifying = [state for state in states if state["state"] == "verifying"]
+    assert verifying[-1]["compared"] >= 15
+    assert tuned.gate.verified("notes") == []
+    entries = tuned.gate.entries("notes")
+    assert set(entries) == set(LABELS)
+    assert all(set_of("notes") in one.sets for one in entries.values())
+    assert not (tuned.folder / COSTS_FILE).exists(), "there is nothing to choose from"
+
+
+def test_where_something_is_verified_only_costs_are_measured(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 3)
+    record(tuned.folder / gates.FILE_NAME, FINGERPRINT, {LABELS[0]: entry()})
+    states = {state["state"] for state in tuned.run()}
+    assert states == {"measuring costs", "waiting"}
+    costs = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+    assert costs is not None
+    assert list(costs.composed) == [LABELS[0]]
+    assert not [each for each in tuned.engine.asked if each.forced]
+
+
+def test_what_use_has_taken_out_is_not_verified_again(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 30)
+    for label in LABELS:
+        for _ in range(6):
+            tuned.in_use.add("notes", label, 0.5, 0.5, existing={"notes"})
+    assert tuned.run()[-1] == {"state": "waiting"}
+    assert not tuned.engine.asked
+
+
+def test_time_for_a_namespace_is_bounded_and_jobs_come_first(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tuned.store, "notes", 30)
+    tuned.job = True
+    assert tuned.run() == [{"state": "waiting"}]
+    assert not tuned.engine.asked
+    tuned.job = False
+    monkeypatch.setattr(idle_tuner, "MOST_S", 0.0)
+    assert tuned.run()[-1] == {"state": "waiting"}
+    assert not tuned.engine.asked
+
+
+def test_a_question_that_a_request_stops_is_asked_again(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 2)
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, SameVector())
+        tuner = tuned.tuner(retriever)
+
+        async def step() -> None:
+            work: Any = tuner.work()
+            await work
+
+        assert tuner.progress("notes") == "the server tunes itself while it is idle"
+        await step()  # prepares the namespace
+        assert "verifies strategies while it is idle (0 questions" in str(tuner.progress("notes"))
+        tuned.engine.hold.clear()
+        task = asyncio.create_task(step())
+        while not tuned.engine.asked:
+            await asyncio.sleep(0.001)
+        assert {query.namespace for query in tuned.limiter.queries} == {"notes"}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (tuned.engine.aborted, len(tuned.limiter.queries)) == (1, 0)
+        assert not list((tuned.folder / "tune").rglob("rows-*.jsonl"))
+        stopped = tuned.engine.asked[0].input_ids
+        tuned.engine.hold.set()
+        await step()
+        assert tuned.engine.asked[1].input_ids == stopped
+        while tuner.progress("notes") is not None:
+            await step()
+        await retriever.close()
+
+    asyncio.run(run())
+    assert not tuned.gate.verified("notes"), "two texts decide nothing"
