@@ -46,6 +46,17 @@ def test_kv_survives_the_way_through_all_tiers(tmp_path: Path, dtype: torch.dtyp
         assert document.load_and_check(store)
 
 
+def test_only_the_named_documents_leave_host_memory(tmp_path: Path) -> None:
+    named, other = Sample(1, 40), Sample(2, 40)
+    with opened(tmp_path) as store:
+        for document in (named, other):
+            document.put(store)
+        flushed(store)
+        assert store.drop_host([named.key, "never seen"]) == 1
+        assert not named.resident(store).blocks_on_host.any()
+        assert other.resident(store).blocks_on_host.all()
+
+
 def test_strided_sources_are_taken_as_they_are(tmp_path: Path) -> None:
     document = Sample(1, 10)
     with opened(None) as store:
