@@ -23,7 +23,7 @@ class _Forced(Gate):
         super().__init__((), "", model="", dtype="")
         self._labels = labels
 
-    def verified(self) -> list[str]:
+    def verified(self, namespace: str | None = None) -> list[str]:
         return list(self._labels)
 
 

@@ -166,7 +166,8 @@ class IdleTuner:
 
     @property
     def _info(self) -> EngineInfo:
-        return self._engine.info  # type: ignore[no-any-return]
+        info: EngineInfo = self._engine.info
+        return info
 
     # costs
 
