@@ -25,6 +25,7 @@ from sglang_ext.request_options import DecodeMode
 
 MAX_CANDIDATES = 200
 MAX_NEIGHBOURS = 4
+KEYS_FILE = "keys.json"  # in data_dir: API keys
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 Retrieval = Literal["dense", "lexical", "hybrid"]
@@ -202,7 +203,9 @@ class Settings(BaseSettings):
         30000, ge=0, le=65535, description="TCP port. The default is SGLang's, so its clients find ragserve."
     )
     api_key: SecretStr | None = Field(
-        None, description="Bearer token, required by every route but /health, /docs and /playground."
+        None,
+        description="Bearer token, required by every route but /health, /docs and /playground. It has all "
+        "rights; `ragserve keys` makes keys that have some.",
     )
     allowed_hosts: str = Field(
         "",
@@ -218,6 +221,12 @@ class Settings(BaseSettings):
         False,
         description="Serve SGLang's routes that control the engine, too (/flush_cache, /pause_generation, "
         "/update_weights_from_disk and others). Whoever may call the server may then stop it.",
+    )
+    audit_log_bytes: int = Field(
+        64 * 2**20,
+        ge=0,
+        description="Size of the audit log of ingestions, deletions, key changes and administrative calls, "
+        "bytes; the oldest eighth goes first. 0 keeps none.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Log level of the server and the engine."
@@ -354,6 +363,11 @@ class Settings(BaseSettings):
     embed_device: str = Field("auto", description="torch device of the embedder; auto: cuda if available.")
     parse_timeout_s: float = Field(120, gt=0, description="Seconds after which parsing a file is given up.")
 
+    @property
+    def has_key(self) -> bool:
+        """True if requests need an API key: the server's, or one of the data folder's."""
+        return self.api_key is not None or (self.data_dir / KEYS_FILE).exists()
+
     @cached_property
     def default_strategy(self) -> StrategySpec:
         """``strategy``, parsed."""
@@ -372,10 +386,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        if self.host not in {"127.0.0.1", "localhost", "::1"} and self.api_key is None:
+        if self.host not in {"127.0.0.1", "localhost", "::1"} and not self.has_key:
             raise ValueError(
                 f"host {self.host!r} would serve everyone who can reach it: set --api-key "
-                "(RAGSERVE_API_KEY), or bind to 127.0.0.1"
+                "(RAGSERVE_API_KEY), make keys with `ragserve keys create`, or bind to 127.0.0.1"
             )
         if self.kv_bits != 16 and self.sparse_attention == "off":
             raise ValueError(

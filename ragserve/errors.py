@@ -5,13 +5,13 @@
     │   ├── PromptTooLong (400)      question (and history) leave no room in the model's context
     │   └── DocumentsTooLong (400)   documents do not fit into it
     ├── Unauthorized (401)           missing or wrong API key
-    ├── Forbidden (403)              a web page of another origin, or a route that is off
+    ├── Forbidden (403)              a web page of another origin, or a right that the API key lacks
     ├── NotFound (404)               namespace, document or job
     ├── RequestTimeout (408)         a body that stopped coming
     ├── Conflict (409)               e.g. a namespace embedded with another model
     ├── TooLarge (413)               a body or file over its limit
     ├── UnsupportedDocument (415)    no parser, encrypted, corrupt or empty
-    ├── TooManyRequests (429)        the engine's queue is full
+    ├── TooManyRequests (429)        the engine's queue is full, or a limit of the API key
     ├── EngineError (502)            the engine answered with an error
     ├── Unavailable (503)            not ready yet, shutting down, or the engine is gone
     └── StorageFull (507)            the disk is full
@@ -111,7 +111,12 @@ class TooLarge(RagserveError, status=413, code="too_large"): ...
 class UnsupportedDocument(RagserveError, status=415, code="unsupported_document"): ...
 
 
-class TooManyRequests(RagserveError, status=429, code="too_many_requests"): ...
+class TooManyRequests(RagserveError, status=429, code="too_many_requests"):
+    """``retry_after_s``: seconds after which to try again."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.retry_after_s = retry_after_s
 
 
 class EngineError(RagserveError, status=502, code="engine_error"): ...

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,16 @@ def in_package(path: Path) -> bool:
     return path.resolve().is_relative_to(_PACKAGE)
 
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made.
 
-    With ``durable`` the file and its name are on disk when this returns.
+    With ``durable`` the file and its name are on disk when this returns. ``mode``: its permissions, less the
+    umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
             file.write(text)
             if durable:
                 file.flush()

@@ -1,0 +1,179 @@
+"""API keys on disk: `keys.json` in the data folder, written by `ragserve keys`.
+
+A secret has 256 random bits. Nobody finds it by trying, so the slow hashes that protect passwords would only
+delay every request. The file holds BLAKE2b digests of the secrets under a random key of its own: they are in
+no table, and equal secrets of two installations differ."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ragserve.config import KEYS_FILE
+from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from ragserve.files import locked, write_text
+from sglang_ext.protocol import NAMESPACE
+
+ALL = "*"
+Right = Literal["read", "ingest", "delete", "admin"]
+Pattern = Annotated[str, Field(pattern=rf"^(?:{NAMESPACE.pattern}\*?|\*)$")]
+"""The name of a namespace, the beginning of names followed by ``*``, or ``*`` for all."""
+
+_PREFIX = "rsk-"  # lets scanners for leaked secrets find them
+_SECRET_BYTES = 32
+_WAIT_S = 10.0
+
+
+class KeyLimits(BaseModel):
+    """Limits of a key, besides the server's own; None sets none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    concurrent_requests: int | None = Field(default=None, ge=1)
+    max_upload_bytes: int | None = Field(default=None, ge=1)
+    max_k: int | None = Field(default=None, ge=1)
+
+
+class TenantKey(BaseModel):
+    """A key: what it opens, and the digest of its secret."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key_id: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@ -]{0,63}$")
+    digest: str
+    namespaces: tuple[Pattern, ...] = Field(min_length=1)
+    rights: frozenset[Right] = Field(min_length=1)
+    created_at: AwareDatetime
+    expires_at: AwareDatetime | None = None
+    limits: KeyLimits = KeyLimits()
+
+    @model_validator(mode="after")
+    def _admin_is_everywhere(self) -> TenantKey:
+        if self.is_admin and self.namespaces != (ALL,):
+            raise ValueError("admin covers the whole server: give it without namespaces")
+        return self
+
+    @property
+    def is_admin(self) -> bool:
+        return "admin" in self.rights
+
+    @property
+    def expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+
+    def has(self, right: Right) -> bool:
+        """True if the key has the right in its namespaces; admin includes all others."""
+        return self.is_admin or right in self.rights
+
+    def grants(self, namespace: str) -> bool:
+        """True if ``namespace`` is one of the key's."""
+        return any(
+            namespace.startswith(each[:-1]) if each.endswith(ALL) else namespace == each
+            for each in self.namespaces
+        )
+
+
+class KeyTable(BaseModel):
+    """The content of the file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[1] = 1
+    hash_key: str = Field(default_factory=lambda: secrets.token_hex(_SECRET_BYTES), pattern="^[0-9a-f]{64}$")
+    keys: list[TenantKey] = Field(default_factory=list)
+
+    def digest(self, secret: bytes) -> str:
+        """The keyed hash under which a secret is stored."""
+        return hashlib.blake2b(secret, key=bytes.fromhex(self.hash_key), digest_size=32).hexdigest()
+
+
+class KeyFile:
+    """The keys of a data folder. Each change is atomic, durable and safe among processes."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.path = data_dir / KEYS_FILE
+
+    def read(self) -> KeyTable:
+        """Return the keys; none where there is no file. Raises Unavailable for a file that cannot be read."""
+        try:
+            return KeyTable.model_validate_json(self.path.read_bytes())
+        except FileNotFoundError:
+            return KeyTable()
+        except (OSError, ValidationError) as error:
+            raise Unavailable(
+                f"The API keys in {self.path} cannot be read: {str(error).splitlines()[0]}.",
+                hint="Restore the file from a backup.",
+                code="keys_unreadable",
+            ) from error
+
+    def create(
+        self,
+        name: str,
+        namespaces: Sequence[str],
+        rights: Sequence[Right],
+        *,
+        expires_at: datetime | None = None,
+        limits: KeyLimits | None = None,
+    ) -> tuple[TenantKey, str]:
+        """Add a key and return it with its secret, which is stored nowhere.
+
+        Raises InvalidRequest for a wrong value, Conflict for a name that is taken."""
+        secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+        with self._changed() as table:
+            if any(name == key.name for key in table.keys):
+                raise Conflict(
+                    f"There is a key {name!r} already.", hint="Revoke it first, or choose another name."
+                )
+            try:
+                key = TenantKey(
+                    key_id=secrets.token_hex(4),
+                    name=name,
+                    digest=table.digest(secret.encode()),
+                    namespaces=tuple(namespaces) or (ALL,),
+                    rights=frozenset(rights),
+                    created_at=datetime.now(UTC).replace(microsecond=0),
+                    expires_at=expires_at,
+                    limits=limits or KeyLimits(),
+                )
+            except ValidationError as error:
+                wrong = error.errors(include_url=False)[0]
+                place = f"{wrong['loc'][0]}: " if wrong["loc"] else ""
+                raise InvalidRequest(
+                    f"{place}{wrong['msg'].removeprefix('Value error, ')}.",
+                    hint="See `ragserve keys create --help`.",
+                ) from None
+            table.keys.append(key)
+        return key, secret
+
+    def revoke(self, name: str) -> TenantKey:
+        """Remove a key, given its id or its name, and return it. Raises NotFound."""
+        with self._changed() as table:
+            found = next((key for key in table.keys if name in (key.key_id, key.name)), None)
+            if found is None:
+                raise NotFound(
+                    f"There is no key {name!r}.",
+                    hint="`ragserve keys list` shows them.",
+                    code="key_not_found",
+                )
+            table.keys.remove(found)
+        return found
+
+    @contextmanager
+    def _changed(self) -> Iterator[KeyTable]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path.with_suffix(".lock"), wait_s=_WAIT_S) as alone:
+            if not alone:
+                raise Unavailable("Another process is changing the API keys.", hint="Try again.")
+            table = self.read()
+            yield table
+            # Even without a key left: a server without the file would be open to its machine.
+            write_text(self.path, table.model_dump_json(indent=1) + "\n", durable=True, mode=0o600)

@@ -1,0 +1,83 @@
+"""Keys on disk: no secret in the file, whole changes only, and refusals that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from ragserve.tenants.key_file import KeyFile
+
+
+def test_a_secret_is_long_random_and_not_in_the_file(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "data")
+    key, secret = keys.create("acme", ["acme", "acme-*"], ["read", "ingest"])
+    text = keys.path.read_text()
+    assert len(secret) == 47  # rsk- and 256 bits
+    assert secret not in text
+    assert secret.removeprefix("rsk-") not in text
+    assert keys.read().keys == [key]
+    assert keys.read().digest(secret.encode()) == key.digest
+    assert stat.S_IMODE(keys.path.stat().st_mode) & 0o077 == 0
+    other = KeyFile(tmp_path / "other")
+    other.create("acme", ["acme"], ["read"])
+    assert other.read().digest(secret.encode()) != key.digest  # another installation, another hash
+
+
+def test_keys_made_at_once_are_all_kept(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda n: KeyFile(tmp_path).create(f"key {n}", ["a"], ["read"])[0], range(16)))
+    assert {key.key_id for key in KeyFile(tmp_path).read().keys} == {key.key_id for key in made}
+
+
+def test_a_key_is_revoked_by_id_or_name(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path)
+    one, two = (keys.create(name, ["a"], ["read"])[0] for name in ("one", "two"))
+    assert keys.revoke(one.key_id) == one
+    assert keys.revoke("two") == two
+    assert keys.read().keys == []
+    with pytest.raises(NotFound, match="keys list"):
+        keys.revoke("two")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"namespaces": ["a/b"]}, "namespaces"),
+        ({"namespaces": ["*a"]}, "namespaces"),
+        ({"namespaces": ["a", "b*c"]}, "namespaces"),
+        ({"rights": []}, "rights"),
+        ({"rights": ["write"]}, "rights"),
+        ({"rights": ["admin"]}, "without namespaces"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "--api-key"}, "name"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        KeyFile(tmp_path).create(**{"name": "acme", "namespaces": ["acme"], "rights": ["read"]} | fields)
+    assert KeyFile(tmp_path).read().keys == []
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    KeyFile(tmp_path).create("acme", ["acme"], ["read"])
+    with pytest.raises(Conflict, match="'acme'"):
+        KeyFile(tmp_path).create("acme", ["other"], ["read"])
+
+
+def test_a_broken_file_is_neither_read_nor_overwritten(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path)
+    keys.create("acme", ["acme"], ["read"])
+    table = json.loads(keys.path.read_text())
+    table["keys"][0]["rights"] = ["everything"]
+    keys.path.write_text(json.dumps(table))
+    before = keys.path.read_bytes()
+    for change in (lambda: keys.create("b", ["b"], ["read"]), lambda: keys.revoke("acme"), keys.read):
+        with pytest.raises(Unavailable, match="cannot be read"):
+            change()
+    assert keys.path.read_bytes() == before

@@ -1,0 +1,80 @@
+"""Requests a minute, by a clock that the test moves."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from ragserve.errors import TooManyRequests
+from ragserve.tenants.key_file import KeyLimits, TenantKey
+from ragserve.tenants.rate_limits import RateLimits
+
+
+def key(name: str, **limits: int) -> TenantKey:
+    return TenantKey(
+        key_id=name,
+        name=name,
+        digest="",
+        namespaces=("a",),
+        rights=frozenset({"read"}),
+        created_at=datetime.now(UTC),
+        limits=KeyLimits(**limits),
+    )
+
+
+def admitted(limits: RateLimits, of: TenantKey, requests: int) -> int:
+    """Requests that are admitted, of so many at one moment."""
+    passed = 0
+    for _ in range(requests):
+        try:
+            with limits.admit(of):
+                passed += 1
+        except TooManyRequests:
+            continue
+    return passed
+
+
+def test_a_minutes_requests_at_once_and_then_evenly() -> None:
+    now = 1000.0
+    limits = RateLimits(lambda: now)
+    fast, slow = key("fast", requests_per_minute=60), key("slow", requests_per_minute=1)
+    assert admitted(limits, fast, 100) == 60
+    assert admitted(limits, slow, 100) == 1
+    now += 10
+    assert admitted(limits, fast, 100) == 10
+    assert admitted(limits, slow, 1) == 0
+    now += 50
+    assert admitted(limits, slow, 2) == 1
+    now += 3600
+    assert admitted(limits, fast, 100) == 60
+
+
+def test_a_refusal_says_how_long_to_wait() -> None:
+    now = 0.0
+    limits = RateLimits(lambda: now)
+    three = key("three", requests_per_minute=3)
+    assert admitted(limits, three, 3) == 3
+    now += 4.5
+    with pytest.raises(TooManyRequests) as refused, limits.admit(three):
+        pass
+    assert refused.value.retry_after_s == 16
+    now += 16
+    assert admitted(limits, three, 5) == 1
+
+
+def test_so_many_at_once() -> None:
+    limits = RateLimits()
+    two = key("two", concurrent_requests=2)
+    with limits.admit(two), limits.admit(two):
+        assert admitted(limits, two, 1) == 0
+        assert admitted(limits, key("other", concurrent_requests=1), 3) == 3
+    assert admitted(limits, two, 1) == 1
+
+
+def test_a_failed_request_is_no_longer_running() -> None:
+    limits = RateLimits()
+    one = key("one", concurrent_requests=1)
+    with pytest.raises(ZeroDivisionError), limits.admit(one):
+        raise ZeroDivisionError
+    assert admitted(limits, one, 1) == 1
