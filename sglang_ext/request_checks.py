@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_ext.cache_scope import confine
 from sglang_ext.protocol import longest_text
 
 # SGLang aborts by prefix: when the client of a request "a" leaves, it would end all whose ids begin with "a".
@@ -114,6 +115,7 @@ def install(manager: Any) -> None:
 
     def generate_checked(obj: Any, request: Any = None) -> Any:
         check_request(obj, manager.context_len)
+        confine(obj)
         return generate(obj, request)
 
     def create_checked(obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -57,8 +57,17 @@ class JobStore:
         with self._database.read() as connection:
             return _job(connection, job_id)
 
-    def list(self, namespace: str | None = None, state: str | None = None, limit: int = 100) -> Jobs:
-        """List up to ``limit`` jobs (of a namespace, in a state), newest first."""
+    def list(
+        self,
+        namespace: str | None = None,
+        state: str | None = None,
+        limit: int = 100,
+        *,
+        within: Sequence[str] | None = None,
+    ) -> Jobs:
+        """List up to ``limit`` jobs (of a namespace, in a state), newest first.
+
+        ``within``: only of namespaces that one of these patterns matches, as SQLite's GLOB does."""
         if state is not None and state not in JOB_STATES:
             raise InvalidRequest(
                 f"No job state {state!r}.", hint=f"States are: {', '.join(JOB_STATES)}.", param="state"
@@ -68,8 +77,9 @@ class JobStore:
         with self._database.read() as connection:
             rows = connection.execute(
                 f"SELECT {_JOB} FROM jobs WHERE (?1 IS NULL OR namespace = ?1) AND (?2 IS NULL OR state = ?2)"
+                " AND (?4 IS NULL OR EXISTS (SELECT 1 FROM json_each(?4) WHERE namespace GLOB value))"
                 " ORDER BY created_at DESC, rowid DESC LIMIT ?3",
-                (namespace, state, limit),
+                (namespace, state, limit, None if within is None else json.dumps(list(within))),
             ).fetchall()
             return [_to_job(connection, row) for row in rows]
 
@@ -181,11 +191,12 @@ class JobStore:
                 "SELECT cancel_requested FROM jobs WHERE job_id = ?", (job_id,)
             ).fetchone()
         if row is None:
-            raise _not_found(job_id)
+            raise job_not_found(job_id)
         return bool(row[0])
 
 
-def _not_found(job_id: str) -> NotFound:
+def job_not_found(job_id: str) -> NotFound:
+    """The error for a job that is not there."""
     return NotFound(
         f"There is no job {job_id!r}.",
         hint=f"Only the last {KEEP_FINISHED:,} finished jobs are kept.",
@@ -203,7 +214,7 @@ def _add_items(connection: sqlite3.Connection, job_id: str, sources: Iterable[st
 def _job(connection: sqlite3.Connection, job_id: str) -> Job:
     row = connection.execute(f"SELECT {_JOB} FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
     if row is None:
-        raise _not_found(job_id)
+        raise job_not_found(job_id)
     return _to_job(connection, row)
 
 

@@ -66,7 +66,7 @@ def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
     """Raises NotFound."""
     found = find_namespace(connection, name)
     if found is None:
-        raise _not_found(name)
+        raise namespace_not_found(name)
     return found
 
 
@@ -74,11 +74,12 @@ def namespace_by_id(connection: sqlite3.Connection, namespace_id: int, name: str
     """The namespace of an id. Raises NotFound, which calls it ``name``, once it was dropped."""
     found = namespaces(connection, "id = ?", namespace_id)
     if not found:
-        raise _not_found(name)
+        raise namespace_not_found(name)
     return found[0]
 
 
-def _not_found(name: str) -> NotFound:
+def namespace_not_found(name: str) -> NotFound:
+    """The error for a namespace that is not there."""
     return NotFound(
         f"There is no namespace {name!r}.",
         hint="Ingest something into it first, or list those there are.",

@@ -7,10 +7,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from ragserve import tracing
 from ragserve.answering.in_flight import Idleness
@@ -27,8 +27,10 @@ from ragserve.api import (
     retrieve,
     system,
 )
+from ragserve.api.access import check_route
+from ragserve.api.authentication import Authentication
 from ragserve.api.browsers import RefuseForeignPages, names
-from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext, RequireKey
+from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts
 from ragserve.api.services import load_embedder, open_services
@@ -36,6 +38,8 @@ from ragserve.api.trace_requests import TraceRequests
 from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
+from ragserve.tenants.audit_log import AuditLog
+from ragserve.tenants.keyring import Keyring
 
 _WITH_MEDIA = frozenset(
     {
@@ -94,8 +98,11 @@ def create_app(
         docs_url=None,  # `docs_page` is ours
         redoc_url=None,
         telemetry={"tracing": False},  # by SGLang's provider, in other traces than ours
+        dependencies=[Depends(check_route)],
     )
-    app.state.upstream = Upstream(upstream, control_routes=settings.control_routes)
+    app.state.upstream = Upstream(
+        upstream, control_routes=settings.control_routes, remote=settings.engine_url is not None
+    )
     app.state.services = None
     for module in (query, retrieve, ingest, documents, cache, openai, system, docs_page, playground):
         app.include_router(module.router)
@@ -106,10 +113,16 @@ def create_app(
     app.add_middleware(NoteRequests, idleness=idleness)
     app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings), timeout_s=settings.body_timeout_s)
     origins = names(settings.cors_origins)
-    if settings.api_key is not None:  # which pages cannot know
-        app.add_middleware(RequireKey, key=settings.api_key.get_secret_value())
-    else:
-        app.add_middleware(RefuseForeignPages, hosts=names(settings.allowed_hosts), origins=origins)
+    api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
+    keyring = Keyring(settings.data_dir, api_key)
+    audit = AuditLog(settings.data_dir, settings.audit_log_bytes)
+    app.add_middleware(Authentication, keyring=keyring, audit=audit)
+    app.add_middleware(  # pages cannot know a key
+        RefuseForeignPages,
+        hosts=names(settings.allowed_hosts),
+        origins=origins,
+        applies=lambda: keyring.is_open,
+    )
     app.add_middleware(RequestContext)
     if origins:
         app.add_middleware(
@@ -126,9 +139,12 @@ def create_app(
     return app
 
 
-def _body_limit(settings: Settings, path: str, headers: Headers) -> int:
-    if path == "/rag/ingest" and headers.get("content-type", "").startswith("multipart/form-data"):
-        return settings.max_upload_bytes * settings.max_upload_files
+def _body_limit(settings: Settings, scope: Scope) -> int:
+    path, caller = scope["path"], scope["state"]["access"]
+    if path == "/rag/ingest":
+        form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
+        limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes
+        return min(limit, caller.key.limits.max_upload_bytes or limit)
     # Those may carry images or audio to SGLang. It tokenises the rest in the event loop. Chats with
     # namespaces get max_body_bytes once the model is known.
     large = settings.max_upload_bytes if path in _WITH_MEDIA else 0

@@ -5,7 +5,7 @@ DNS rebinding it has the same origin as the server, and then the Host is a name 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -23,15 +23,19 @@ def names(listed: str) -> list[str]:
 
 class RefuseForeignPages:
     """Answers 403 to another Host than ``hosts`` and loopback's names, and to an Origin that is neither the
-    server's own nor one of ``origins``."""
+    server's own nor one of ``origins``, as long as ``applies``."""
 
-    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], origins: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, hosts: Iterable[str], origins: Iterable[str], applies: Callable[[], bool]
+    ) -> None:
         self._app = app
+        self._applies = applies
         self._hosts = {host.lower() for host in (*_LOOPBACK, *hosts)}
         self._origins = {origin.lower().rstrip("/") for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = self._reason(Headers(scope=scope)) if scope["type"] in ("http", "websocket") else None
+        checked = scope["type"] in ("http", "websocket") and self._applies()
+        reason = self._reason(Headers(scope=scope)) if checked else None
         if reason is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Body, Response
 from pydantic import Field
 
 from ragserve.api import examples
+from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.ingest import accepted
 from ragserve.api.openapi import documented
@@ -74,7 +75,7 @@ async def verify(svc: Svc) -> dict[str, Any]:
     ),
 )
 async def warm(
-    body: Annotated[WarmRequest, Body(openapi_examples=examples.WARM_REQUESTS)], svc: Svc
+    body: Annotated[WarmRequest, Body(openapi_examples=examples.WARM_REQUESTS)], svc: Svc, caller: Caller
 ) -> Response:
     """Start a job that computes missing KV and writes it through to the lowest tier, at the disk's pace.
 
@@ -82,10 +83,11 @@ async def warm(
     was cached), `failed` or `skipped` (no longer indexed, or the tier's budget is full), with the reason."""
     from ragserve.cache.warm import submit_warm
 
+    caller.require("ingest", body.namespace)
     runner = svc.warm_ups()
     job = await asyncio.to_thread(submit_warm, svc.store, body.namespace, body.documents)
     runner.wake()
-    return accepted(job)
+    return accepted(job, caller)
 
 
 @router.post(

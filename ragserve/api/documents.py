@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query
 from pydantic import Field
 
 from ragserve.api import examples
+from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import ChunkList, DocumentList, DocumentView, NamespaceList, NamespaceView
@@ -53,8 +54,9 @@ class ChunksPage(Where):
     response_model=DocumentList,
     responses=documented(examples.DOCUMENTS, (400, 404, 503), description="One page, ordered by doc_id"),
 )
-async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> dict[str, Any]:
+async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
     """List the documents of a namespace that match the filter, if any."""
+    caller.require("read", page.namespace)
     chosen = None if page.filter is None else parse_filter(page.filter)
     found = await asyncio.to_thread(
         svc.store.documents,
@@ -74,8 +76,9 @@ async def documents(page: Annotated[DocumentsPage, Query()], svc: Svc) -> dict[s
     response_model=DocumentView,
     responses=documented(examples.DOCUMENT, (400, 404, 503), description="The document"),
 )
-async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> Document:
+async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, caller: Caller) -> Document:
     """Show a document's registry entry; its text is in its chunks."""
+    caller.require("read", where.namespace)
     return await asyncio.to_thread(svc.store.document, where.namespace, doc_id)
 
 
@@ -85,8 +88,11 @@ async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) ->
     response_model=ChunkList,
     responses=documented(examples.CHUNKS, (400, 404, 503), description="One page, in the document's order"),
 )
-async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) -> dict[str, Any]:
+async def chunks(
+    doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc, caller: Caller
+) -> dict[str, Any]:
     """Show the searched pieces of a document and their places in it."""
+    caller.require("read", page.namespace)
     found = await asyncio.to_thread(svc.store.document_chunks, page.namespace, doc_id)
     end = page.after + page.limit
     return {"chunks": found[page.after : end], "next": end if end < len(found) else None}
@@ -98,8 +104,9 @@ async def chunks(doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc) 
     response_model=DocumentView,
     responses=documented(examples.DOCUMENT, (400, 404, 503, 507), description="What was removed"),
 )
-async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> Document:
+async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, caller: Caller) -> Document:
     """Remove a document and its KV in every tier. Queries that begin after the answer do not see it."""
+    caller.require("delete", where.namespace)
     removed = await asyncio.to_thread(svc.store.remove_document, where.namespace, doc_id)
     await svc.evict()
     return removed
@@ -109,11 +116,11 @@ async def remove(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc) -> D
     "/rag/namespaces",
     summary="List namespaces",
     response_model=NamespaceList,
-    responses=documented(examples.NAMESPACES, (503,), description="All of them, by name"),
+    responses=documented(examples.NAMESPACES, (503,), description="Those that the API key covers, by name"),
 )
-async def namespaces(svc: Svc) -> dict[str, Any]:
-    """List all namespaces with size and embedder."""
-    found = await asyncio.to_thread(svc.store.namespaces)
+async def namespaces(svc: Svc, caller: Caller) -> dict[str, Any]:
+    """List namespaces with size and embedder."""
+    found = caller.visible(await asyncio.to_thread(svc.store.namespaces))
     return {"namespaces": sorted(found, key=lambda one: one.name)}
 
 
@@ -123,8 +130,9 @@ async def namespaces(svc: Svc) -> dict[str, Any]:
     response_model=NamespaceView,
     responses=documented(examples.NAMESPACE, (400, 404, 503), description="The namespace"),
 )
-async def namespace(name: NamespaceName, svc: Svc) -> NamespaceInfo:
+async def namespace(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceInfo:
     """Show a namespace's size, version and embedder."""
+    caller.require_visible(name)
     return await asyncio.to_thread(svc.store.namespace, name)
 
 
@@ -134,10 +142,11 @@ async def namespace(name: NamespaceName, svc: Svc) -> NamespaceInfo:
     response_model=NamespaceView,
     responses=documented(examples.NAMESPACE, (400, 404, 503, 507), description="What was dropped"),
 )
-async def drop(name: NamespaceName, svc: Svc) -> NamespaceInfo:
+async def drop(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceInfo:
     """Delete all its documents, chunks, vectors and KV, at once and for good.
 
     A name that is not indexed is 404, after KV of documents that queries sent under it was dropped."""
+    caller.require("delete", name)
     try:
         dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
     except NotFound:

@@ -90,7 +90,7 @@ def response(error: RagserveError, request_id: str) -> Response:
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (TooManyRequests, Unavailable)):
-        headers["Retry-After"] = "1"
+        headers["Retry-After"] = str(getattr(error, "retry_after_s", 1))
     return JSONResponse(error.body(request_id), error.status, headers)
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
 
 from ragserve.api import examples
+from ragserve.api.access import Access, Caller
 from ragserve.api.body import RequestModel, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
@@ -91,7 +92,7 @@ _BODY = {
     ),
     openapi_extra={"requestBody": _BODY},
 )
-async def ingest(request: Request, svc: Svc) -> Response:
+async def ingest(request: Request, svc: Svc, caller: Caller) -> Response:
     """Take a multipart form of files, or texts as JSON. They are on disk before the answer is sent, so a
     restart resumes the job.
 
@@ -100,9 +101,9 @@ async def ingest(request: Request, svc: Svc) -> Response:
     a second job of kind `warm` follows."""
     kind = media_type(request)
     if kind == "application/json":
-        job = await _texts(await parse_json(await request.body()), svc)
+        job = await _texts(await parse_json(await request.body()), svc, caller)
     elif kind == "multipart/form-data":
-        job = await _files(request, svc)
+        job = await _files(request, svc, caller)
     else:
         raise UnsupportedMediaType(
             "Documents come as multipart/form-data or application/json, not as "
@@ -110,13 +111,14 @@ async def ingest(request: Request, svc: Svc) -> Response:
             hint="Send files as a form, e.g. curl -F files=@a.pdf.",
         )
     svc.runner.wake()
-    return accepted(job)
+    return accepted(job, caller)
 
 
-async def _texts(data: Any, svc: Services) -> Job:
+async def _texts(data: Any, svc: Services, caller: Access) -> Job:
     from ragserve.ingest.ingestor import SubmittedText
 
     body = validated(IngestTexts, data)
+    caller.require("ingest", body.namespace)
     if body.warm:
         svc.warm_ups()
     texts = [
@@ -125,7 +127,7 @@ async def _texts(data: Any, svc: Services) -> Job:
     return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts, warm=body.warm)
 
 
-async def _files(request: Request, svc: Services) -> Job:
+async def _files(request: Request, svc: Services, caller: Access) -> Job:
     from ragserve.ingest.ingestor import Upload
 
     limits = svc.settings
@@ -133,6 +135,7 @@ async def _files(request: Request, svc: Services) -> Job:
         request, max_files=limits.max_upload_files, max_file_bytes=limits.max_upload_bytes
     ) as (files, texts):
         fields = validated(UploadFields, texts)
+        caller.require("ingest", fields.namespace)
         if fields.warm:
             svc.warm_ups()
         uploads = [Upload(filename=str(file.filename), stream=file.file) for file in files]
@@ -147,9 +150,12 @@ async def _files(request: Request, svc: Services) -> Job:
     response_model=JobList,
     responses=documented(examples.JOBS, (400, 503), description="Newest first"),
 )
-async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> dict[str, Any]:
+async def jobs(page: Annotated[JobsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
     """List ingestions and warm-ups, of the server and of `ragserve ingest` alike."""
-    found = await asyncio.to_thread(svc.ingestor.jobs.list, page.namespace, page.state, page.limit)
+    within = caller.patterns
+    found = await asyncio.to_thread(
+        svc.ingestor.jobs.list, page.namespace, page.state, page.limit, within=within
+    )
     return {"jobs": found}
 
 
@@ -159,9 +165,9 @@ async def jobs(page: Annotated[JobsPage, Query()], svc: Svc) -> dict[str, Any]:
     response_model=JobDetail,
     responses=documented(examples.JOB, (400, 404, 503), description="The job, with a page of its sources"),
 )
-async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> dict[str, Any]:
+async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
     """Show the job's state and the outcome of each of its sources, with the reason."""
-    found = await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
+    found = caller.require_job(await asyncio.to_thread(svc.ingestor.jobs.get, job_id))
     items = await asyncio.to_thread(svc.ingestor.jobs.items, job_id, page.state)
     end = page.after + page.limit
     return {
@@ -180,14 +186,16 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc) -> d
         examples.JOB_CANCELLING, (400, 404, 503), success=202, description="It ends after the source at hand"
     ),
 )
-async def cancel(job_id: JobId, svc: Svc) -> Job:
+async def cancel(job_id: JobId, svc: Svc, caller: Caller) -> Job:
     """Stop a job. What is already indexed or warmed stays; a job that has ended is unchanged."""
+    caller.require_job(await asyncio.to_thread(svc.ingestor.jobs.get, job_id))
     await asyncio.to_thread(svc.ingestor.jobs.request_cancel, job_id)
     return await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
 
 
-def accepted(job: Job) -> Response:
-    """Answer 202 with a new job and its address."""
+def accepted(job: Job, caller: Access) -> Response:
+    """Answer 202 with a new job and its address, and note it for the audit log."""
+    caller.details = {"job": job.job_id, "documents": job.n_items}
     view = JobView.model_validate(job, from_attributes=True)
     headers = {"Location": f"/rag/jobs/{job.job_id}"}
     return Response(view.model_dump_json(), 202, headers, media_type="application/json")

@@ -1,11 +1,10 @@
-"""Middleware for all requests, ours and SGLang's: request id, API key, body size.
+"""Middleware for all requests, ours and SGLang's: request id, body size.
 
 Plain ASGI, to keep streams."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -17,13 +16,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragserve.answering.in_flight import Idleness
-from ragserve.api import errors, playground
+from ragserve.api import errors
 from ragserve.api.body import drain
-from ragserve.errors import RagserveError, RequestTimeout, TooLarge, Unauthorized
+from ragserve.errors import RagserveError, RequestTimeout, TooLarge
 from ragserve.logs import ACCESS, REQUEST_ID
 from ragserve.metrics import metrics
 
-_OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -95,40 +93,11 @@ class NoteRequests:
             await self._app(scope, receive, send)
 
 
-class RequireKey:
-    """Answers 401 to requests without the API key, except on /health, and on /docs and /playground, which
-    ask for it."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._admits(scope):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "wrong or missing API key"})
-        else:
-            raise Unauthorized(
-                "The API key is wrong."
-                if Headers(scope=scope).get("authorization")
-                else "This server requires an API key.",
-                hint="Send it as the header 'Authorization: Bearer KEY'.",
-            )
-
-    def _admits(self, scope: Scope) -> bool:
-        value = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        scheme, _, key = value.partition(b" ")
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-
-
 class LimitBody:
-    """Answers 413 to bodies over ``limit_for(path, headers)`` bytes: at once if the client gives a length,
+    """Answers 413 to bodies over ``limit_for(scope)`` bytes: at once if the client gives a length,
     else when it has sent too much. Answers 408 where no byte comes for ``timeout_s`` seconds."""
 
-    def __init__(
-        self, app: ASGIApp, limit_for: Callable[[str, Headers], int], timeout_s: float = 60.0
-    ) -> None:
+    def __init__(self, app: ASGIApp, limit_for: Callable[[Scope], int], timeout_s: float = 60.0) -> None:
         self._app = app
         self._limit_for = limit_for
         self._timeout_s = timeout_s
@@ -137,10 +106,10 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._limit_for(scope["path"], Headers(scope=scope))
+        limit = self._limit_for(scope)
         too_large = TooLarge(
             f"The request's body is over {limit:,} bytes.",
-            hint="Send less at a time, or raise max_body_bytes or max_upload_bytes.",
+            hint="Send less at a time, or raise max_body_bytes, max_upload_bytes or the API key's limit.",
         )
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:

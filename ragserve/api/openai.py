@@ -17,6 +17,7 @@ from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
 from ragserve.answering.prompt import Message
 from ragserve.answering.results import Answer, SearchResults
 from ragserve.api import examples
+from ragserve.api.access import Access, Caller
 from ragserve.api.body import parse_json
 from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import ChatAnswer, ChatChunk, ChatRequest, Extras, Model, ModelList
@@ -62,7 +63,7 @@ _BODY = {
     ),
     openapi_extra={"requestBody": _BODY},
 )
-async def chat(request: Request, request_id: RequestId) -> Response:
+async def chat(request: Request, caller: Caller, request_id: RequestId) -> Response:
     """Answer the last message; earlier ones are the history, and a system message replaces the server's
     system text.
 
@@ -83,7 +84,7 @@ async def chat(request: Request, request_id: RequestId) -> Response:
         await _check_text(data, raw, svc)
         return await _replayed(request, model, raw)
     body = validated(ChatRequest, data)
-    events = svc.answerer.events(_query(body, svc, request_id))
+    events = svc.answerer.events(_query(body, svc, caller, request_id))
     try:
         if not body.stream:
             final = await until_disconnect(request, last_event(events))
@@ -96,7 +97,7 @@ async def chat(request: Request, request_id: RequestId) -> Response:
     return EventStream(request_id, first, pump, encode=chunks.encode, encode_error=chunks.error, end=end)
 
 
-async def without_retrieval(request: Request) -> Response:
+async def without_retrieval(request: Request, caller: Caller) -> Response:
     """Pass a request for one of SGLang's models on; refuse one for a namespace, which answers chats only."""
     raw = await request.body()
     data = await parse_json(raw)
@@ -107,6 +108,13 @@ async def without_retrieval(request: Request) -> Response:
             hint="Use POST /v1/chat/completions or POST /rag/query.",
             code="unsupported_model",
             param="model",
+        )
+    if data.get("previous_response_id") is not None and not caller.key.is_admin:
+        raise NotFound(
+            "This API key cannot continue a stored response: the engine does not know whose they are.",
+            hint="Send the earlier messages with the request.",
+            code="response_not_found",
+            param="previous_response_id",
         )
     await _check_text(data, raw, await services(request))
     return await _replayed(request, model, raw)
@@ -165,11 +173,11 @@ async def _replayed(request: Request, model: str | None, raw: bytes) -> Response
     response_model=ModelList,
     responses=documented(examples.MODELS, (502, 503), description="One model per namespace, then SGLang's"),
 )
-async def models(request: Request, svc: Svc) -> Response:
-    """List a model for every namespace; the models of SGLang answer without documents."""
+async def models(request: Request, svc: Svc, caller: Caller) -> Response:
+    """List a model for every namespace of the API key; the models of SGLang answer without documents."""
     upstream: Upstream = request.app.state.upstream
     namespaces, others = await asyncio.gather(asyncio.to_thread(svc.store.namespaces), upstream.models())
-    ours = [Model(id=PREFIX + one.name).model_dump() for one in namespaces]
+    ours = [Model(id=PREFIX + one.name).model_dump() for one in caller.visible(namespaces)]
     # SGLang's unchanged: they have fields of their own
     return JSONResponse({"object": "list", "data": [*ours, *others]})
 
@@ -182,6 +190,7 @@ async def models(request: Request, svc: Svc) -> Response:
 )
 async def model(
     request: Request,
+    caller: Caller,
     model_id: Annotated[str, Path(description="`ragserve/NAMESPACE`, or a model of SGLang.")],
 ) -> Response:
     """Show a namespace's model; other names go to SGLang."""
@@ -191,13 +200,13 @@ async def model(
             raise _no_model(model_id)
         return upstream.replay(b"")
     svc = await services(request)
-    known = {PREFIX + one.name for one in await asyncio.to_thread(svc.store.namespaces)}
+    known = {PREFIX + one.name for one in caller.visible(await asyncio.to_thread(svc.store.namespaces))}
     if model_id not in known:
         raise _no_model(model_id)
     return Response(Model(id=model_id).model_dump_json(), media_type="application/json")
 
 
-def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
+def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) -> Query:
     """Turn a dialogue into a query.
 
     Raises InvalidRequest if its last message is not a question, NotFound for an invalid namespace."""
@@ -210,7 +219,8 @@ def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
     namespace = body.model.removeprefix(PREFIX)
     try:
         _NAMESPACE.validate_python(namespace)
-    except ValidationError:
+        caller.require("read", namespace)
+    except (ValidationError, NotFound):
         raise _no_model(body.model) from None
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     sampling = Sampling(
@@ -229,6 +239,7 @@ def _query(body: ChatRequest, svc: Services, request_id: str) -> Query:
         namespace,
         sampling,
         {},
+        search=caller.search_options(body, svc.settings),
         question=last.text,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
         system=system or None,

@@ -16,7 +16,7 @@ from ragserve.api.schemas import ErrorBody
 
 # FastAPI drops every null of the document, examples included: this stands in for null until it has.
 _NULL = "\ue000null\ue001"
-ALWAYS = (401, 403, 500)
+ALWAYS = (401, 403, 429, 500)
 _REF = "#/components/schemas/{model}"
 _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
     (
@@ -25,11 +25,11 @@ _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
     ),
     ("The API key is missing or wrong", errors.Unauthorized("The API key is wrong.")),
     (
-        "A web page of another origin, or another host name (only without an API key)",
+        "A right that the API key lacks; without one, a web page of another origin or another host name",
         errors.Forbidden("Pages of 'https://example.com' may not call this server."),
     ),
     (
-        "There is no such namespace, document or job",
+        "There is no such namespace, document or job that the API key covers",
         errors.NotFound("There is no namespace 'nowhere'.", code="namespace_not_found"),
     ),
     (
@@ -43,7 +43,7 @@ _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
     ("The body or a file is over its limit", errors.TooLarge("The request's body is over 4,194,304 bytes.")),
     ("The body has the wrong Content-Type", UnsupportedMediaType("This route takes JSON, not text/plain.")),
     (
-        "Too many queries are in flight; see Retry-After",
+        "Too many queries are in flight, or too many requests of the API key; see Retry-After",
         errors.TooManyRequests("256 queries are already being answered."),
     ),
     ("Something went wrong in the server", errors.RagserveError("Something went wrong in the server.")),
@@ -144,7 +144,7 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
                 routes=app.routes,
                 tags=_TAGS,
             )
-            key = {"type": "http", "scheme": "bearer", "description": "The server's API key, if it has one."}
+            key = {"type": "http", "scheme": "bearer", "description": "An API key, if the server has any."}
             schema.setdefault("components", {})["securitySchemes"] = {"key": key}
             schema["security"] = [{"key": []}]
             for path in schema["paths"].values():
@@ -164,10 +164,11 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
 
 DESCRIPTION = """Answers questions over your documents with SGLang.
 
-If the server has an API key, every route but `/health`, `/docs` and `/playground` requires it; without one,
-web pages of other origins are refused. Every answer carries `X-Request-Id`; an id that you send is kept.
-SGLang's own routes (`/generate`, `/tokenize`, `/metrics`, ...) are served on the same address and documented
-by SGLang."""
+If the server has API keys, every route but `/health`, `/docs` and `/playground` requires one; without any,
+web pages of other origins are refused. A key may be limited to namespaces, to rights (read, ingest, delete, admin) and to
+rates. What belongs to others is answered as if it did not exist. Every answer carries `X-Request-Id`; an id
+that you send is kept. SGLang's own routes (`/generate`, `/tokenize`, `/metrics`, ...) are served on the same
+address and documented by SGLang."""
 
 _TAGS = [
     {"name": "query", "description": "Ask a question, or search only."},

@@ -14,6 +14,7 @@ from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
 from ragserve.answering.prompt import Message
 from ragserve.answering.results import Answer, Citation, RetrievedPassage, SearchResults
 from ragserve.api import examples
+from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute
 from ragserve.api.openai_schemas import ChatRequest
 from ragserve.api.openapi import documented
@@ -50,6 +51,7 @@ async def query(
     request: Request,
     body: Annotated[QueryRequest, Body(openapi_examples=examples.QUERY_REQUESTS)],
     svc: Svc,
+    caller: Caller,
     request_id: RequestId,
 ) -> Response:
     """Retrieve the passages nearest to the question, put them into the prompt in that order and generate.
@@ -60,6 +62,7 @@ async def query(
     connection aborts the generation.
 
     Markers `[n]` (one to three digits) that point to no passage are removed before anything is sent."""
+    caller.require("read", body.namespace)
     svc.check_question(body.query, len(body.history))
     sampling = Sampling(
         max_new_tokens=body.max_new_tokens or svc.settings.max_new_tokens,
@@ -75,6 +78,7 @@ async def query(
         body.namespace,
         sampling,
         body.decode.model_dump(exclude_unset=True),
+        search=caller.search_options(body, svc.settings),
         question=body.query,
         history=to_history(body.history),
         system=body.system,
@@ -98,7 +102,6 @@ def to_query(
     """Build a query from ``fields`` and the fields that both APIs share, with the server's defaults."""
     strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
     return Query(
-        search=body.search_options(settings),
         request=GenerateRequest(
             request_id, [], namespace, strategy.name, sampling, options=strategy.options, decode=decode
         ),

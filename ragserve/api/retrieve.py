@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from ragserve.api import examples
+from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented
 from ragserve.api.query import to_history
@@ -30,13 +31,15 @@ async def retrieve(
     request: Request,
     body: Annotated[RetrieveRequest, Body(openapi_examples=examples.RETRIEVE_REQUESTS)],
     svc: Svc,
+    caller: Caller,
     request_id: RequestId,
 ) -> Response:
     """Find the passages that `/rag/query` would give to the model, in the same order."""
     start = time.perf_counter()
+    caller.require("read", body.namespace)
     svc.check_question(body.query, len(body.history))
     with svc.limiter.slot():
-        options = body.search_options(svc.settings)
+        options = caller.search_options(body, svc.settings)
         search = svc.search.search(
             body.query,
             options,

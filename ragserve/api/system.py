@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from ragserve import __version__
 from ragserve.api import examples
+from ragserve.api.access import Caller
 from ragserve.api.openapi import documented, failures
 from ragserve.api.schemas import MAX_DOCUMENTS, Info, Ready
 from ragserve.api.search_fields import MAX_K
@@ -32,11 +33,11 @@ _ENGINE_ANSWERS_WITHIN_S = 5.0
         examples.INFO, (503,), description="Versions, model, engine, embedder, defaults, limits and index"
     ),
 )
-async def info(svc: Svc) -> Info:
+async def info(svc: Svc, caller: Caller) -> Info:
     """Show all that a client needs to know and a bug report should contain."""
     settings, engine = svc.settings, svc.engine.info
-    namespaces = await asyncio.to_thread(svc.store.namespaces)
-    warm_ups = await asyncio.to_thread(warming, svc.ingestor.jobs)
+    namespaces = caller.visible(await asyncio.to_thread(svc.store.namespaces))
+    warm_ups = await asyncio.to_thread(warming, svc.ingestor.jobs, caller.patterns)
     versions = {"ragserve": __version__, "sglang": engine.version, "python": platform.python_version()}
     for package in ("torch", "faiss-cpu", "sentence-transformers"):
         try:
@@ -72,7 +73,7 @@ async def info(svc: Svc) -> Info:
             "max_upload_bytes": settings.max_upload_bytes,
             "max_upload_files": settings.max_upload_files,
             "max_concurrent_queries": settings.max_concurrent_queries,
-            "max_k": MAX_K,
+            "max_k": min(MAX_K, caller.key.limits.max_k or MAX_K),
             "max_documents": MAX_DOCUMENTS,
             "max_context_tokens": engine.max_prompt_tokens,
         },

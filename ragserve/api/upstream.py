@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragserve.api.access import Access, Need
 from ragserve.api.body import parse_json
-from ragserve.errors import EngineError, InvalidRequest, NotFound
+from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
+from sglang_ext.cache_scope import CacheScope
 
 # Set by the web server; the other keys are our routers' and must not reach another app.
 _SERVER_KEYS = (
@@ -35,83 +37,106 @@ _SERVER_KEYS = (
 )
 
 
-SERVED = frozenset(
-    {
-        "/",
-        "/abort_request",
-        "/api/chat",
-        "/api/generate",
-        "/api/show",
-        "/api/tags",
-        "/classify",
-        "/detokenize",
-        "/encode",
-        "/generate",
-        "/get_load",
-        "/get_model_info",
-        "/get_server_info",
-        "/get_weight_version",
-        "/health",
-        "/health_generate",
-        "/invocations",
-        "/metrics",
-        "/metrics/",
-        "/model_info",
-        "/parse_function_call",
-        "/ping",
-        "/separate_reasoning",
-        "/server_info",
-        "/tokenize",
-        "/v1/audio/transcriptions",
-        "/v1/chat/completions",
-        "/v1/classify",
-        "/v1/completions",
-        "/v1/detokenize",
-        "/v1/embeddings",
-        "/v1/loads",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/realtime",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-        "/v1/tokenize",
-        "/vertex_generate",
-        "/weight_version",
-    }
-)
+SERVED: dict[str, Need] = {
+    "/": "key",
+    "/abort_request": "operate",
+    "/api/chat": "read",
+    "/api/generate": "read",
+    "/api/show": "key",
+    "/api/tags": "key",
+    "/classify": "read",
+    "/detokenize": "key",
+    "/encode": "read",
+    "/generate": "read",
+    "/get_load": "inspect",
+    "/get_model_info": "key",
+    "/get_server_info": "inspect",
+    "/get_weight_version": "key",
+    "/health": "none",
+    "/health_generate": "key",
+    "/invocations": "read",
+    "/metrics": "inspect",
+    "/metrics/": "inspect",
+    "/model_info": "key",
+    "/parse_function_call": "key",
+    "/ping": "key",
+    "/separate_reasoning": "key",
+    "/server_info": "inspect",
+    "/tokenize": "key",
+    "/v1/audio/transcriptions": "read",
+    "/v1/chat/completions": "read",
+    "/v1/classify": "read",
+    "/v1/completions": "read",
+    "/v1/detokenize": "key",
+    "/v1/embeddings": "read",
+    "/v1/loads": "inspect",
+    "/v1/messages": "read",
+    "/v1/messages/count_tokens": "key",
+    "/v1/models": "key",
+    "/v1/realtime": "read",
+    "/v1/rerank": "read",
+    "/v1/responses": "read",
+    "/v1/score": "read",
+    "/v1/tokenize": "key",
+    "/vertex_generate": "read",
+    "/weight_version": "key",
+}
+"""SGLang's routes that are served, and what a key needs for each. Those with ``read`` run the model."""
 MIN_RID_CHARS = 8
-_SERVED_BELOW = ("/v1/models/", "/v1/responses/")
+# Stored responses are anyone's who knows their id: the engine does not know whose they are.
+_SERVED_BELOW: dict[str, Need] = {"/v1/models/": "key", "/v1/responses/": "operate"}
 
 
 class Upstream:
     """ASGI app that passes requests on; with ``control_routes`` to all routes.
 
+    Keys without admin generate in a prefix cache of their own, or in that of a namespace that they may read.
+    An engine that is ``remote`` has one for everybody, so they may not generate there by its own routes.
+
     A browser's Origin stays here: SGLang lets pages of any origin read its answers."""
 
-    def __init__(self, app: ASGIApp, *, control_routes: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, control_routes: bool = False, remote: bool = False) -> None:
         self._app = app
         self._control_routes = control_routes
+        self._remote = remote
         self._models: frozenset[str] = frozenset()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._control_routes and scope["type"] in ("http", "websocket"):
-            path = scope["path"]
-            if path not in SERVED and not path.startswith(_SERVED_BELOW):
-                if scope["type"] == "websocket":
-                    await send({"type": "websocket.close", "code": 1008, "reason": "no such route"})
-                    return
-                raise NotFound(
-                    f"There is no route {path[:128]!r} here.",
-                    hint="See /docs. SGLang's routes that control the engine are off: the server's "
-                    "--control-routes true opens them.",
-                    code="route_not_found",
-                )
-            if path == "/abort_request":
-                await self._abort(scope, receive, send)
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        need = _need(path)
+        if need is None and not self._control_routes:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": "no such route"})
                 return
-        await self._forward(scope, receive, send)
+            raise NotFound(
+                f"There is no route {path[:128]!r} here.",
+                hint="See /docs. SGLang's routes that control the engine are off: the server's "
+                "--control-routes true opens them.",
+                code="route_not_found",
+            )
+        access: Access = scope["state"]["access"]
+        access.allow(need or "operate")
+        if path == "/abort_request" and not self._control_routes:
+            await self._abort(scope, receive, send)
+        elif need == "read" and not access.key.is_admin:
+            await self._generate(access, scope, receive, send)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._remote:
+            raise Forbidden(
+                "SGLang's own routes need an API key with the right 'admin' here: the engine runs elsewhere, "
+                "with one prefix cache for everybody.",
+                hint="Use /rag/query, or a model ragserve/NAMESPACE.",
+                code="missing_right",
+            )
+        key = access.key
+        with CacheScope(f"key:{key.key_id}", lambda name: key.has("read") and key.grants(name)).active():
+            await self._forward(scope, receive, send)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         passed = {name: scope[name] for name in _SERVER_KEYS if name in scope}
@@ -159,6 +184,12 @@ class Upstream:
                 "The engine does not list its models.", hint="See /ready and the server's log."
             ) from error
         return list(models)
+
+
+def _need(path: str) -> Need | None:
+    """What a key needs for a path of SGLang's; None if it is not served."""
+    below = (need for prefix, need in _SERVED_BELOW.items() if path.startswith(prefix))
+    return SERVED.get(path) or next(below, None)
 
 
 class _Replayed(Response):

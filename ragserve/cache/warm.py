@@ -54,9 +54,15 @@ def submit_warm(store: IndexStore, namespace: str, documents: Sequence[str] | No
     return JobStore(store).create(namespace, {"kind": KIND}, sources)
 
 
-def warming(jobs: JobStore) -> dict[str, int]:
-    """Numbers of warm-up jobs that are queued or running, of their documents, and of those not done yet."""
-    open_jobs = [job for state in ("queued", "running") for job in jobs.list(state=state, limit=1_000_000)]
+def warming(jobs: JobStore, within: Sequence[str] | None = None) -> dict[str, int]:
+    """Numbers of warm-up jobs that are queued or running, of their documents, and of those not done yet.
+
+    ``within``: only of namespaces that one of these patterns matches."""
+    open_jobs = [
+        job
+        for state in ("queued", "running")
+        for job in jobs.list(state=state, limit=1_000_000, within=within)
+    ]
     own = [job for job in open_jobs if job.kind == KIND]
     left = sum(job.counts.get("pending", 0) for job in own)
     return {"jobs": len(own), "documents": sum(job.n_items for job in own), "documents_left": left}

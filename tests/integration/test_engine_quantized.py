@@ -1,5 +1,5 @@
 """A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps compared with transformers
-on quantised KV."""
+on quantised KV. And what needs a server with an API key: keys of tenants."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from ragserve.client import Client
+from ragserve.errors import Forbidden
+from ragserve.tenants.key_file import KeyFile
 from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, DecodeReport
 from tests.conftest import MODEL
 from tests.integration.context_client import generate, plan_of, result
@@ -108,3 +111,25 @@ def test_composed_contexts_are_refused(locked_server: Any) -> None:
     assert refused.status_code == 400
     assert "'prefix' or 'full'" in refused.json()["error"]["message"]
     assert locked_server.client.post("/rag/query", json=question | {"strategy": "full"}).status_code == 200
+
+
+def test_keys_share_no_cached_prompts(locked_server: Any) -> None:
+    """They are made while the server runs. A key shares the cache of a namespace that it may read."""
+    keys = KeyFile(locked_server.data_dir)
+    one, two = (keys.create(name, [name], ["read"])[1] for name in ("tenant-one", "tenant-two"))
+    prompt = "The lighthouse keeper counts the ships that pass at night. " * 20
+
+    def cached(key: str, extra_key: str | None = None) -> int:
+        with Client(locked_server.url, api_key=key) as client:
+            body = {"text": prompt, "extra_key": extra_key, "sampling_params": {"max_new_tokens": 1}}
+            return int(client.call("POST", "/generate", json=body)["meta_info"]["cached_tokens"])
+
+    assert cached(one) == 0
+    assert cached(one) > 0
+    assert cached(two) == 0
+    assert cached("secret") == 0
+    assert cached(one, "namespace:tenant-one") == 0
+    assert cached(two, "namespace:tenant-one") == 0
+    assert cached(one, "namespace:tenant-one") > 0
+    with Client(locked_server.url, api_key=one) as client, pytest.raises(Forbidden, match="'admin'"):
+        client.call("GET", "/server_info")

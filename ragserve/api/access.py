@@ -1,0 +1,157 @@
+"""What the API key of a request allows: the need of every route, and the check of a request's namespace.
+
+A key without admin needs a right for a route, and the same right for the namespace that the request names.
+Routes that are not listed need admin, so a new one is closed until somebody has thought about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, Request
+
+from ragserve.api import playground
+from ragserve.api.search_fields import SearchFields
+from ragserve.config import Settings
+from ragserve.errors import Forbidden, InvalidRequest
+from ragserve.retrieval.search_options import SearchOptions
+from ragserve.tenants.key_file import Right, TenantKey
+from ragserve_index.jobs import job_not_found
+from ragserve_index.registry import namespace_not_found
+from ragserve_index.types import Job, NamespaceInfo
+
+Need = Literal["none", "key", "read", "ingest", "delete", "inspect", "operate"]
+"""``none``: not even a key. ``key``: any key. ``read``, ``ingest``, ``delete``: that right in some namespace;
+the route checks in which. ``inspect``, ``operate``: admin, to look at the server or to change it."""
+
+OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
+NEEDS: dict[str, Need] = {
+    **{f"GET {path}": "none" for path in ("/docs", *playground.PATHS)},
+    "GET /info": "key",
+    "GET /ready": "key",
+    "GET /metrics": "inspect",
+    "POST /rag/query": "read",
+    "POST /rag/retrieve": "read",
+    "POST /rag/ingest": "ingest",
+    "GET /rag/jobs": "key",
+    "GET /rag/jobs/{job_id}": "key",
+    "DELETE /rag/jobs/{job_id}": "ingest",
+    "GET /rag/documents": "read",
+    "GET /rag/documents/{doc_id}": "read",
+    "GET /rag/documents/{doc_id}/chunks": "read",
+    "DELETE /rag/documents/{doc_id}": "delete",
+    "GET /rag/namespaces": "key",
+    "GET /rag/namespaces/{name}": "key",
+    "DELETE /rag/namespaces/{name}": "delete",
+    "GET /rag/cache": "inspect",
+    "POST /rag/cache/verify": "operate",
+    "POST /rag/cache/warm": "ingest",
+    "POST /rag/cache/evict": "operate",
+    "DELETE /rag/cache": "operate",
+    "GET /v1/models": "key",
+    "GET /v1/models/{model_id:path}": "key",
+    "POST /v1/chat/completions": "read",
+    "POST /v1/completions": "read",
+    "POST /v1/responses": "read",
+    "POST /v1/embeddings": "read",
+    "POST /v1/classify": "read",
+    "POST /v1/score": "read",
+    "POST /v1/rerank": "read",
+    "POST /v1/messages": "read",
+    "POST /v1/messages/count_tokens": "key",
+}
+_AUDITED = frozenset({"ingest", "delete", "operate"})
+
+
+class Access:
+    """A request's key and address, and what it asked for, which the audit log records."""
+
+    def __init__(self, key: TenantKey, address: str) -> None:
+        self.key = key
+        self.address = address
+        self.namespace: str | None = None
+        self.details: dict[str, Any] = {}
+        self._need: Need = "none"
+
+    @property
+    def audited(self) -> bool:
+        """True if the request asked to ingest, to delete or to change the server."""
+        return self._need in _AUDITED
+
+    def allow(self, need: Need) -> None:
+        """Raises Forbidden unless the key may use routes of this need."""
+        self._need = need
+        if need in ("inspect", "operate"):
+            self._check("admin")
+        elif need == "read" or need == "ingest" or need == "delete":
+            self._check(need)
+
+    def require(self, right: Right, namespace: str) -> None:
+        """Check a right in a namespace. One of others is answered like one that does not exist.
+
+        Raises NotFound and Forbidden."""
+        self.namespace = namespace
+        if not self.key.grants(namespace):
+            if right == "ingest":  # would create it
+                raise Forbidden(
+                    f"This API key may not ingest into namespace {namespace!r}.",
+                    hint="Use one of the key's namespaces, or ask for a key of this one.",
+                    code="namespace_not_allowed",
+                    param="namespace",
+                )
+            raise namespace_not_found(namespace)
+        self._check(right)
+
+    def require_visible(self, namespace: str) -> None:
+        """Raises NotFound for a namespace of others, whatever the key may do in its own."""
+        if not self.key.grants(namespace):
+            raise namespace_not_found(namespace)
+
+    def require_job(self, job: Job) -> Job:
+        """Return a job of the key's namespaces. Raises NotFound as for a job that does not exist."""
+        if not self.key.grants(job.namespace):
+            raise job_not_found(job.job_id)
+        self.namespace = job.namespace
+        return job
+
+    def visible(self, namespaces: Iterable[NamespaceInfo]) -> list[NamespaceInfo]:
+        """Those of the key's namespaces."""
+        return [each for each in namespaces if self.key.grants(each.name)]
+
+    @property
+    def patterns(self) -> tuple[str, ...] | None:
+        """Patterns of the key's namespaces; None for all."""
+        return None if self.key.is_admin else self.key.namespaces
+
+    def search_options(self, body: SearchFields, settings: Settings) -> SearchOptions:
+        """How to search for a request. Raises InvalidRequest for more passages than the key allows."""
+        options, most = body.search_options(settings), self.key.limits.max_k
+        if most is None:
+            return options
+        if body.k is not None and body.k > most:
+            raise InvalidRequest(f"k is {body.k}; this API key may ask for {most}.", param="k")
+        return replace(options, k=min(options.k, most))
+
+    def _check(self, right: Right) -> None:
+        if not self.key.has(right):
+            raise Forbidden(
+                f"This API key does not have the right {right!r}.",
+                hint="Ask the server's operator for a key that has it (ragserve keys create).",
+                code="missing_right",
+            )
+
+
+async def access(request: Request) -> Access:
+    """Dependency: the access that `ragserve.api.authentication` has given the request."""
+    found: Access = request.state.access
+    return found
+
+
+async def check_route(request: Request) -> None:
+    """Dependency of all our routes. Raises Forbidden unless the key meets the route's need."""
+    route = request.scope["route"].path
+    (await access(request)).allow(NEEDS.get(f"{request.method} {route}", "operate"))
+
+
+Caller = Annotated[Access, Depends(access)]

@@ -1,0 +1,83 @@
+"""Middleware that gives every request its `Access`: the API key, the key's rates, the audit log."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragserve.api.access import OPEN, Access
+from ragserve.errors import RagserveError
+from ragserve.tenants.audit_log import AuditLog
+from ragserve.tenants.keyring import NOBODY, Keyring
+from ragserve.tenants.rate_limits import RateLimits
+
+_LEFT = 499  # the client did not wait for the answer
+_PATH_CHARS = 512
+
+
+class Authentication:
+    """Answers 401 without a key, except on /health, and on /docs and /playground, which ask for it, and 429 over a key's
+    limits. Records what the audit log is for, before the answer is sent."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, audit: AuditLog) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._audit = audit
+        self._rates = RateLimits()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        address = str((scope.get("client") or ("",))[0])
+        state = scope.setdefault("state", {})
+        if scope["path"] in OPEN:
+            state["access"] = Access(NOBODY, address)
+            await self._app(scope, receive, send)
+            return
+        header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        try:
+            key = self._keyring.admit(header)
+            with self._rates.admit(key):
+                state["access"] = access = Access(key, address)
+                await self._recorded(access, scope, receive, send)
+        except RagserveError as error:
+            if scope["type"] != "websocket":
+                raise
+            reason = "wrong or missing API key" if error.status == 401 else error.message
+            await send({"type": "websocket.close", "code": 1008, "reason": reason[:120]})
+
+    async def _recorded(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
+        recorded = False
+
+        def record(status: int) -> None:
+            nonlocal recorded
+            recorded = True
+            self._audit.write(
+                who=access.key.name,
+                key=access.key.key_id,
+                address=access.address,
+                what=f"{scope.get('method', 'WEBSOCKET')} {scope['path'][:_PATH_CHARS]}",
+                namespace=access.namespace,
+                result=status,
+                request_id=scope["state"].get("request_id"),
+                **access.details,
+            )
+
+        async def send_recorded(message: Message) -> None:
+            if message["type"] == "http.response.start" and access.audited:
+                await asyncio.to_thread(record, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_recorded)
+        except (asyncio.CancelledError, ClientDisconnect):
+            if access.audited and not recorded:
+                record(_LEFT)
+            raise
+        except Exception as error:
+            if access.audited and not recorded:
+                await asyncio.to_thread(record, getattr(error, "status", 500))
+            raise
