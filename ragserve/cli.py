@@ -17,6 +17,7 @@ COMMANDS = (
     "ingest",
     "docs",
     "query",
+    "keys",
     "cache",
     "doctor",
     "tune",

@@ -16,6 +16,7 @@ from ragserve.commands.job_console import print_json
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
 from ragserve.errors import NotFound
+from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -130,6 +131,8 @@ def rm(
             except NotFound:
                 missing.append(name)
         clean_files(settings, store)
+    removed_ids = [document.doc_id for document in removed]
+    record_command(settings, "docs rm", namespace=namespace, documents=removed_ids, result="removed")
     if as_json:
         print_json({"removed": [_plain(document) for document in removed], "missing": missing})
     else:
@@ -152,6 +155,9 @@ def drop(
     with _store(settings) as store:
         dropped = store.drop_namespace(namespace)
         clean_files(settings, store)
+    record_command(
+        settings, "docs drop", namespace=namespace, documents=dropped.n_documents, result="dropped"
+    )
     if as_json:
         print_json(asdict(dropped))
     else:

@@ -61,8 +61,11 @@ def _settings(flags: dict[str, Any]) -> tuple[Settings | None, Check]:
         return None, Check("settings", "fail", "; ".join(problems(error)), advice)
     except tomllib.TOMLDecodeError as error:
         return None, Check("settings", "fail", f"ragserve.toml: {error}", "Correct the file.")
-    if settings.api_key is None:
-        advice = "Everyone on this machine can use the server. Set RAGSERVE_API_KEY to change that."
+    if not settings.has_key:
+        advice = (
+            "Everyone on this machine can use the server. Set RAGSERVE_API_KEY, or make keys with "
+            "`ragserve keys`."
+        )
         return settings, Check("settings", "ok", "valid; no API key, so loopback only", advice)
     return settings, Check("settings", "ok", "valid")
 

@@ -19,6 +19,7 @@ from ragserve.commands.options import with_settings
 from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError, TooLarge
+from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import PathOptions
@@ -187,6 +188,15 @@ class _Session:
         if self._as_json:
             body = report.as_json() | {"warm": warmed and warmed.as_json()}
             print(json.dumps(body, indent=None if compact else 1, ensure_ascii=False), flush=True)
+        record_command(
+            self._settings,
+            "ingest",
+            namespace=report.namespace,
+            job=job_id,
+            documents=report.progress.done,
+            removed=len(report.vanished),
+            result=report.state,
+        )
         self.failed += report.progress.failed + (len(warmed.failures) if warmed is not None else 0)
         self.files += report.progress.done + len(report.vanished) + (report.state != "done")
         if ended is not None:

@@ -47,7 +47,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     if settings.otlp_endpoint is not None:
         tracing.start(tracing.exporter(settings.otlp_endpoint))
     _say(settings, f"starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})")
-    if settings.api_key is None:
+    if not settings.has_key:
         _say(settings, "no API key set, so only this machine can connect")
     try:
         if settings.engine_url:

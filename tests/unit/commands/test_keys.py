@@ -1,0 +1,83 @@
+"""`ragserve keys`, as a user types it, and what commands leave in the audit log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ragserve.commands import docs, keys
+from ragserve.errors import InvalidRequest
+from ragserve_index import IndexStore
+from ragserve_index.types import NewChunk, NewDocument
+
+
+def run(module: Any, *arguments: str) -> Any:
+    app = typer.Typer()
+    module.register(app)
+    app.command("other")(lambda: None)
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def audited(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "audit" / "audit.jsonl").read_text().splitlines()]
+
+
+def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
+    data = ("--data-dir", str(tmp_path))
+    made = run(
+        keys, "keys", "create", "acme-app", "--right", "read", "--right", "ingest", "-n", "acme",
+        "-n", "acme-*", "--expires", "90d", "--requests-per-minute", "1200", "--max-k", "10", *data,
+    )  # fmt: skip
+    secret = made.stdout.strip()
+    assert secret.startswith("rsk-")
+    listed = run(keys, "keys", "list", *data).stdout
+    assert secret not in listed
+    assert "acme-app: ingest, read; namespaces acme, acme-*; 1,200 requests a minute; k up to 10" in listed
+    (key,) = json.loads(run(keys, "keys", "list", "--json", *data).stdout)
+    assert key["rights"] == ["ingest", "read"]
+    assert "digest" not in key
+    assert f"revoked {key['key_id']} acme-app" in run(keys, "keys", "revoke", key["key_id"], *data).stdout
+    assert "0 keys" in run(keys, "keys", "list", *data).stdout
+    created, revoked = audited(tmp_path)
+    assert (created["what"], created["name"], created["result"]) == (
+        "ragserve keys create",
+        "acme-app",
+        "created",
+    )
+    assert created["who"].startswith("user ")
+    assert (revoked["what"], revoked["key_id"]) == ("ragserve keys revoke", key["key_id"])
+    assert secret not in json.dumps([created, revoked])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--right", "write"], "no right 'write'"),
+        (["--right", "read", "--expires", "soon"], "neither a number of days nor a date"),
+        (["--right", "admin", "-n", "acme"], "without namespaces"),
+    ],
+)
+def test_what_makes_no_key_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run(keys, "keys", "create", "x", *arguments, "--data-dir", str(tmp_path))
+    assert not (tmp_path / "keys.json").exists()
+
+
+def test_removals_by_command_are_audited(tmp_path: Path) -> None:
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("acme", embedder="words", dim=4)
+        chunk = NewChunk("text", 0, 4, 1)
+        document = NewDocument("a.txt", "A", "1", "text/plain", 4, {})
+        (stored,) = store.replace_documents("acme", [(document, [chunk], np.eye(1, 4, dtype=np.float32))])
+    run(docs, "docs", "rm", "a.txt", "-n", "acme", "--data-dir", str(tmp_path))
+    run(docs, "docs", "drop", "acme", "--data-dir", str(tmp_path))
+    told = [(one["what"], one["namespace"], one["documents"]) for one in audited(tmp_path)]
+    assert told == [("ragserve docs rm", "acme", [stored.doc_id]), ("ragserve docs drop", "acme", 0)]
