@@ -17,6 +17,7 @@ COMMANDS = (
     "ingest",
     "docs",
     "query",
+    "mcp",
     "keys",
     "cache",
     "doctor",

@@ -32,6 +32,8 @@ _PANELS = {
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="RAGSERVE_API_KEY", help="The server's API key.")]
+DEFAULT_URL = "http://127.0.0.1:30000"
+ServerUrl = Annotated[str, typer.Option(envvar="RAGSERVE_URL", help="Address of the server.")]
 
 # for commands that start an engine for one piece of work
 ENGINE_SETTINGS = (

@@ -12,12 +12,11 @@ from rich.console import Console
 
 from ragserve.answering.results import Answer, Citation
 from ragserve.client import Client, error_of
-from ragserve.commands.options import ApiKey, json_object
+from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
 from ragserve.config import Retrieval
 from ragserve.errors import RagserveError, Unavailable
 from ragserve.strategy_spec import parse
 
-_URL = "http://127.0.0.1:30000"
 _FILTER = '{"op":"eq","field":"lang","value":"en"}'
 _EXCERPT_CHARS = 160
 
@@ -30,7 +29,7 @@ def register(app: typer.Typer) -> None:
 def query(
     question: Annotated[str, typer.Argument(help="The question.")],
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace to search.")] = "default",
-    url: Annotated[str, typer.Option(envvar="RAGSERVE_URL", help="Address of the server.")] = _URL,
+    url: ServerUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
     filter_: Annotated[str | None, typer.Option("--filter", help=f"JSON, e.g. {_FILTER}.")] = None,
