@@ -27,7 +27,8 @@ the route checks in which. ``inspect``, ``operate``: admin, to look at the serve
 
 OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
 NEEDS: dict[str, Need] = {
-    **{f"GET {path}": "none" for path in ("/docs", *playground.PATHS)},
+    "GET /docs": "none",
+    **{f"GET {path}": "none" for path in playground.PATHS},
     "GET /info": "key",
     "GET /ready": "key",
     "GET /metrics": "inspect",

@@ -164,11 +164,11 @@ def install(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
 
 DESCRIPTION = """Answers questions over your documents with SGLang.
 
-If the server has API keys, every route but `/health`, `/docs` and `/playground` requires one; without any, web
-pages of other origins are refused. A key may be limited to namespaces, to rights (read, ingest, delete, admin)
-and to rates. What belongs to others is answered as if it did not exist. Every answer carries `X-Request-Id`;
-an id that you send is kept. SGLang's own routes (`/generate`, `/tokenize`, `/metrics`, ...) are served on the
-same address and documented by SGLang."""
+If the server has API keys, every route but `/health`, `/docs` and `/playground` requires one; without any,
+web pages of other origins are refused. A key may be limited to namespaces, to rights (read, ingest, delete,
+admin) and to rates. What belongs to others is answered as if it did not exist. Every answer carries
+`X-Request-Id`; an id that you send is kept. SGLang's own routes (`/generate`, `/tokenize`, `/metrics`, ...)
+are served on the same address and documented by SGLang."""
 
 _TAGS = [
     {"name": "query", "description": "Ask a question, or search only."},

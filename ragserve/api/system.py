@@ -86,7 +86,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "chunks": sum(one.n_chunks for one in namespaces),
         },
         warming=warm_ups,
-        verification=await asyncio.to_thread(svc.verification.info),
+        verification=await asyncio.to_thread(svc.verification.info, caller.key.grants),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -29,17 +29,22 @@ class BackgroundVerification:
         """Say how far the idle server is with what ``auto`` lacks in a namespace; None if it does nothing."""
         return None if self.tuner is None else self.tuner.progress(namespace)
 
-    def info(self) -> dict[str, Any]:
-        """Describe both for `/info`; of the estimates the latest."""
+    def info(self, visible: Callable[[str], bool] = lambda namespace: True) -> dict[str, Any]:
+        """Describe both for `/info`; of the estimates the latest. ``visible`` tells of a namespace whether
+        the caller may know of it."""
         every = [
             {"namespace": namespace, "strategy": label, **found.figures}
             for namespace, own in self.in_use.entries().items()
+            if visible(namespace)
             for label, found in own.items()
         ]
+        tuning = {"state": "off"} if self.tuner is None else self.tuner.info()
+        if not visible(tuning.get("namespace", "")):
+            tuning = {"state": tuning["state"]}
         return {
             "in_use": list(islice(reversed(every), _SHOWN)),
             "waiting": self.watch.waiting,
-            "idle_tuning": {"state": "off"} if self.tuner is None else self.tuner.info(),
+            "idle_tuning": tuning,
         }
 
     @asynccontextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from ragserve.verification.background import BackgroundVerification
 from tests.unit.api.scripted_server import DOCUMENTS, eventually, serving
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
@@ -31,3 +33,19 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         metrics = client.get("/metrics").text
         assert 'ragserve_use_compared{namespace="docs",strategy="epic:first=8"} 1.0' in metrics
         assert client.get("/info").json()["verification"]["idle_tuning"] == {"state": "off"}
+
+
+def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
+    found = SimpleNamespace(figures={"compared": 3})
+    entries = {"acme": {"epic:first=8": found}, "beta": {"epic:first=8": found}}
+    state = {"state": "verifying", "namespace": "beta", "compared": 2}
+    parts: list[Any] = [
+        SimpleNamespace(entries=lambda: entries),
+        SimpleNamespace(waiting=0),
+        SimpleNamespace(info=lambda: state),
+    ]
+    background = BackgroundVerification(*parts)
+    told = background.info(lambda namespace: namespace == "acme")
+    assert [each["namespace"] for each in told["in_use"]] == ["acme"]
+    assert told["idle_tuning"] == {"state": "verifying"}
+    assert background.info()["idle_tuning"] == state
