@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.rope import Rotation
+from sglang_ext.context.selection.queries import CHUNK_BYTES
 from sglang_ext.context.selection.sentences import SINKS
-
-_CHUNK_BYTES = 256 * 2**20  # of products in float32 at a time
 
 
 def document_scores(
@@ -41,7 +40,7 @@ def document_scores(
     uncounted = (place < SINKS) & (lengths > SINKS) | (place >= lengths)  # [D, M]
     group = queries.shape[2] // analyses[0].mean_k.shape[2]
     total = torch.zeros(documents, device=device)
-    step = max(1, _CHUNK_BYTES // (4 * group * documents * longest))
+    step = max(1, CHUNK_BYTES // (4 * group * documents * longest))
     for number, (layer, head) in enumerate(analyses[0].heads.tolist()):
         own = keys[:, :, number].float() * scale[:, :, number, None].float()  # [D, M, head_dim]
         for at in range(0, tokens, step):
