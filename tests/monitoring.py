@@ -10,7 +10,7 @@ import yaml
 from tests.conftest import REPO
 
 FOLDER = REPO / "examples" / "monitoring"
-FUNCTIONS = {"and", "histogram_quantile", "increase", "max", "rate", "sum"}
+FUNCTIONS = {"and", "histogram_quantile", "increase", "max", "min", "rate", "sum"}
 _SUFFIXES = {
     "counter": ("_total",),
     "gauge": ("",),

@@ -113,6 +113,7 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
     """By SGLang's own functions for CUDA, with our hooks on them; on the CPU platform the server's tests see
     the same.
     """
+    from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
@@ -121,12 +122,14 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
 
     load_plugins()
     monkeypatch.setattr(type(get_parallel()), "attn_tp_size", 1)
-    args = {
-        "kv_cache_dtype": "auto",
-        "page_size": PAGE,
-        "enable_memory_saver": False,
-        "speculative_algorithm": None,
+    contexts = {  # of the server's configuration, which no engine has published here
+        "get_schedule": SimpleNamespace(prefill_only_disable_kv_cache=False),
+        "get_exec": SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False)),
+        "get_disagg": SimpleNamespace(enable_pdmux=False),
+        "get_spec": SimpleNamespace(speculative_algorithm=None),
     }
+    for name, context in contexts.items():
+        monkeypatch.setattr(kv_cache_configurator, name, lambda context=context: context)
     model = SimpleNamespace(
         get_num_kv_heads=lambda ranks: HEADS,
         head_dim=DIM,
@@ -134,11 +137,13 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
         hf_config=SimpleNamespace(architectures=[]),
     )
     engine: Any = SimpleNamespace(
-        server_args=SimpleNamespace(**args, prefill_only_disable_kv_cache=False, enable_pdmux=False),
+        server_args=SimpleNamespace(page_size=PAGE),
         model_config=model,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
         device="cpu",
         kv_cache_dtype=torch.float32,
+        kv_cache_dtype_str="auto",
+        pool_page_size=PAGE,
         post_capture_kv_active=False,
         use_mla_backend=False,
         is_draft_worker=True,
@@ -150,6 +155,7 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
             engine, max_total_num_tokens=SLOTS, mha_pool_class=MHATokenToKVPool
         )
         configurator = object.__new__(DefaultPoolConfigurator)
+        configurator.kv_cache_dtype_str = "auto"
         return pool, configurator._compute_cell_size(engine, LAYERS)
 
     plain, cell = built(None)

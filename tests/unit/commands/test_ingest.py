@@ -68,7 +68,7 @@ class Cli:
 def ragserve(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, embedder: Embedder
 ) -> Cli:
-    monkeypatch.setattr("ragserve.retrieval.embedder.Embedder", lambda *_args, **_options: embedder)
+    monkeypatch.setattr("ragserve.retrieval.embedder.Embedder.of", lambda *_args, **_options: embedder)
     monkeypatch.setattr(
         cli, "app", typer.Typer(no_args_is_help=True)
     )  # commands register themselves on every call of main
