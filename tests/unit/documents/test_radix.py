@@ -114,7 +114,8 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     slots, freed = torch.randperm(8), []
     tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
     tree.token_to_kv_pool_allocator = SimpleNamespace(
-        free=lambda freed_slots: freed.extend(freed_slots.tolist())
+        free=lambda freed_slots: freed.extend(freed_slots.tolist()),
+        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
     )
     tree.observer = SimpleNamespace(
         is_composed=lambda req: kind == "composed",
