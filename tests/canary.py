@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from sglang_ext.cpu.torchvision import prepare
@@ -92,7 +93,7 @@ class Sources:
             path = self.path(".".join(parts[:cut]))
             if path is None:
                 continue
-            module = ast.parse(path.read_text(encoding="utf-8"))
+            module = _parsed(path)
             node: ast.AST | None = module
             for name in parts[cut:]:
                 node = bound(node, name) if node is not None else None
@@ -104,6 +105,11 @@ class Sources:
         imports = (each for each in ast.walk(module) if isinstance(each, ast.ImportFrom))
         starred = [each.module for each in imports if each.module and each.names[0].name == "*"]
         return next(filter(None, (self.find(".".join([name, *parts])) for name in starred)), None)
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def bound(node: ast.AST, name: str) -> ast.AST | None:

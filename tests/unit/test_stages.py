@@ -19,7 +19,7 @@ SOURCE = Path(stages.__file__).parent
 OUTSIDE_HOOKS = {"release", "save", "ended"}  # called by the tree: see `TreeObserver`
 AT_START = {"_around_capture", "_around_pool", "_after_cell_size"}  # where an error must end the process
 REFUSES = {"_around_weights"}  # holds nothing and serves no request
-WITHIN_FORWARD = {"_after_token_ids"}  # called by SGLang's forward pass, a stage
+WITHIN_FORWARD = {"_after_token_ids", "_around_mask_memory"}  # called by SGLang's forward pass, a stage
 
 
 def calls(name: str) -> list[str]:

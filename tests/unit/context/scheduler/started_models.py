@@ -91,7 +91,9 @@ def _model_worker(server_args: Any, port: int, loaded: Change | None) -> Any:
     """
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.runtime_context import publish
 
+    publish(server_args, role="scheduler")
     worker = TpModelWorker(server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=port)
     if loaded is not None:
         loaded(worker.model_runner.model)
