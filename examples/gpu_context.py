@@ -8,7 +8,8 @@ Three parts, each in its own process with a time limit, each writing its JSON to
 to the
 others: `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic
 compared with each other), `speed` (`ragserve.bench.context` with the shape of Llama-3.1-8B and random
-weights, up to nine minutes). Needs SGLang 0.5.17 and this project, installed without dependencies so that
+weights, up to nine minutes). Needs SGLang (0.5.16 was run there) and this project, installed without
+dependencies so that
 SGLang finds its plugin, and no web server. Exits with 1 if a part failed."""
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ TRACE_FOLDER holds a NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it (see
 `ragserve.bench.retrieval_trace`). Runs `ragserve.bench.load` with the shape of Llama-3.1-8B and random
 weights on one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds`` bounds
 the time after the engine's start, of which FlashInfer takes about two minutes on a new machine. Needs SGLang
-0.5.17 and this project, installed without dependencies so that SGLang finds its plugin. Exits with 1 if a
+(0.5.16 was run there) and this project, installed without dependencies so that SGLang finds its plugin.
+Exits with 1 if a
 strategy failed."""
 
 from __future__ import annotations

@@ -88,19 +88,29 @@ class Comparison:
         gap."""
         kind: Kind = "written" if self._model_writes() else "cloze"
         id_ = f"{chunk.chunk_id}-{kind}"
+        if self._settled(id_):
+            return
         row = self._rows.get(self._key(id_, FULL.label))
         text = row.get("question") if row and not row["error"] else None
         if text is None:  # not asked yet, or its row is kept without texts
-            own = cloze(chunk.text, random.Random(chunk.chunk_id))
-            text = await self._written(chunk) if kind == "written" else own
+            if kind == "written":
+                text = await self._written(chunk)
+            else:
+                text = cloze(chunk.text, random.Random(chunk.chunk_id))
         await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text))
+
+    def _settled(self, id_: str) -> bool:
+        """Whether nothing is left to ask of a question; a question without a usable answer is one."""
+        first = self._rows.get(self._key(id_, FULL.label))
+        if not first or first["error"]:
+            return False
+        return not first["usable"] or not any(self._open(id_, spec) for spec in self._specs)
 
     async def ask(self, question: DrawnQuestion) -> None:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows."""
-        first = self._rows.get(self._key(question.id, FULL.label))
-        left = [spec for spec in self._specs if self._open(question.id, spec)]
-        if first and not first["error"] and not (first["usable"] and left):
+        if self._settled(question.id):
             return
+        left = [spec for spec in self._specs if self._open(question.id, spec)]
         if not question.text:
             self._add(question.id, FULL, kind=question.kind, question="", usable=False, error=None)
             return

@@ -149,7 +149,7 @@ class IdleTuner:
         try:
             if await asyncio.to_thread(self._jobs):
                 self._rest(_REST_S)
-            elif labels := self._unpriced():
+            elif labels := await asyncio.to_thread(self._unpriced):
                 await self._price(labels)
             elif self._run is not None:
                 await self._ask(self._run)
@@ -199,7 +199,8 @@ class IdleTuner:
         if measurement.finished:
             where = measured_on(self._settings.model)
             costs = await asyncio.to_thread(fit, measurement.samples, **where)
-            COSTS.save(self._settings.data_dir / COSTS_FILE, self._info.fingerprint, costs)
+            place = self._settings.data_dir / COSTS_FILE
+            await asyncio.to_thread(COSTS.save, place, self._info.fingerprint, costs)
             self._costs = None
             log.info("Costs of %s were measured: strategy auto may take them", "; ".join(labels))
 
