@@ -184,3 +184,13 @@ def test_a_run_goes_on_where_the_last_one_stopped(builder: PromptBuilder) -> Non
     ]
     assert compared(builder, speaker, CHUNKS[3:5], "concat", known=known)[0] == []
     assert compared(builder, speaker, CHUNKS[3:5], time_left=lambda: False) == ([], False)
+
+
+def test_what_is_settled_asks_the_engine_nothing_again(builder: PromptBuilder) -> None:
+    rows, _ = compared(builder, Speaker(builder, writes=True), CHUNKS[3:6], "concat")
+    # as an idle server keeps them
+    kept = [{n: value for n, value in row.items() if n not in ("question", "answer")} for row in rows]
+    known = {(row["set"], row["id"], row["strategy"]): row for row in kept}
+    speaker = Speaker(builder, writes=True)
+    assert compared(builder, speaker, CHUNKS[3:6], "concat", known=known) == ([], True)
+    assert speaker.asked == []
