@@ -10,6 +10,7 @@ import typer
 from ragserve.commands.options import ENGINE_SETTINGS, Namespace, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.strategy_spec import CANDIDATES
+from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
     *("model", "data_dir", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
@@ -41,8 +42,10 @@ def tune(
     ] = CANDIDATES,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=512, help="Longest answer that is compared, in tokens.")
-    ] = 64,
-    most: Annotated[int, typer.Option("--max-questions", min=1, help="Questions to compare at most.")] = 400,
+    ] = MAX_TOKENS,
+    most: Annotated[
+        int, typer.Option("--max-questions", min=1, help="Questions to compare at most.")
+    ] = MOST_QUESTIONS,
 ) -> None:
     """Verify composed strategies on your own documents, without labels.
 

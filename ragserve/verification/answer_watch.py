@@ -24,11 +24,11 @@ from ragserve.profiles.costs import ABSENT
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUse, InUseRecord
 from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.verification import MAX_TOKENS
 from ragserve_index import IndexStore
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 8  # answers, in memory with their prompts; further ones are not drawn
-MOST_TOKENS = 64  # of an answer that are compared
 _LIMIT_S = 30.0  # well below the grace time of removed documents (`ragserve.cache.evictions`)
 
 
@@ -81,9 +81,9 @@ class AnswerWatch:
             return
         label = StrategySpec(request.strategy, request.options).label
         if label in self._gate.verified(request.namespace):
-            sampling = Sampling(max_new_tokens=MOST_TOKENS)
+            sampling = Sampling(max_new_tokens=MAX_TOKENS)
             request = replace(request, rid="verify", sampling=sampling, decode={})
-            self._waiting.append(WaitingAnswer(label, request, tuple(ids[:MOST_TOKENS]), version))
+            self._waiting.append(WaitingAnswer(label, request, tuple(ids[:MAX_TOKENS]), version))
 
     def work(self) -> Coroutine[Any, Any, None] | None:
         """Compare the next answer; None without any. What is cancelled is done again later."""

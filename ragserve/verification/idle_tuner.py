@@ -29,6 +29,7 @@ from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.retriever import Retriever
 from ragserve.strategy_spec import CANDIDATES, parse
+from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 from ragserve.verification.comparison import Comparison, TunedQueries
 from ragserve.verification.questions import drawn
 from ragserve.verification.verdicts import FOLDER, record_verdicts, state_name, verdicts
@@ -36,9 +37,7 @@ from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
 
 log = logging.getLogger(__name__)
-MOST = 400  # questions of a namespace
 MOST_S = 1800.0  # of computing for a namespace, by one server
-MAX_TOKENS = 64  # of an answer: as `ragserve tune`, whose rows are shared
 _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
 _USELESS = 50  # questions of which none is usable, before a namespace is given up
@@ -258,7 +257,7 @@ class IdleTuner:
             run.chunk = None
             run.asked += 1
             compared = run.comparison.compared
-            over = chunk is None or compared >= MOST or (not compared and run.asked >= _USELESS)
+            over = chunk is None or compared >= MOST_QUESTIONS or (not compared and run.asked >= _USELESS)
         except NotFound:  # the namespace, or a document that was still to be drawn
             self._end(run, "its documents have changed")
             return

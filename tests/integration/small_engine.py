@@ -76,14 +76,15 @@ class Engine:
         self.tally: Counter[str] = Counter()
         self.up()
 
-    def up(self) -> None:
+    def up(self, sglang: Path | None = None) -> None:
+        """Start the server; ``sglang``: a folder that has another version of it."""
         # The tests set narrower budgets; the disk's must hold everything when the folder is scanned after a
         # kill.
         flags = {"max_total_tokens": SLOTS, "kv_host_bytes": HOST_PAGES * PAGE, "kv_disk_bytes": 2**30}
         flags["engine_args"] = '{"chunked_prefill_size": 64}'
         strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
         flags["control_routes"] = True  # for /dumper
-        env = {"DUMPER_SERVER_PORT": "reuse", **strict}
+        env = {"DUMPER_SERVER_PORT": "reuse", **strict, **({"PYTHONPATH": str(sglang)} if sglang else {})}
         self.server = self._stack.enter_context(
             self._start(data_dir=self.folder, model=self.model, env=env, **flags)
         )

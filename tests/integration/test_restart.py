@@ -1,4 +1,5 @@
-"""The document cache after a kill and after a clean stop. Runs after all other tests of the small engine."""
+"""The document cache after a kill and after a clean stop, and the older SGLang that the hooks fit: the engine
+starts again on that one. Runs after all other tests of the small engine."""
 
 from __future__ import annotations
 
@@ -6,16 +7,21 @@ import contextlib
 import json
 import random
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from sglang_ext.protocol import ContextPlan
+from sglang_ext.protocol import SGLANG_VERSIONS, ContextPlan
 from tests.integration.context_client import composed, generate, plan_of, report, result
 from tests.integration.processes import assert_gone, family_of
 from tests.integration.small_engine import NEW, Engine
+
+OLDER = Path(sys.prefix) / f"sglang-{SGLANG_VERSIONS[-1]}"
+"""Where `scripts/install` puts it on a machine without a GPU."""
 
 
 def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_its_reason(
@@ -42,7 +48,9 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
         thread.join(60)
     _assert_cut_with_a_reason(ours, theirs, engine.server.log.read_text())
     engine.down()
-    engine.up()
+    engine.up(OLDER if OLDER.is_dir() else None)
+    if OLDER.is_dir():
+        assert engine.client.get("/info").json()["versions"]["sglang"] == SGLANG_VERSIONS[-1]
     answer = generate(
         engine.client, ids, plan_of(spans, namespace="left"), n_new=NEW
     )  # no document request first

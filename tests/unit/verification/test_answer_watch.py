@@ -16,7 +16,7 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate, record
 from ragserve.profiles.in_use import InUseRecord
-from ragserve.verification.answer_watch import MOST_TOKENS, MOST_WAITING, AnswerWatch
+from ragserve.verification.answer_watch import MAX_TOKENS, MOST_WAITING, AnswerWatch
 from ragserve_index import IndexStore
 from sglang_ext.protocol import Span
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
@@ -71,13 +71,13 @@ def watched(store: IndexStore, tmp_path: Path) -> Watched:
 
 
 def test_both_contexts_are_led_along_the_answer_that_was_given(watched: Watched) -> None:
-    watched.answered(tokens=2 * MOST_TOKENS)
+    watched.answered(tokens=2 * MAX_TOKENS)
     watched.work()
     full, again = watched.engine.asked
     assert (full.strategy, again.strategy) == ("full", "concat")
     for each in (full, again):
-        assert list(each.forced) == list(range(MOST_TOKENS))
-        assert (each.input_ids, each.distributions) == (REQUEST.input_ids, MOST_TOKENS)
+        assert list(each.forced) == list(range(MAX_TOKENS))
+        assert (each.input_ids, each.distributions) == (REQUEST.input_ids, MAX_TOKENS)
         assert (each.sampling.temperature, each.sampling.stop) == (0.0, ())
     found = watched.record.entries()["notes"]["concat"].figures
     assert (found["compared"], found["kl"], found["agreement"]) == (1, 0.0, 100.0)
