@@ -1,5 +1,5 @@
-"""kill -9 at random points of ingestion, warm-up, index save and page write, and of each engine process.
-Nothing acknowledged is lost, nothing is there twice, no process is left, and the next start works."""
+"""kill -9 at random points of ingestion, warm-up, index save, page write and tune, and of each engine
+process. Nothing acknowledged is lost, nothing is there twice, no process is left, the next start works."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.campaigns.kill_tune import tune
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import ENDED, Site
 from tests.integration.models import small_models
@@ -160,10 +161,11 @@ PLAIN: dict[str, Callable[[Path, random.Random], None]] = {
     "page write": page_write,
     "index save": index_save,
     "ingestion": ingestion,
+    "tune": tune,
 }
 ORDER = (
     *("page write", "index save", "ingestion", "scheduler", "page write", "index save", "ingestion"),
-    *("detokenizer", "ingestion", "main", "index save", "all"),
+    *("detokenizer", "ingestion", "main", "tune", "all"),
 )
 
 

@@ -1,6 +1,6 @@
 """An hour of mixed load on a real engine: all strategies, sparse and dense decoding; half of the clients
 leave, and documents are replaced meanwhile. No slot or page is left, memory is flat, and answers take as long
-at the end as at the beginning.
+at the end as at the beginning. With ``burst_every``, all clients ask at the same moment now and then.
 
 Memory is what all processes of the server hold, without pages of files: those of weights come into memory
 when they are first read, for an hour and longer, and leave it when it is needed. Its mean of each minute is
@@ -11,6 +11,7 @@ for each strategy and decode mode by themselves: the mean of the logarithms of t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import queue
 import random
@@ -18,7 +19,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,26 @@ class Done:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class Crowd:
+    """``k`` passages a question; documents with ``entries`` more sentences of about 14 tokens;
+    ``burst_every``: of so many requests of a client, one is sent when all clients are ready for it. 0:
+    none."""
+
+    clients: int = CLIENTS
+    k: int = 4
+    entries: int = 0
+    burst_every: int = 0
+
+
 class Clients:
     """Threads that ask, each one at a time, and one that replaces documents, until ``stop``."""
 
-    def __init__(self, site: Site, seed: str, clients: int, *, sparse: bool) -> None:
+    def __init__(self, site: Site, seed: str, crowd: Crowd) -> None:
         self.results: queue.Queue[Done] = queue.Queue()
-        self._site, self._seed, self._sparse = site, seed, sparse
+        self._site, self._seed, self._crowd, clients = site, seed, crowd, crowd.clients
         self._end = threading.Event()
+        self._together = threading.Barrier(clients)
         self._threads = [
             threading.Thread(target=self._client, args=(i,), daemon=True) for i in range(clients)
         ]
@@ -81,18 +95,19 @@ class Clients:
 
     def stop(self) -> None:
         self._end.set()
+        self._together.abort()
         for thread in self._threads:
             thread.join()
 
     def _body(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
         strategy, options = chance.choice(SPECS)
-        decode = chance.choice(_DECODE) if self._sparse else {}
+        decode = chance.choice(_DECODE) if self._site.own else {}
         force = {"force": True} if strategy not in ("full", "prefix", "auto") else {}
         label = f"{strategy} {options} {decode.get('mode', '')}"
         return label, {
             "query": f"Who was the keeper of station {chance.randrange(DOCUMENTS)}?",
             "namespace": SPACE,
-            "k": 4,
+            "k": self._crowd.k,
             "strategy": strategy,
             "strategy_options": options | force,
             "decode": decode,
@@ -102,8 +117,14 @@ class Clients:
 
     def _client(self, number: int) -> None:
         chance = random.Random(f"{self._seed} client {number}")
+        every = self._crowd.burst_every
         with httpx.Client(base_url=self._site.url, timeout=300) as client:
-            while not self._end.is_set():
+            for turn in itertools.count():
+                if every and turn % every == 0:
+                    with contextlib.suppress(threading.BrokenBarrierError):  # the end
+                        self._together.wait()
+                if self._end.is_set():
+                    return
                 label, body = self._body(chance)
                 try:
                     if chance.random() < 0.5:
@@ -127,16 +148,20 @@ class Clients:
         chance = random.Random(f"{self._seed} writer")
         while not self._end.is_set():
             try:
-                self._site.put(SPACE, dict([_document(chance.randrange(DOCUMENTS), chance.randrange(10**6))]))
+                number, edition = chance.randrange(DOCUMENTS), chance.randrange(10**6)
+                self._site.put(SPACE, dict([_document(number, edition, self._crowd.entries)]))
                 self.results.put(Done("replaced"))
             except (AssertionError, httpx.HTTPError) as error:
                 self.results.put(Done("replaced", failure=repr(error)))
             self._end.wait(_REPLACE_S)
 
 
-def _document(number: int, edition: int) -> tuple[str, str]:
+def _document(number: int, edition: int, entries: int) -> tuple[str, str]:
     text = COMMON["station 0"].replace("number 0", f"number {number}")
-    return f"station {number}", f"Edition {edition} of the log of station {number}. {text}"
+    nights = (
+        f"Night {n}: lamp {(n * 7919 + edition) % 97} burned until {n % 7 + 1}. " for n in range(entries)
+    )
+    return f"station {number}", f"Edition {edition} of the log of station {number}. {text}{''.join(nights)}"
 
 
 class Watch:
@@ -246,26 +271,26 @@ def assert_nothing_left(site: Site) -> None:
     assert left == (0, 0, 0), f"{left} device tokens, host pages, files are left of an empty cache"
 
 
-def run(progress: Progress, site: Site | None = None, clients: int = CLIENTS, **flags: Any) -> None:
-    """``flags`` are settings of the server, e.g. ``context_length``."""
+def run(progress: Progress, site: Site | None = None, **options: Any) -> None:
+    """``options`` are fields of `Crowd`, and settings of the server, e.g. ``context_length``."""
+    ours = {field.name for field in fields(Crowd)} & options.keys()
+    crowd = Crowd(**{name: options.pop(name) for name in ours})
     with contextlib.ExitStack() as stack:
         if site is None:
-            flags = _FLAGS | flags
-            site = stack.enter_context(Site(folder=progress.folder / "data", **flags))
+            site = stack.enter_context(Site(folder=progress.folder / "data", **(_FLAGS | options)))
         descriptors = _descriptors(site)
-        site.put(SPACE, dict(_document(number, 0) for number in range(DOCUMENTS)))
+        site.put(SPACE, dict(_document(number, 0, crowd.entries) for number in range(DOCUMENTS)))
         watch = Watch(progress, site)
-        seed = f"load {progress.seed} {progress.operations}"
-        crowd = Clients(site, seed, clients, sparse=site.own)
+        clients = Clients(site, f"load {progress.seed} {progress.operations}", crowd)
         try:
             while progress.goes_on() and site.is_up:
                 with contextlib.suppress(queue.Empty):
-                    _count(progress, watch, crowd.results.get(timeout=1.0))
+                    _count(progress, watch, clients.results.get(timeout=1.0))
                 watch.sample()
         finally:
-            crowd.stop()
-        while not crowd.results.empty():  # what was under way at the end
-            _count(progress, watch, crowd.results.get())
+            clients.stop()
+        while not clients.results.empty():  # what was under way at the end
+            _count(progress, watch, clients.results.get())
         with progress.operation("ended"):
             assert site.is_up, f"the server ended:\n{site.running.log.read_text()[-3000:]}"
             assert_nothing_left(site)

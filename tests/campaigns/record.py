@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,24 @@ def row_of(progress: Progress, command: str) -> dict[str, Any]:
         "machine": f"{ran['cpu']}, {ran['cores']} cores, GPU: {ran['gpu'] or 'none'}",
         "versions": ran["versions"],
         "date": ran["date"],
+    }
+
+
+def joined(rows: list[dict[str, Any]], command: str) -> dict[str, Any]:
+    """The sum of entries of one campaign that ran at the same time."""
+    kinds: Counter[str] = Counter()
+    for row in rows:
+        kinds.update(row["kinds"])
+    targets = [row["of"] for row in rows]
+    return rows[0] | {
+        "operations": sum(row["operations"] for row in rows),
+        "of": None if None in targets else sum(targets),
+        "minutes": max(row["minutes"] for row in rows),
+        "violations": sum(row["violations"] for row in rows),
+        "command": command,
+        "kinds": dict(sorted(kinds.items())),
+        "figures": {str(row["seed"]): row["figures"] for row in rows if row["figures"]},
+        "first violations": [text for row in rows for text in row["first violations"]][:_SHOWN_VIOLATIONS],
     }
 
 

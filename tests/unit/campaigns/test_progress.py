@@ -45,3 +45,20 @@ def test_an_entry_takes_the_place_of_the_campaigns_earlier_one_and_is_in_the_tab
     ]
     assert all(row["machine"] and row["versions"] and row["date"] for row in rows)
     assert "| damage | 5 | 0 |\n| kill | 4 | 0 |\n" in page.read_text()
+
+
+def test_entries_of_a_campaign_that_ran_side_by_side_are_added_up(tmp_path: Path) -> None:
+    rows = []
+    for seed, violations in ((4, 0), (5, 2)):
+        progress = Progress(tmp_path / str(seed), "kill", seed=seed, target=10)
+        for kind, n in (("main", 2), (f"only {seed}", seed)):
+            with progress.operation(kind, n):
+                pass
+        for number in range(violations):
+            progress.violation(f"violation {number}")
+        rows.append(record.row_of(progress, "scripts/campaign kill"))
+    row = record.joined(rows, "scripts/campaign kill --side-by-side 2")
+    assert (row["operations"], row["of"], row["violations"]) == (13, 20, 2)
+    assert row["kinds"] == {"main": 4, "only 4": 4, "only 5": 5}
+    assert row["first violations"] == rows[1]["first violations"]
+    assert row["command"] == "scripts/campaign kill --side-by-side 2"
