@@ -17,12 +17,13 @@ from ragserve.config import Settings
 from ragserve.errors import EngineError
 from ragserve.files import write_json
 from ragserve.measuring.server import kill_session, spawn
-from ragserve.tuning.tune_worker import PROGRESS, RESTART, RESULT, TuneJob
+from ragserve.tuning.tune_worker import FAILURE, PROGRESS, RESTART, RESULT, TuneJob
 from ragserve.verification.verdicts import FOLDER
 
 _POLL_S = 0.2
 _GRACE_S = 600.0  # for what was begun when the time was up
 _TAIL = 4000  # bytes of the log in an error
+_KEPT = "What was compared is kept: run the same command again to go on."
 OnTuning = Callable[[str, int], None]
 """Called with the phase, and the number of questions that have been compared."""
 
@@ -41,7 +42,7 @@ def tune(
     """Tune for ``seconds``, engine start included, on ``most`` questions at most, and return the worker's
     result. What was compared stays in the data folder, and the next run goes on from there.
 
-    Raises EngineError, with the end of its log, if the worker fails."""
+    Raises EngineError if the worker fails: with what it says, or else with the end of its log."""
     began = time.time()
     with tempfile.TemporaryDirectory(prefix="ragserve-tune-") as name:
         folder = Path(name)
@@ -61,12 +62,12 @@ def tune(
             status = _followed([*command, str(folder / "job.json")], folder, job.until, on_progress)
             if status != RESTART:
                 break
+        if (folder / FAILURE).exists():
+            failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
+            raise EngineError(failure["message"], hint=f"{failure['hint']} {_KEPT}".strip())
         if status != 0 or not (folder / RESULT).exists():
             end = (folder / "log").read_bytes()[-_TAIL:].decode("utf-8", "replace")
-            raise EngineError(
-                f"Tuning ended with {status}:\n{end}",
-                hint="What was compared is kept: run the same command again to go on.",
-            )
+            raise EngineError(f"Tuning ended with {status}:\n{end}", hint=_KEPT)
         result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         return result
 

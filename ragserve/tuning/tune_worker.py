@@ -1,7 +1,7 @@
 """The engine of `ragserve tune`, in its own process: ``python -m ragserve.tuning.tune_worker JOB.json``.
 
 It looks for samkv's profile where there is none, compares strategies, writes the gate's record and the cost
-profile, and leaves its progress and its result in the job's folder."""
+profile, and leaves its progress, and its result or why it failed, in the job's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import write_json
 from ragserve.profiles import gate
 from ragserve.profiles.costs import COSTS, fit
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ragserve.verification.comparison import Comparison
 
 RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
-PROGRESS, RESULT = "progress.json", "result.json"
+PROGRESS, RESULT, FAILURE = "progress.json", "result.json", "failure.json"
 _COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
 
 
@@ -182,5 +182,14 @@ async def _costs(
     return f"costs of {len(verified)} verified strategies were measured"
 
 
+def main(job: TuneJob) -> int:
+    """Run a job; return its exit status."""
+    try:
+        return run(job)
+    except RagserveError as error:  # the command shows it without the log
+        write_json(Path(job.folder) / FAILURE, {"message": error.message, "hint": error.hint})
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(run(TuneJob(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))
+    sys.exit(main(TuneJob(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))

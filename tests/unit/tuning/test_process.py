@@ -10,8 +10,9 @@ import pytest
 
 from ragserve.config import Settings
 from ragserve.errors import EngineError
+from ragserve.tuning import tune_worker
 from ragserve.tuning.process import tune
-from ragserve.tuning.tune_worker import RESTART
+from ragserve.tuning.tune_worker import RESTART, TuneJob
 
 WORKER = f"""
 import json, pathlib, sys, time
@@ -58,3 +59,25 @@ def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
         run(tmp_path, "", [])
     with pytest.raises(EngineError, match=f"ended with {RESTART}"):
         run(tmp_path, f"import sys; sys.exit({RESTART})", [])
+
+
+def test_a_worker_that_says_why_it_failed_shows_that_and_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_job: TuneJob) -> int:
+        raise EngineError("The engine has died.", hint="Give it less memory.")
+
+    monkeypatch.setattr(tune_worker, "run", fails)
+    job = TuneJob("notes", ["concat"], str(tmp_path), str(tmp_path), 0, 1, 1)
+    assert tune_worker.main(job) == 1
+    said = (tmp_path / "failure.json").read_text()
+    script = f"""
+import json, pathlib, sys
+folder = pathlib.Path(json.loads(pathlib.Path(sys.argv[1]).read_text())["folder"])
+(folder / "failure.json").write_text({said!r})
+sys.exit("Traceback")
+"""
+    with pytest.raises(EngineError) as failed:
+        run(tmp_path, script, [])
+    assert failed.value.message == "The engine has died."
+    assert failed.value.hint.startswith("Give it less memory. What was compared is kept")
