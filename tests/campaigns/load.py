@@ -259,6 +259,7 @@ def slope_of(lives: list[list[tuple[float, float]]]) -> tuple[float | None, floa
 
 def assert_nothing_left(site: Site) -> None:
     """No request runs, no slot is locked, no page pinned, and every tier can be emptied."""
+    site.warmed()
     site.settled()
     text = site.client.get("/metrics").text
     for gauge in ("ragserve_queries_in_flight", "sglang:num_running_reqs", "sglang:num_queue_reqs"):

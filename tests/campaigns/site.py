@@ -19,6 +19,7 @@ from ragserve.measuring.server import RunningServer, running_server
 
 WAIT_S = 120.0
 _LEAVES_S = 60.0
+_WARMED_S = 600.0
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -156,6 +157,14 @@ class Site:
             connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             time.sleep(after_s)
 
+    def warmed(self) -> None:
+        """Wait until no warm-up is left: they wait while queries are answered, and then fill the cache."""
+        for last in _looks(_WARMED_S):
+            left = self.call("GET", "/info")["warming"]
+            if not left["jobs"]:
+                return
+            assert not last, f"warm-ups do not end: {left}"
+
     def settled(self) -> dict[str, Any]:
         """Wait until no request holds a slot or a page, check the accounts of all tiers and every page on
         disk, and return the cache's figures."""
@@ -170,10 +179,10 @@ class Site:
         return figures
 
 
-def _looks() -> Iterator[bool]:
+def _looks(seconds: float = WAIT_S) -> Iterator[bool]:
     """Wait before all but the first of several looks at something, longer each time: a look costs as much as
     a small query. True for the last one."""
-    deadline, wait = time.monotonic() + WAIT_S, 0.005
+    deadline, wait = time.monotonic() + seconds, 0.005
     while time.monotonic() < deadline:
         yield False
         time.sleep(wait)
