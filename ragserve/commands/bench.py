@@ -72,7 +72,7 @@ def bench(
             "queries.jsonl, qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides those over the "
             "example corpus (.jsonl[.gz]). lexical: such a folder, and articles ({title, text}; .jsonl, "
             ".jsonl.xz). "
-            "selection: a question set, as for `ragserve eval`. "
+            "selection, rerank: a question set, as for `ragserve eval`. "
             "kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
             "queries and keys are measured. "
             'replay, load: NAME.trace.jsonl, one {"doc_ids": [...]} per line, beside NAME.docs.jsonl[.gz], '
@@ -90,6 +90,10 @@ def bench(
     questions: Annotated[
         int, typer.Option(min=0, help="rerank: questions, spread over each collection; 0: all.")
     ] = 0,
+    reranker: Annotated[
+        list[str] | None,
+        typer.Option(help="rerank: a sentence-transformers CrossEncoder to measure, too; repeatable."),
+    ] = None,
     share: Annotated[
         list[float] | None,
         typer.Option(
@@ -128,7 +132,7 @@ def bench(
     given: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data, "index_types": types},
         "dialogue": {"data": data},
-        "rerank": {"data": data, "questions": questions},
+        "rerank": {"data": data, "questions": questions, "rerankers": reranker},
         "long-chunks": {"data": data},
         "lexical": {"data": data},
         "selection": {"data": data},
