@@ -18,5 +18,6 @@ def activate() -> str | None:
         return None
     # As the platform's own. SGLang decorates functions with `torch.compile` as it is imported; the default
     # backend would import a compiler that this platform never runs.
-    torch.compiler.set_default_backend("eager")
+    if hasattr(torch.compiler, "set_default_backend"):  # PyTorch 2.11 has no such function
+        torch.compiler.set_default_backend("eager")
     return "sglang_ext.cpu.platform.PlainCpuPlatform"

@@ -22,7 +22,7 @@ def row_of(progress: Progress, command: str) -> dict[str, Any]:
     """A campaign's entry."""
     ran = environment()
     return {
-        "campaign": progress.name,
+        "campaign": f"{progress.name}, {ran['gpu']}" if ran["gpu"] else progress.name,
         "operations": progress.operations,
         "of": progress.target,
         "minutes": round(progress.seconds / 60, 1),
