@@ -39,7 +39,9 @@ class ReadablePassage(BaseModel):
     number: int = Field(description="Number in this result, from 1; markers [n] of an answer refer to it.")
     source: str | None = Field(description="Path, URL or name of the document.")
     title: str
-    page: int | None = Field(description="Page, from 1, where the format has pages.")
+    page: int | None = Field(description="Page, slide, sheet, chapter or message, from 1.")
+    page_kind: str | None = Field(description="Which of these.")
+    page_name: str | None = Field(description="Name of the sheet or chapter.")
     text: str
 
     @classmethod
@@ -49,6 +51,8 @@ class ReadablePassage(BaseModel):
             source=passage.source,
             title=passage.title,
             page=passage.page,
+            page_kind=passage.page_kind,
+            page_name=passage.page_name,
             text=passage.text,
         )
 

@@ -15,7 +15,8 @@ MetadataValue = str | int | float | bool | None | list[str]
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A passage of a document's text: ``document_text[start:end] == text``. ``page`` counts from 1, if the
+    """A passage of a document's text: ``document_text[start:end]``. The text of one that continues a table
+    begins with a copy of the table's header, in front of that: `header_chars`. ``page`` counts from 1, if the
     format has pages. ``sentences``: embeddings of its sentences, if they were made.
     """
 
@@ -25,6 +26,11 @@ class NewChunk:
     n_tokens: int
     page: int | None = None
     sentences: SentenceVectors | None = None
+
+    @property
+    def header_chars(self) -> int:
+        """Length of the copied header at the beginning of ``text``; mostly 0."""
+        return max(0, len(self.text) - (self.end - self.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,29 @@ class Chunk:
     source: str
     title: str
     metadata: Mapping[str, Any]
+
+    @property
+    def header_chars(self) -> int:
+        """Length of the copied table header at the beginning of ``text``, see `NewChunk`; mostly 0."""
+        return max(0, len(self.text) - (self.end - self.start))
+
+    @property
+    def own_text(self) -> str:
+        """The document's text from ``start`` to ``end``."""
+        return self.text[self.header_chars :]
+
+    @property
+    def page_kind(self) -> str | None:
+        """Kind of place that ``page`` counts: page, slide, sheet, chapter or message; None without one."""
+        return None if self.page is None else str(self.metadata.get("page_kind", "page"))
+
+    @property
+    def page_name(self) -> str | None:
+        """Name of the sheet or chapter; None if it has none."""
+        names = self.metadata.get("page_names")
+        if self.page is None or not isinstance(names, list) or not 0 < self.page <= len(names):
+            return None
+        return str(names[self.page - 1]) or None
 
 
 class Hit(NamedTuple):

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
 from ragserve.answering.prompt import Message, PromptBuilder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ragserve.retrieval.passage_search import FoundPassage, PassageSearch
     from ragserve.retrieval.retriever import SentenceScores
     from ragserve.retrieval.search_options import SearchOptions
-    from ragserve_index.types import Hit
+    from ragserve_index.types import Chunk, Hit
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +167,17 @@ def passages(found: Sequence[Hit | FoundPassage]) -> list[RetrievedPassage]:
             bm25=each.bm25,
             search_rank=getattr(each, "search_rank", None),
             rerank_score=getattr(each, "rerank_score", None),
-            **asdict(each.chunk),
+            **_fields(each.chunk),
         )
         for index, each in enumerate(found, 1)
     ]
+
+
+def _fields(chunk: Chunk) -> dict[str, Any]:
+    fields = asdict(chunk)
+    fields["metadata"].pop("page_names", None)  # one for each page of the document; the own one is below
+    own = ("header_chars", "page_kind", "page_name")
+    return fields | {name: getattr(chunk, name) for name in own}
 
 
 def _reranking(name: str, reranked: Sequence[FoundPassage]) -> Reranking:

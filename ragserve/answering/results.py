@@ -27,9 +27,20 @@ class Passage(Result):
         default=None, description="Path, URL or name under which the document was ingested."
     )
     title: str = Field(description="Title of the document.")
-    page: int | None = Field(default=None, description="Page, from 1, where the format has pages.")
+    page: int | None = Field(
+        default=None, description="Page, slide, sheet, chapter or message, from 1, where the format has them."
+    )
+    page_kind: str | None = Field(
+        default=None, description="Which of these: `page`, `slide`, `sheet`, `chapter` or `message`."
+    )
+    page_name: str | None = Field(default=None, description="Name of the sheet or chapter.")
     start: int | None = Field(default=None, description="First character in the document's text.")
     end: int | None = Field(default=None, description="Character after the last one.")
+    header_chars: int = Field(
+        default=0,
+        description="Characters at the beginning of `text` that copy the header of the table that the "
+        "passage continues; the rest is the document's text from `start` to `end`.",
+    )
     score: float | None = Field(
         default=None,
         description="Score that the search orders passages by, higher is better. By `retrieval`: `dense`, "

@@ -12,7 +12,14 @@ from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import ChunkList, DocumentList, DocumentView, NamespaceList, NamespaceView
+from ragserve.api.schemas import (
+    ChunkList,
+    ChunkView,
+    DocumentList,
+    DocumentView,
+    NamespaceList,
+    NamespaceView,
+)
 from ragserve.api.services import Svc
 from ragserve.config import Namespace
 from ragserve.errors import NotFound
@@ -95,7 +102,8 @@ async def chunks(
     caller.require("read", page.namespace)
     found = await asyncio.to_thread(svc.store.document_chunks, page.namespace, doc_id)
     end = page.after + page.limit
-    return {"chunks": found[page.after : end], "next": end if end < len(found) else None}
+    shown = [ChunkView.model_validate(each, from_attributes=True) for each in found[page.after : end]]
+    return {"chunks": shown, "next": end if end < len(found) else None}
 
 
 @router.delete(

@@ -231,7 +231,15 @@ class ChunkView(BaseModel):
     text: str
     start: int
     end: int
+    header_chars: int = Field(
+        description="Characters at the beginning of `text` that copy the header of the table that the chunk "
+        "continues; the rest is the document's text from `start` to `end`."
+    )
     page: int | None
+    page_kind: str | None = Field(
+        description="Kind of place that `page` counts: `page`, `slide`, `sheet`, `chapter` or `message`."
+    )
+    page_name: str | None = Field(description="Name of the sheet or chapter.")
     n_tokens: int
 
 

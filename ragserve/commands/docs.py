@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragserve.commands.ingest import signals_stop
-from ragserve.commands.job_console import print_json
+from ragserve.commands.job_console import place, print_json
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
 from ragserve.errors import NotFound
@@ -97,17 +97,20 @@ def show(
         found = _resolve(store, namespace, document)
         chunks = store.document_chunks(namespace, found.doc_id)
     if as_json:
-        names = ("chunk_id", "ordinal", "start", "end", "page", "n_tokens", "text")
+        names = (
+            *("chunk_id", "ordinal", "start", "end", "header_chars"),
+            *("page", "page_kind", "page_name", "n_tokens", "text"),
+        )
         own = [{name: getattr(chunk, name) for name in names} for chunk in chunks]
         print_json({**_plain(found), "chunks": own})
         return
     if text:
-        typer.echo("".join(chunk.text for chunk in chunks))
+        typer.echo("".join(chunk.own_text for chunk in chunks))
         return
     for name, value in _plain(found).items():
         typer.echo(f"{name}: {value}")
     for chunk in chunks:
-        page = f", page {chunk.page}" if chunk.page is not None else ""
+        page = f", {place(chunk)}" if chunk.page is not None else ""
         head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}"
         typer.echo(f"\n--- {head}\n{chunk.text}")
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -24,11 +24,21 @@ from rich.table import Table
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.job_report import Progress as Counts
 
+if TYPE_CHECKING:
+    from ragserve.answering.results import Passage
+    from ragserve_index.types import Chunk
+
 _SHOWN_FAILURES = 20
 
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def place(passage: Passage | Chunk) -> str:
+    """Where in its document a passage is: ``page 3``, ``sheet 2 (Revenue)``; empty without pages."""
+    name = f" ({passage.page_name})" if passage.page_name else ""
+    return f"{passage.page_kind} {passage.page}{name}" if passage.page else ""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ragserve.answering.results import Answer, Citation
 from ragserve.client import Client, error_of
+from ragserve.commands.job_console import place
 from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
 from ragserve.config import Retrieval
 from ragserve.errors import RagserveError, Unavailable
@@ -156,7 +157,7 @@ def _print_details(answer: Answer, console: Console) -> None:
 
 
 def _title(citation: Citation) -> str:
-    where = [citation.title, citation.source or "", f"page {citation.page}" if citation.page else ""]
+    where = [citation.title, citation.source or "", place(citation)]
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))

@@ -2,9 +2,11 @@
 
 chonkie's RecursiveChunker proposes cuts at paragraphs, sentences, clauses and words. It adds up the counts of
 pieces, but BPE counts are not additive, so every proposal is counted again, and pieces that are still too
-long are split here at token boundaries. The result always satisfies:
+long are split here at token boundaries. Tables are cut between their rows; a chunk that continues a table
+begins with a copy of its header, unless that would take more than half of a chunk. The result satisfies:
 
-* ``text[chunk.start:chunk.end] == chunk.text``; chunks are in order, and joined they are the text;
+* ``chunk.text`` is the header's copy, mostly empty, and ``text[chunk.start:chunk.end]``: the length of the
+  copy is ``chunk.header_chars``. Chunks are in order, and without the copies they are the text;
 * ``count(chunk.text) == chunk.n_tokens <= limit``, except for a single character of more tokens than that;
 * a chunk is joined with the next one on its page if both fit into one.
 """
@@ -12,18 +14,31 @@ long are split here at token boundaries. The result always satisfies:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+from ragserve.ingest.markdown_tables import TableSpan, tables_in
 from ragserve.ingest.tokenizer import Counter
 from ragserve_index.types import NewChunk
 
-CHUNKING_VERSION = 1
+CHUNKING_VERSION = 2
 """Part of every content hash. Raise it when a change here gives other chunks for the same text."""
 
 # characters given to chonkie at once: it holds the pieces of a level in memory and caches their counts
 _SECTION = 200_000
+_ROWS = 1000  # of a table, counted at once
+
+
+class _Piece(NamedTuple):
+    """A span of the text, and the header of the table that it continues."""
+
+    start: int
+    end: int
+    header: str = ""
+
+    def text(self, document: str) -> str:
+        return self.header + document[self.start : self.end]
 
 
 class Chunker:
@@ -51,17 +66,24 @@ class Chunker:
         pieces = [
             piece
             for start, end in pairwise(bounds)
-            for piece in self._joined(text, list(self._pieces(text, start, end)))
+            for piece in self._joined(text, self._pieces(text, start, end))
         ]
-        counts = self._count.counts([text[start:end] for start, end in pieces])
+        counts = self._count.counts([piece.text(text) for piece in pieces])
         chunks = []
-        for (start, end), n_tokens in zip(pieces, counts, strict=True):
-            page = pages[max(0, bisect_right(starts, start) - 1)][1] if pages else None
-            chunks.append(NewChunk(text[start:end], start, end, n_tokens, page))
+        for piece, n_tokens in zip(pieces, counts, strict=True):
+            page = pages[max(0, bisect_right(starts, piece.start) - 1)][1] if pages else None
+            chunks.append(NewChunk(piece.text(text), piece.start, piece.end, n_tokens, page))
         return chunks
 
-    def _pieces(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    def _pieces(self, text: str, start: int, end: int) -> Iterator[_Piece]:
         """Yield spans of [start, end), each within the limit."""
+        for table in tables_in(text, start, end):
+            yield from self._prose(text, start, table.start)
+            yield from self._table(text, table)
+            start = table.end
+        yield from self._prose(text, start, end)
+
+    def _prose(self, text: str, start: int, end: int) -> Iterator[_Piece]:
         while start < end:
             stop = _section_end(text, start, end)
             section = text[start:stop]
@@ -70,10 +92,43 @@ class Chunker:
             pieces = [section[end - length : end] for end, length in zip(ends, lengths, strict=True)]
             for length, n in zip(lengths, self._count.counts(pieces), strict=True):
                 if n <= self._limit:
-                    yield start, start + length
+                    yield _Piece(start, start + length)
                 else:
-                    yield from self._by_tokens(text, start, start + length)
+                    yield from self._by_tokens(text, _Piece(start, start + length))
                 start += length
+
+    def _table(self, text: str, table: TableSpan) -> Iterator[_Piece]:
+        """Yield runs of whole rows, the first with the header, the others with a copy of it."""
+        header = text[table.start : table.rows]
+        n_header = self._count(header)
+        again = header if n_header <= self._limit // 2 else ""
+        run, used = _Piece(table.start, table.rows), n_header
+        for start, end, n in self._rows(text, table.rows, table.end):
+            if used + n > self._limit:
+                yield from self._fitting(text, run)
+                run, used = _Piece(start, start, again), n_header if again else 0
+            run, used = run._replace(end=end), used + n
+        yield from self._fitting(text, run)
+
+    def _rows(self, text: str, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the offsets of each line and its tokens."""
+        while start < end:
+            ends: list[int] = []
+            at = start
+            while at < end and len(ends) < _ROWS:
+                at = text.find("\n", at, end) + 1 or end
+                ends.append(at)
+            spans = list(pairwise([start, *ends]))
+            for span, n in zip(spans, self._count.counts([text[a:b] for a, b in spans]), strict=True):
+                yield *span, n
+            start = at
+
+    def _fitting(self, text: str, piece: _Piece) -> Iterator[_Piece]:
+        """Yield the piece, or its parts if it is over the limit."""
+        if self._count(piece.text(text)) <= self._limit:
+            yield piece
+        else:
+            yield from self._by_tokens(text, piece)
 
     def _proposed(self, section: str) -> list[int]:
         """Lengths of chonkie's pieces, or of the whole section if the pieces do not add up to it."""
@@ -83,34 +138,39 @@ class Chunker:
             self._chonkie._estimate_token_count.cache_clear()  # an lru_cache of whole texts
         return [len(piece) for piece in pieces] if "".join(pieces) == section else [len(section)]
 
-    def _by_tokens(self, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    def _by_tokens(self, text: str, piece: _Piece) -> Iterator[_Piece]:
         """Cut text without natural breaks: as many tokens as fit, to the end of a word if it is near."""
-        window = self._limit * 8  # characters; nearly every text has more than the limit's tokens in it
+        start, end, header = piece
+        limit = self._limit - (self._count(header) if header else 0)
+        window = limit * 8  # characters; nearly every text has more than the limit's tokens in it
         while start < end:
             stop = min(end, start + window)
             spans = self._count.offsets(text[start:stop])
-            if len(spans) <= self._limit and (stop == end or stop - start >= window):
+            if len(spans) <= limit and (stop == end or stop - start >= window):
                 cut = stop
             else:
-                cut = start + max(1, spans[self._limit][0] if len(spans) > self._limit else stop - start)
+                cut = start + max(1, spans[limit][0] if len(spans) > limit else stop - start)
                 cut = _at_word(text, start, cut)
             # a cut can change the tokens before it
-            while cut - start > 1 and self._count(text[start:cut]) > self._limit:
+            while cut - start > 1 and self._count(header + text[start:cut]) > self._limit:
                 cut -= max(1, (cut - start) // 16)
-            yield start, cut
+            yield _Piece(start, cut, header)
             start = cut
 
-    def _joined(self, text: str, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _joined(self, text: str, pieces: Iterable[_Piece]) -> list[_Piece]:
         """Join neighbours that fit into one chunk.
 
         chonkie makes a heading, or the rest of a long paragraph, a chunk of its own.
         """
-        joined: list[tuple[int, int]] = []
-        for start, end in pieces:
-            if joined and self._count(text[joined[-1][0] : end]) <= self._limit:
-                joined[-1] = (joined[-1][0], end)
-            else:
-                joined.append((start, end))
+        joined: list[_Piece] = []
+        for piece in pieces:
+            if joined:
+                # its header, if it has one, is that of the piece before it: they are of one table
+                both = joined[-1]._replace(end=piece.end)
+                if self._count(both.text(text)) <= self._limit:
+                    joined[-1] = both
+                    continue
+            joined.append(piece)
         return joined
 
 

@@ -1,7 +1,7 @@
 // An answer: streamed text with citations, tokens by tier, and a bar of stages.
 
 import { query } from "/playground/api.js";
-import { bar, element } from "/playground/dom.js";
+import { bar, element, placeOf } from "/playground/dom.js";
 import { openSource } from "/playground/source.js";
 
 const MARKER = /\[(\d{1,3})\]/;
@@ -43,7 +43,8 @@ function fill(text, details, answer) {
   element("h4", "Sources", details);
   const list = element("ul", undefined, details, { className: "sources" });
   for (const citation of answer.citations) {
-    const page = citation.page === null ? "" : `, page ${citation.page}`;
+    const place = placeOf(citation);
+    const page = place && `, ${place}`;
     element("li", undefined, list).append(sourceButton(answer, citation, `[${citation.index}] ${citation.title}${page}`, ""));
   }
   const tiers = ["device", "host", "disk"].map((tier, n) => [tier, context.tokens_by_tier[tier] ?? 0, `c${n}`]);

@@ -9,6 +9,12 @@ export function element(name, text, parent, properties = {}) {
   return made;
 }
 
+// Says where in its document a passage is, empty for formats without pages.
+export function placeOf(passage) {
+  if (passage.page === null) return "";
+  return `${passage.page_kind} ${passage.page}${passage.page_name ? ` (${passage.page_name})` : ""}`;
+}
+
 // A bar of [name, value, colour] with a table of the values below, which says the same without colours.
 export function bar(parent, title, parts, format) {
   const shown = parts.filter(([, value]) => value > 0);

@@ -1,14 +1,15 @@
 // Shows a citation at its place in the text of its document.
 
 import { get } from "/playground/api.js";
-import { byId, element } from "/playground/dom.js";
+import { byId, element, placeOf } from "/playground/dom.js";
 
 byId("close").addEventListener("click", () => byId("source").close());
 
 export async function openSource(namespace, citation) {
   const text = byId("source-text");
   byId("source-title").textContent = citation.title || citation.source || "Document";
-  const page = citation.page === null ? "" : `page ${citation.page}, `;
+  const place = placeOf(citation);
+  const page = place && `${place}, `;
   byId("source-place").textContent = `${citation.source ?? "sent with the question"}: ${page}characters ` +
     `${citation.start} to ${citation.end}`;
   text.replaceChildren();
@@ -42,7 +43,8 @@ function fill(parent, chunks, citation) {
   let marked;
   for (const chunk of chunks) {
     if (chunk.start > until) parent.append("\n");
-    const text = Array.from(chunk.text).slice(Math.max(0, until - chunk.start)).join("");
+    // the copy of a table's header at its beginning is no part of the document here
+    const text = Array.from(chunk.text).slice(chunk.header_chars + Math.max(0, until - chunk.start)).join("");
     if (chunk.chunk_id === citation.chunk_id) marked = element("mark", text, parent, { tabIndex: -1 });
     else parent.append(text);
     until = Math.max(until, chunk.end);
