@@ -15,7 +15,10 @@ from ragserve.ingest.parsers.sniff import detect
 
 __all__ = ["PARSERS", "PARSER_VERSION", "Parsed", "Raw", "parse"]
 
-PARSERS = ("pdf", "docx", "html", "markdown", "code", "text")
+PARSERS = (
+    *("pdf", "docx", "xlsx", "pptx", "epub", "html", "delimited", "records", "mail", "mbox"),
+    *("markdown", "code", "text"),
+)
 """Modules of this package."""
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ragserve.errors import UnsupportedDocument
 
-PARSER_VERSION = 2
+PARSER_VERSION = 3
 """Part of every content hash. Raise it when a parser gives other text for the same bytes."""
 
 NOT_TEXT = "not_text"
 """Code of the error for files that a directory may hold beside documents: images, programs, archives."""
 
+PageKind = Literal["page", "slide", "sheet", "chapter", "message"]
+
 _LONG_GAP = re.compile(r"\s{65,}")
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
+_MAX_NAMES, _NAME_CHARS = 1000, 200  # of pages: the names go into the metadata of the document
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +42,24 @@ class Parsed:
     """A document as text.
 
     ``pages`` holds (offset in ``text``, page number from 1) in order and is empty for formats without pages.
-    Chunks are cut within a page, so the page of a citation is exact. ``title`` is empty if the document has
-    none. ``note`` says what the reader of a job's report should know, such as a guessed charset.
+    Chunks are cut within a page, so the page of a citation is exact. In ``metadata``, ``page_kind`` says what
+    the pages are, if they are not pages, and ``page_names`` what each is called. ``title`` is empty if there
+    is none. ``note`` says what the reader of a job's report should know, such as a guessed charset.
     """
 
     text: str
     mime: str
     title: str = ""
     pages: tuple[tuple[int, int], ...] = ()
-    metadata: dict[str, str | int] = field(default_factory=dict)
+    metadata: dict[str, str | int | list[str]] = field(default_factory=dict)
     note: str = ""
+
+
+OCR_HINT = "RAGSERVE_OCR=docling reads it, after pip install 'ragserve[docling]'"
+
+
+class ScannedPdf(UnsupportedDocument, code="empty_document"):
+    """A PDF of images: text has to be recognised in them."""
 
 
 def unreadable(
@@ -79,3 +96,47 @@ def join_pages(pages: list[str]) -> tuple[str, tuple[tuple[int, int], ...]]:
         parts.append(page)
         offset += len(page)
     return "".join(parts), tuple(starts)
+
+
+def paged(
+    pages: Sequence[str],
+    mime: str,
+    kind: PageKind,
+    *,
+    names: Sequence[str] = (),
+    title: str = "",
+    note: str = "",
+) -> Parsed:
+    """A document of slides, sheets, chapters or messages; ``names`` are what the pages are called."""
+    text, starts = join_pages([tidy(without_controls(page)) for page in pages])
+    metadata: dict[str, str | int | list[str]] = {"pages": len(pages), "page_kind": kind}
+    if any(names) and len(names) <= _MAX_NAMES:
+        metadata["page_names"] = [one_line(name)[:_NAME_CHARS] for name in names]
+    return Parsed(text, mime, one_line(title), starts, metadata, note)
+
+
+def without_controls(text: str) -> str:
+    """Remove what cannot be stored or shown: control characters and lone surrogates."""
+    return _CONTROLS.sub("", text)
+
+
+def one_line(text: str) -> str:
+    """The text of a title or a name: without control characters, on one line."""
+    return " ".join(without_controls(text).split())
+
+
+@contextmanager
+def container_errors(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Say of the errors that a zip container of XML parts causes, and of ``errors``, that the file is
+    encrypted or no readable ``what``."""
+    from lxml import etree  # type: ignore[import-untyped]
+
+    missing = (KeyError, ValueError, AttributeError, TypeError, IndexError, EOFError)  # parts, fields, bytes
+    try:
+        yield
+    except RecursionError as error:
+        raise unreadable("corrupt", f"not readable as {what} (nested too deeply)") from error
+    except (NotImplementedError, RuntimeError) as error:  # of zipfile: encryption, unknown compression
+        raise unreadable("encrypted", str(error)) from error
+    except (zipfile.BadZipFile, zlib.error, etree.XMLSyntaxError, ET.ParseError, *missing, *errors) as error:
+        raise unreadable("corrupt", f"not readable as {what} ({error})") from error

@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
-from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
+from ragserve.ingest.markdown_tables import markdown_table
+from ragserve.ingest.parsers.base import Parsed, Raw, container_errors
 
 MIME = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
-_BROKEN = (KeyError, ValueError, AttributeError, EOFError)  # what python-docx raises for missing parts
 
 
 def parse(raw: Raw) -> Parsed:
     import docx
     from docx.opc.exceptions import PackageNotFoundError
-    from lxml import etree  # type: ignore[import-untyped]
 
-    try:
+    with container_errors("a Word document", PackageNotFoundError):
         document = docx.Document(BytesIO(raw.data))
         blocks = [block for block in _blocks(document.element.body, document) if block.strip()]
         title = (document.core_properties.title or "").strip()
-    except (NotImplementedError, RuntimeError) as error:  # of zipfile: encryption, unknown compression
-        raise unreadable("encrypted", str(error)) from error
-    except (PackageNotFoundError, zipfile.BadZipFile, etree.XMLSyntaxError, *_BROKEN) as error:
-        raise unreadable("corrupt", f"not readable as a Word document ({error})") from error
     if not title:
         title = next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
     return Parsed("\n\n".join(blocks), MIME, title=title)
 
 
-def _blocks(container: Any, document: Any) -> Iterator[str]:
-    """Yield the texts of block-level children, also in content controls (w:sdt), which python-docx skips."""
+def _blocks(container: Any, document: Any, *, in_cell: bool = False) -> Iterator[str]:
+    """Yield the texts of block-level children, also in content controls (w:sdt), which python-docx skips. A
+    table within a cell is plain text."""
     from docx.oxml.ns import qn
 
     for child in container.iterchildren():
         if child.tag == qn("w:p"):
             yield _heading_mark(child, document) + _inline_text(child)
         elif child.tag == qn("w:tbl"):
-            yield _table(child, document)
+            rows = _rows(child, document)
+            yield " ".join(map(" ".join, rows)) if in_cell else markdown_table(rows)
         elif child.tag == qn("w:sdt"):
             for content in child.iterchildren(qn("w:sdtContent")):
-                yield from _blocks(content, document)
+                yield from _blocks(content, document, in_cell=in_cell)
 
 
-def _table(table: Any, document: Any) -> str:
-    """Return a line per row, `` | `` between cells. A cell that spans columns is one element and appears
-    once."""
+def _rows(table: Any, document: Any) -> Iterator[list[str]]:
+    """Yield the texts of the cells of each row. A cell that spans columns is one element and appears once."""
     from docx.oxml.ns import qn
 
-    rows = []
     for row in table.iterchildren(qn("w:tr")):
-        cells = (
-            " ".join(block.replace("\n", " ") for block in _blocks(cell, document)).strip()
-            for cell in row.iterchildren(qn("w:tc"))
-        )
-        rows.append(" | ".join(cells))
-    return "\n".join(row for row in rows if row.strip(" |"))
+        yield [" ".join(_blocks(cell, document, in_cell=True)) for cell in row.iterchildren(qn("w:tc"))]
 
 
 def _heading_mark(paragraph: Any, document: Any) -> str:

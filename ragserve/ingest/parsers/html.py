@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.markdown_tables import markdown_table
 from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
 from ragserve.ingest.parsers.charset import decode
 
@@ -26,21 +28,52 @@ def parse(raw: Raw) -> Parsed:
         declared = meta.group(1).decode("ascii") if meta else None
     source, note = decode(raw.data, declared)
 
+    tree = _tree(source)
+    title, text = _main_text(_with_header_rows(tree, source), raw.url)
+    everything = _all_text(tree)
+    if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
+        text = everything
+    return Parsed(text, "text/html", title=title or _heading(tree, ".//title", ".//h1"), note=note)
+
+
+def heading_and_text(source: str) -> tuple[str, str]:
+    """The first heading, or the title, and all visible text of a page that is a part of a document."""
+    try:
+        tree = _tree(source)
+    except UnsupportedDocument:  # nothing is in it
+        return "", ""
+    return _heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree)
+
+
+def _tree(source: str) -> Any:
     from lxml import etree  # type: ignore[import-untyped]
     from lxml import html as lxml_html
 
     try:
         # libxml2 rejects an encoding declaration in text that is already decoded
-        tree = lxml_html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*\?>", "", source))
+        return lxml_html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*\?>", "", source))
     except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
         raise unreadable("corrupt", f"not readable as HTML ({error})") from error
-    title, text = _main_text(source, raw.url)
-    everything = _all_text(tree)
-    if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
-        text = everything
-    if not title:
-        title = " ".join((tree.findtext(".//title") or tree.findtext(".//h1") or "").split())
-    return Parsed(text, "text/html", title=title, note=note)
+
+
+def _heading(tree: Any, *places: str) -> str:
+    found = (tree.find(place) for place in places)
+    texts = (" ".join("".join(node.itertext()).split()) for node in found if node is not None)
+    return next(filter(None, texts), "")
+
+
+def _with_header_rows(tree: Any, source: str) -> str:
+    """The source with a header row in each table of data, without which trafilatura does not write it as
+    Markdown. Changes the tree."""
+    from lxml import html as lxml_html
+
+    changed = False
+    for table in tree.iter("table"):
+        if table.find(".//th") is None and _rows(table):
+            changed = True
+            for cell in next(table.iter("tr")).iterchildren("td"):
+                cell.tag = "th"
+    return lxml_html.tostring(tree, encoding="unicode") if changed else source
 
 
 def _main_text(source: str, url: str | None) -> tuple[str, str]:
@@ -51,7 +84,8 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
     )
     if found is None:
         return "", ""
-    return (found.title or "").strip(), (found.text or "").strip()
+    lines = (line.rstrip() for line in (found.text or "").split("\n"))  # of tables, they end with a blank
+    return (found.title or "").strip(), "\n".join(lines).strip()
 
 
 def _all_text(tree: Any) -> str:
@@ -71,7 +105,19 @@ def _all_text(tree: Any) -> str:
         if visible:
             if node.tag in _BLOCKS:
                 parts.append("\n")
+            if node.tag == "table" and (rows := _rows(node)):
+                parts.append(f"{_heading(node, 'caption')}\n{markdown_table(rows)}\n")
+                continue
             parts.append(node.text or "")
             stack.extend((child, False) for child in reversed(node))
     lines = (" ".join(line.split()) for line in "".join(parts).split("\n"))
     return "\n".join(line for line in lines if line)
+
+
+def _rows(table: Any) -> list[list[str]]:
+    """The texts of the cells of a table of data; empty for one that arranges a page."""
+    if table.find(".//table") is not None:
+        return []
+    rows = [[_all_text(cell) for cell in row.iterchildren("td", "th")] for row in table.iter("tr")]
+    rows = [row for row in rows if any(row)]
+    return rows if len(rows) > 1 and max(map(len, rows)) > 1 else []

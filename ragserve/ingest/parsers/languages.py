@@ -19,7 +19,7 @@ _EXTENSIONS = {
     "ini": ".ini .cfg",
     "javascript": ".js .mjs .cjs .jsx",
     "jinja": ".jinja .j2",
-    "json": ".ipynb .json .jsonl",
+    "json": ".ipynb .json",
     "julia": ".jl",
     "kotlin": ".kt",
     "latex": ".tex",

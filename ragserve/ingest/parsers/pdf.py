@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 import warnings
 
-from ragserve.ingest.parsers.base import Parsed, Raw, join_pages, tidy, unreadable
+from ragserve.ingest.parsers.base import (
+    OCR_HINT,
+    Parsed,
+    Raw,
+    ScannedPdf,
+    join_pages,
+    one_line,
+    tidy,
+    unreadable,
+    without_controls,
+)
 
 _HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # PDFium's marks for a hyphen that breaks a line
 _WRAPPED = re.compile(r"(?<=[a-z,;])\n(?=[a-z(])")  # a line that breaks in the middle of a sentence
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
 
 
 def parse(raw: Raw) -> Parsed:
@@ -34,10 +43,8 @@ def parse(raw: Raw) -> Parsed:
         raise unreadable("corrupt", "the PDF has no pages")
     text, starts = join_pages(pages)
     if not text:
-        why = f"no text on {len(pages)} page(s), probably scanned images (run OCR first)"
-        raise unreadable("empty", why)
-    title = " ".join(_CONTROLS.sub("", title).split())
-    return Parsed(text, "application/pdf", title, starts, {"pages": len(pages)})
+        raise ScannedPdf(f"empty: no text on {len(pages)} page(s), probably scanned images ({OCR_HINT})")
+    return Parsed(text, "application/pdf", one_line(title), starts, {"pages": len(pages)})
 
 
 def _page_text(document: object, number: int) -> str:
@@ -49,4 +56,4 @@ def _page_text(document: object, number: int) -> str:
     except pypdfium2.PdfiumError as error:
         raise unreadable("corrupt", f"page {number + 1} of the PDF cannot be read ({error})") from error
     text = _HYPHENATED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return tidy(_WRAPPED.sub(" ", _CONTROLS.sub("", text)))
+    return tidy(_WRAPPED.sub(" ", without_controls(text)))

@@ -8,7 +8,7 @@ from io import BytesIO
 from mimetypes import MimeTypes
 
 from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Raw, not_text, unreadable
+from ragserve.ingest.parsers.base import OCR_HINT, Raw, not_text, unreadable
 from ragserve.ingest.parsers.languages import LANGUAGES
 
 _HTML_START = re.compile(
@@ -60,9 +60,29 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"%!PS", "a PostScript file (convert it to PDF)"),
 )
 _MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")  # of UTF-16 and UTF-32
+# beginnings of images that OCR reads, and their extensions
+_IMAGES = (
+    (b"\x89PNG\r\n\x1a\n", ".png"),
+    (b"\xff\xd8\xff", ".jpg"),
+    (b"II*\x00", ".tiff"),
+    (b"MM\x00*", ".tiff"),
+    (b"BM", ".bmp"),
+)
+_MAIL_EXT = {".eml", ".mbox", ".mbx"}
+_MAILBOX = re.compile(rb"From \S[^\n]*\d{4}[^\n]*\n>?[!-9;-~]+[: ]")
+_HEADER = re.compile(rb"[!-9;-~]+:[^\n]*\n")
+_TABLE_EXT = {".csv", ".tsv"}
+_JSON_LINES_EXT = {".jsonl", ".ndjson"}
+_OBJECTS = re.compile(rb"\s*\[\s*\{")  # an array of them
 _MEDIA_TYPES = MimeTypes()  # Python's own table: the system's may differ
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
-_MAX_UNZIPPED = 512 * 2**20  # bytes; a .docx that unpacks to more is a zip bomb or no document
+_ZIP_PARSERS = (
+    ("word/document.xml", "docx"),
+    ("xl/workbook.xml", "xlsx"),
+    ("ppt/presentation.xml", "pptx"),
+    ("META-INF/container.xml", "epub"),
+)
+_MAX_UNZIPPED = 512 * 2**20  # bytes; a file that unpacks to more is a zip bomb or no document
 
 _FILENAMES = {
     "dockerfile": "dockerfile",
@@ -79,7 +99,7 @@ def never_text(head: bytes, filename: str) -> str | None:
     for magic, what in _NEVER_TEXT:
         # a text may begin with words; no such file is without a NUL byte near its beginning
         if head.startswith(magic) and (b"\x00" in head or not magic.isascii() or not magic.isalnum()):
-            return what
+            return f"{what} ({OCR_HINT})" if image_ext(head) else what
     container = head[:4], head[4:8], head[8:12]
     if container[0] == b"RIFF" and container[2] in (b"WEBP", b"WAVE", b"AVI "):
         return "an image, a recording or a video (RIFF)"
@@ -93,12 +113,23 @@ def never_text(head: bytes, filename: str) -> str | None:
     return None
 
 
-def detect(raw: Raw) -> str:
-    """Return one of ``PARSERS``. Raises ``UnsupportedDocument``, naming the format, if no parser reads it.
+def image_ext(head: bytes) -> str | None:
+    """Extension of an image that OCR reads, by its first bytes; None for all other files."""
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return ".webp"
+    found = next((ext for magic, ext in _IMAGES if head.startswith(magic)), None)
+    return found if found != ".bmp" or b"\x00" in head else None
+
+
+def detect(raw: Raw, *, ocr: bool = False) -> str:
+    """Return one of ``PARSERS``; images are refused without ``ocr``. Raises ``UnsupportedDocument``, naming
+    the format, if no parser reads it.
 
     Nothing is decoded here: the text parsers find out whether bytes without a known signature are text.
     """
     head = raw.data[:4096]
+    if ocr and image_ext(head):
+        return "ocr"
     if what := never_text(head, raw.filename):
         raise not_text(what)
     if b"%PDF-" in head[:1024]:
@@ -109,7 +140,7 @@ def detect(raw: Raw) -> str:
         # an encrypted Office file is an OLE container with this stream
         if "EncryptedPackage".encode("utf-16-le") in raw.data:
             raise unreadable("encrypted", "an Office document with a password (remove the password)")
-        raise UnsupportedDocument("a legacy Office file, .doc, .xls or .ppt (save it as .docx or PDF)")
+        raise UnsupportedDocument("a legacy Office file, .doc, .xls or .ppt (save it in its new format)")
     for magic, what in _MAGIC:
         if head.startswith(magic):
             raise UnsupportedDocument(f"no parser for {what}")
@@ -120,6 +151,14 @@ def detect(raw: Raw) -> str:
         return "html"
     if raw.ext in _HTML_EXT and _HTML_TAG.search(plain):
         return "html"
+    if _MAILBOX.match(plain):
+        return "mbox"
+    if raw.ext in _MAIL_EXT and _HEADER.match(plain):
+        return "mail"
+    if raw.ext in _TABLE_EXT:
+        return "delimited"
+    if raw.ext in _JSON_LINES_EXT or (raw.ext == ".json" and _OBJECTS.match(plain)):
+        return "records"
     if raw.ext in _MARKDOWN_EXT:
         return "markdown"
     return "code" if language_of(raw) else "text"
@@ -139,17 +178,17 @@ def _zip_kind(data: bytes) -> str:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, ValueError, OSError) as error:
-        raise unreadable("corrupt", f"a broken zip container such as a truncated .docx ({error})") from error
+        why = f"a broken zip container such as a truncated .docx or .xlsx ({error})"
+        raise unreadable("corrupt", why) from error
     names = {entry.filename for entry in entries}
-    if "word/document.xml" in names:
+    kind = next((kind for path, kind in _ZIP_PARSERS if path in names), None)
+    if kind is not None:
         if sum(entry.file_size for entry in entries) > _MAX_UNZIPPED:
-            raise UnsupportedDocument(f"the .docx unpacks to more than {_MAX_UNZIPPED >> 20} MiB")
-        return "docx"
+            raise UnsupportedDocument(f"the .{kind} unpacks to more than {_MAX_UNZIPPED >> 20} MiB")
+        return kind
     for path, what in (
-        ("xl/workbook.xml", "an Excel workbook (export it as CSV or PDF)"),
-        ("ppt/presentation.xml", "a PowerPoint file (export it as PDF)"),
-        ("META-INF/container.xml", "an EPUB book (convert it to HTML or PDF)"),
-        ("content.xml", "an OpenDocument file (save it as .docx or PDF)"),
+        ("xl/workbook.bin", "a binary Excel workbook (save it as .xlsx)"),
+        ("content.xml", "an OpenDocument file (save it as .docx, .xlsx, .pptx or PDF)"),
     ):
         if path in names:
             raise UnsupportedDocument(f"no parser for {what}")

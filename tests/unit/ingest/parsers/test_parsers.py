@@ -121,7 +121,7 @@ def test_docx_keeps_order_headings_tables_and_hidden_corners(tmp_path: Path, par
     blocks = [
         "# Harbour report",
         "Before the table.",
-        "ship | tons\nAurora | 512",
+        "| ship | tons |\n|---|---|\n| Aurora | 512 |",
         "added",
         "After the table.",
         "Inside a content control.",
@@ -129,6 +129,63 @@ def test_docx_keeps_order_headings_tables_and_hidden_corners(tmp_path: Path, par
     assert text_of(result) == "\n\n".join(blocks)
     assert isinstance(result, ParsedFile)
     assert result.title == "Harbour report"
+
+
+TOWNS = [[f"Town {n}", f"River {n % 7}", str(n * 317)] for n in range(60)]
+TOWN_HEADER = ["town", "river", "people"]
+
+
+def html_rows(cell: str) -> str:
+    head = "".join(f"<{cell}>{text}</{cell}>" for text in TOWN_HEADER)
+    rows = "".join("<tr>" + "".join(f"<td>{text}</td>" for text in row) + "</tr>" for row in TOWNS)
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def word_table(document: Any) -> None:
+    table = document.add_table(rows=0, cols=3)
+    for row in (TOWN_HEADER, *TOWNS):
+        for cell, text in zip(table.add_row().cells, row, strict=True):
+            cell.text = text
+
+
+def page(cell: str) -> bytes:
+    body = f"<article><h1>Towns</h1>{ARTICLE}{html_rows(cell)}</article>"
+    return f"<html><body>{body}</body></html>".encode()
+
+
+LONG_TABLES = {
+    "th.html": page("th"),
+    "td.html": page("td"),
+    "bare.html": f"<html><body><p>Towns</p>{html_rows('td')}</body></html>".encode(),
+    "table.docx": make_docx(word_table),
+    "table.md": "\n".join(["town | river | people", "--- | --- | ---", *map(" | ".join, TOWNS)]).encode(),
+}
+
+
+@pytest.mark.parametrize("name", list(LONG_TABLES))
+def test_a_long_table_keeps_its_header_in_every_chunk(name: str, tmp_path: Path, parse: ParseFile) -> None:
+    path = tmp_path / name
+    path.write_bytes(LONG_TABLES[name])
+    result = parse(path)
+    assert isinstance(result, ParsedFile)
+    within = [chunk for chunk in result.chunks if "Town " in chunk.text]
+    assert len(within) > 3
+    for chunk in within:
+        before = chunk.text[: chunk.text.index("Town ")].replace(" ", "").replace("|", "")
+        assert "townriverpeople\n---------" in before, chunk.text
+    assert all(all(cell in text_of(result) for cell in row) for row in TOWNS)
+    assert [chunk.header_chars > 0 for chunk in within] == [False] + [True] * (len(within) - 1)
+
+
+def test_tables_that_arrange_a_page_are_no_tables(tmp_path: Path, parse: ParseFile) -> None:
+    path = tmp_path / "old.html"
+    inner = "<table><tr><td>price</td><td>5</td></tr><tr><td>size</td><td>7</td></tr></table>"
+    path.write_text(
+        f"<html><body><table><tr><td>Menu</td></tr><tr><td>{inner}</td></tr></table></body></html>"
+    )
+    text = text_of(parse(path))
+    assert text.endswith("\n| price | 5 |\n|---|---|\n| size | 7 |")
+    assert "Menu" in text
 
 
 @pytest.mark.parametrize(
@@ -238,7 +295,11 @@ def test_bad_file_fails_with_its_reason(name: str, tmp_path: Path, parse: ParseF
 
 
 def test_other_zip_containers_are_named(tmp_path: Path, parse: ParseFile) -> None:
-    for member, word in (("xl/workbook.xml", "Excel"), ("a.txt", "zip archive")):
+    for member, word in (
+        ("xl/workbook.bin", "Excel"),
+        ("content.xml", "OpenDocument"),
+        ("a.txt", "zip archive"),
+    ):
         path = tmp_path / "x.docx"
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr(member, "x")
@@ -247,17 +308,27 @@ def test_other_zip_containers_are_named(tmp_path: Path, parse: ParseFile) -> Non
         assert word in result.reason
 
 
-def test_a_docx_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, parse: ParseFile) -> None:
-    path = tmp_path / "bomb.docx"
+def test_a_container_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, parse: ParseFile) -> None:
+    path = tmp_path / "bomb.zip"
     with (
         zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
-        archive.open("word/document.xml", "w", force_zip64=True) as member,
+        archive.open("content", "w", force_zip64=True) as member,
     ):
         for _ in range(600):
             member.write(bytes(2**20))
-    result = parse(path)
-    assert isinstance(result, Failed)
-    assert "unpacks" in result.reason
+    bomb = path.read_bytes()
+    for kind, main in (
+        ("docx", "word/document.xml"),
+        ("xlsx", "xl/workbook.xml"),
+        ("pptx", "ppt/presentation.xml"),
+        ("epub", "META-INF/container.xml"),
+    ):
+        path.write_bytes(bomb)
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(main, "x")
+        result = parse(path)
+        assert isinstance(result, Failed)
+        assert result.reason == f"the .{kind} unpacks to more than 512 MiB"
 
 
 def test_a_200_mb_file_is_refused_by_its_size(tmp_path: Path, parse: ParseFile) -> None:

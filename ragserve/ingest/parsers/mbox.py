@@ -1,0 +1,34 @@
+"""Mailboxes in the mbox format: a page per message."""
+
+from __future__ import annotations
+
+import email
+import mailbox
+import tempfile
+
+from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers.base import Parsed, Raw, paged, unreadable
+from ragserve.ingest.parsers.mail import message_text
+
+
+def parse(raw: Raw) -> Parsed:
+    pages: list[str] = []
+    unread: list[int] = []
+    with tempfile.NamedTemporaryFile(prefix="ragserve-") as copy:  # the library reads files only
+        copy.write(raw.data)
+        copy.flush()
+        box = mailbox.mbox(copy.name, create=False)
+        try:
+            for number, key in enumerate(box.iterkeys(), 1):
+                try:
+                    pages.append(message_text(email.message_from_bytes(box.get_bytes(key))))
+                except (UnsupportedDocument, RecursionError):
+                    pages.append("")
+                    unread.append(number)
+        finally:
+            box.close()
+    if not any(pages):
+        raise unreadable("encrypted" if unread else "empty", f"no readable message of {len(pages)}")
+    shown = ", ".join(map(str, unread[:20]))
+    note = f"{len(unread)} messages are encrypted or damaged: {shown}" if unread else ""
+    return paged(pages, "application/mbox", "message", note=note)
