@@ -362,6 +362,9 @@ class Settings(BaseSettings):
     embed_batch: int = Field(32, ge=1, le=4096, description="Chunks per forward pass of the embedder.")
     embed_device: str = Field("auto", description="torch device of the embedder; auto: cuda if available.")
     parse_timeout_s: float = Field(120, gt=0, description="Seconds after which parsing a file is given up.")
+    ocr: Literal["off", "docling"] = Field(
+        "off", description="What reads images and scanned PDFs; docling needs the extra `docling`."
+    )
 
     @property
     def has_key(self) -> bool:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from ragserve.ingest.jobs.job_report import JobReport, Progress
     from ragserve_index import IndexStore
 
-_SETTINGS = ("data_dir", "model", "tokenizer", "embedder", "embed_device", "chunk_tokens", "index_type")
+_SETTINGS = (
+    *("data_dir", "model", "tokenizer", "embedder", "embed_device", "chunk_tokens", "index_type"),
+    "ocr",
+)
 _EPILOG = (
     "Exit status: 0 if all files are indexed or unchanged; 3 if some files failed (each is listed with its "
     "reason); 1 if nothing could run, or an error such as a full disk ended the run; 2 for wrong options; "
@@ -104,7 +107,12 @@ def ingest(
     if warm:
         check_warm(settings, repeated=follow_changes)
     options = PathOptions(
-        recursive, tuple(globs or ()), prune, parse_metadata(metadata or []), warm, follow_symlinks
+        recursive,
+        tuple(globs or ()),
+        prune,
+        parse_metadata(metadata or []),
+        warm,
+        follow_symlinks,
     )
     with (
         signals_stop() as signals,

@@ -292,6 +292,7 @@ class Ingestor:
             chunk_tokens=settings.chunk_tokens,
             max_bytes=settings.max_upload_bytes,
             timeout_s=settings.parse_timeout_s,
+            ocr=settings.ocr == "docling",
         )
         with parser, tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
             planner = FilePlanner(

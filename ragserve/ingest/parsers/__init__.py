@@ -10,26 +10,37 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 
-from ragserve.ingest.parsers.base import PARSER_VERSION, Parsed, Raw, tidy, unreadable
+from ragserve.ingest.parsers.base import PARSER_VERSION, Parsed, Raw, ScannedPdf, tidy, unreadable
 from ragserve.ingest.parsers.sniff import detect
 
 __all__ = ["PARSERS", "PARSER_VERSION", "Parsed", "Raw", "parse"]
 
 PARSERS = (
     *("pdf", "docx", "xlsx", "pptx", "epub", "html", "delimited", "records", "mail", "mbox"),
-    *("markdown", "code", "text"),
+    *("markdown", "code", "text", "ocr"),
 )
 """Modules of this package."""
 
 
-def parse(raw: Raw, parser: str | None = None) -> Parsed:
-    """Parse a document, with the named ``parser`` or the detected one. Raises ``UnsupportedDocument``."""
+def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
+    """Parse a document, with the named ``parser`` or the detected one. With ``ocr``, text is recognised in
+    images and scanned PDFs. Raises ``UnsupportedDocument``."""
     if not raw.data:
         raise unreadable("empty", "the file has 0 bytes")
-    parsed: Parsed = import_module(f"ragserve.ingest.parsers.{parser or detect(raw)}").parse(raw)
+    try:
+        parsed = _parse(raw, parser or detect(raw, ocr=ocr))
+    except ScannedPdf:
+        if not ocr:
+            raise
+        parsed = _parse(raw, "ocr")
     # pages are tidied before they are joined: shortening gaps here would move their offsets
     if not parsed.pages:
         parsed = replace(parsed, text=tidy(parsed.text))
     if not parsed.text.strip():
         raise unreadable("empty", "the file holds no text")
+    return parsed
+
+
+def _parse(raw: Raw, parser: str) -> Parsed:
+    parsed: Parsed = import_module(f"ragserve.ingest.parsers.{parser}").parse(raw)
     return parsed

@@ -22,6 +22,9 @@ MEMORY_BYTES = 3 * 2**30
 decompression bomb does not.
 """
 
+OCR_MEMORY_BYTES = 16 * 2**30
+"""The same with OCR, whose models and libraries are mapped into it."""
+
 _START_S = 60.0  # seconds for imports and the tokenizer
 
 
@@ -86,15 +89,18 @@ class ParseProcess:
         chunk_tokens: int,
         max_bytes: int,
         timeout_s: float,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int | None = None,
+        ocr: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
+        self._ocr = ocr
         self._config = {
             "tokenizer_json": tokenizer_json,
             "chunk_tokens": chunk_tokens,
             "max_bytes": max_bytes,
             "timeout_s": timeout_s,
-            "memory_bytes": memory_bytes,
+            "memory_bytes": memory_bytes or (OCR_MEMORY_BYTES if ocr else MEMORY_BYTES),
+            "ocr": ocr,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = b""
@@ -152,6 +158,8 @@ class ParseProcess:
     def _start(self) -> None:
         self._reap()
         extra = {"TOKENIZERS_PARALLELISM": "false", "CHONKIE_LOG": "off", "PYTHONUNBUFFERED": "1"}
+        if self._ocr:
+            extra["CUDA_VISIBLE_DEVICES"] = ""  # its driver maps more memory than the limit
         self._process = subprocess.Popen(
             # -P keeps the working directory, which may hold the files being ingested, out of sys.path
             [sys.executable, "-P", "-m", "ragserve.ingest.parsing.parse_worker", str(os.getpid())],

@@ -48,7 +48,9 @@ class _Worker:
         self._chunker = Chunker(count, int(config["chunk_tokens"]))
         self._max_bytes = int(config["max_bytes"])
         self._memory_mib = limit >> 20
-        self._cpu_seconds = int(config["timeout_s"]) * 2 + 60
+        self._ocr = bool(config["ocr"])
+        threads = (os.cpu_count() or 1) if self._ocr else 2  # docling computes in several
+        self._cpu_seconds = int(config["timeout_s"]) * threads + 60
 
     def serve(self, requests: IO[str], replies: IO[str]) -> None:
         _reply(replies, {"ready": True})
@@ -76,12 +78,12 @@ class _Worker:
         from ragserve.ingest.parsers.base import unreadable
 
         named = None if request.get("parser") else request["filename"]
-        data = _read(request["path"], self._max_bytes, named)
+        data = _read(request["path"], self._max_bytes, named, ocr=self._ocr)
         digest = hashlib.blake2b(data, digest_size=20, key=request["salt"].encode()).hexdigest()
         if digest == request.get("known_hash"):
             return {"unchanged": digest, "size": len(data)}
         raw = Raw(data, request["filename"], request["ext"], request.get("url"), request.get("charset"))
-        parsed = parse(raw, request.get("parser"))
+        parsed = parse(raw, request.get("parser"), ocr=self._ocr)
         chunks = self._chunker.split(parsed.text, parsed.pages)
         if not chunks:
             raise unreadable("empty", "no text to index")
@@ -96,11 +98,11 @@ class _Worker:
         }
 
 
-def _read(path: str, max_bytes: int, filename: str | None) -> bytes:
-    """Read a regular file; one whose beginning and ``filename`` show that it is never text is refused first.
-    O_NONBLOCK keeps a named pipe from hanging the open."""
+def _read(path: str, max_bytes: int, filename: str | None, *, ocr: bool) -> bytes:
+    """Read a regular file; one whose beginning and ``filename`` show that it is never text is refused first,
+    except for images with ``ocr``. O_NONBLOCK keeps a named pipe from hanging the open."""
     from ragserve.ingest.parsers.base import not_text
-    from ragserve.ingest.parsers.sniff import never_text
+    from ragserve.ingest.parsers.sniff import image_ext, never_text
 
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -108,7 +110,8 @@ def _read(path: str, max_bytes: int, filename: str | None) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         head = file.read(4096)
-        if filename is not None and (what := never_text(head, filename)):
+        wanted = filename is None or (ocr and image_ext(head))
+        if not wanted and (what := never_text(head, filename or "")):
             raise not_text(what)
         data = head + file.read(max_bytes + 1 - len(head))  # the file may grow while it is read
     size = max(status.st_size, len(data))
