@@ -365,6 +365,15 @@ class Settings(BaseSettings):
     ocr: Literal["off", "docling"] = Field(
         "off", description="What reads images and scanned PDFs; docling needs the extra `docling`."
     )
+    url_ingestion: Literal["public", "any", "off"] = Field(
+        "public",
+        description="URLs that clients may have ingested by POST /rag/ingest. public: those of public "
+        "addresses; any: those of this machine and its networks, too.",
+    )
+    robots: Literal["honour", "ignore"] = Field(
+        "honour", description="What to do with a site's robots.txt; ignore it on a site of your own."
+    )
+    sitemap_urls: int = Field(1000, ge=1, le=1_000_000, description="Most URLs that a sitemap may add.")
 
     @property
     def has_key(self) -> bool:

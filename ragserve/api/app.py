@@ -32,7 +32,7 @@ from ragserve.api.authentication import Authentication
 from ragserve.api.browsers import RefuseForeignPages, names
 from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
-from ragserve.api.schemas import IngestTexts
+from ragserve.api.schemas import IngestTexts, IngestUrls
 from ragserve.api.services import load_embedder, open_services
 from ragserve.api.trace_requests import TraceRequests
 from ragserve.api.upstream import Upstream
@@ -135,7 +135,7 @@ def create_app(
     if tracing.is_on():
         app.add_middleware(TraceRequests)
     errors.install(app)
-    openapi.install(app, [IngestTexts, ChatRequest, ChatChunk, *query.EVENTS.values()])
+    openapi.install(app, [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *query.EVENTS.values()])
     return app
 
 

@@ -137,6 +137,10 @@ INGEST_TEXTS = {
         texts=[{"name": "skerryvore", **_TITLED, "metadata": _METADATA}],
     )
 }
+INGEST_URLS = {
+    "urls": _request("Pages of the web", namespace="docs", urls=["https://example.com/skerryvore.html"]),
+    "site": _request("A site, by its sitemap", namespace="docs", urls=["https://example.com/"], sitemap=True),
+}
 INGEST_FILES = {
     "files": _request(
         "Files",

@@ -13,7 +13,7 @@ from ragserve.api.access import Access, Caller
 from ragserve.api.body import RequestModel, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import IngestTexts, JobDetail, JobList, JobView, Metadata
+from ragserve.api.schemas import IngestTexts, IngestUrls, JobDetail, JobList, JobView, Metadata
 from ragserve.api.services import Services, Svc
 from ragserve.api.uploads import upload_form
 from ragserve.config import Namespace
@@ -72,8 +72,13 @@ _BODY = {
     "content": {
         "multipart/form-data": {"schema": _FORM_SCHEMA, "examples": examples.INGEST_FILES},
         "application/json": {
-            "schema": {"$ref": "#/components/schemas/IngestTexts"},
-            "examples": examples.INGEST_TEXTS,
+            "schema": {
+                "oneOf": [
+                    {"$ref": "#/components/schemas/IngestTexts"},
+                    {"$ref": "#/components/schemas/IngestUrls"},
+                ]
+            },
+            "examples": examples.INGEST_TEXTS | examples.INGEST_URLS,
         },
     },
 }
@@ -81,7 +86,7 @@ _BODY = {
 
 @router.post(
     "/rag/ingest",
-    summary="Ingest files or texts",
+    summary="Ingest files, texts or URLs",
     status_code=202,
     response_model=JobView,
     responses=documented(
@@ -93,15 +98,17 @@ _BODY = {
     openapi_extra={"requestBody": _BODY},
 )
 async def ingest(request: Request, svc: Svc, caller: Caller) -> Response:
-    """Take a multipart form of files, or texts as JSON. They are on disk before the answer is sent, so a
-    restart resumes the job.
+    """Take a multipart form of files, texts or URLs as JSON. They are on disk before the answer is sent, so a
+    restart resumes the job; URLs are fetched by the job.
 
     An unreadable file fails alone, with the reason in the job's items. A file or text of an existing name
     replaces it; unchanged content costs a hash. Uploaded files are identified by their filename. With `warm`,
     a second job of kind `warm` follows."""
     kind = media_type(request)
     if kind == "application/json":
-        job = await _texts(await parse_json(await request.body()), svc, caller)
+        data = await parse_json(await request.body())
+        take = _urls if isinstance(data, dict) and "urls" in data else _texts
+        job = await take(data, svc, caller)
     elif kind == "multipart/form-data":
         job = await _files(request, svc, caller)
     else:
@@ -110,7 +117,8 @@ async def ingest(request: Request, svc: Svc, caller: Caller) -> Response:
             f"{kind or 'a body without Content-Type'}.",
             hint="Send files as a form, e.g. curl -F files=@a.pdf.",
         )
-    svc.runner.wake()
+    for runner in (svc.runner, svc.url_runner):
+        runner.wake()
     return accepted(job, caller)
 
 
@@ -125,6 +133,25 @@ async def _texts(data: Any, svc: Services, caller: Access) -> Job:
         SubmittedText(name=t.name, text=t.text, title=t.title or "", metadata=t.metadata) for t in body.texts
     ]
     return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts, warm=body.warm)
+
+
+async def _urls(data: Any, svc: Services, caller: Access) -> Job:
+    from ragserve.ingest.ingestor import PathOptions
+
+    body = validated(IngestUrls, data)
+    caller.require("ingest", body.namespace)
+    if body.warm:
+        svc.warm_ups()
+    options = PathOptions(
+        metadata=dict(body.metadata), warm=body.warm, sitemap=body.sitemap, other_hosts=body.other_hosts
+    )
+    return await asyncio.to_thread(
+        svc.ingestor.submit_urls,
+        body.namespace,
+        body.urls,
+        options,
+        max_bytes=caller.key.limits.max_upload_bytes,
+    )
 
 
 async def _files(request: Request, svc: Services, caller: Access) -> Job:

@@ -161,6 +161,25 @@ class IngestTexts(RequestModel):
     warm: bool = Field(False, description="Then compute their KV into the document cache, as a second job.")
 
 
+class IngestUrls(RequestModel):
+    """Documents to fetch. Addresses of this machine and its networks are refused (`url_ingestion`), behind
+    redirects too; robots.txt is honoured (`robots`)."""
+
+    namespace: Namespace = Field("default", description="Namespace, created if it does not exist.")
+    urls: list[Annotated[Text, Field(max_length=2048)]] = Field(
+        min_length=1,
+        max_length=100,
+        description="http and https URLs. That of a `sitemap.xml` stands for the pages that it names.",
+    )
+    sitemap: bool = Field(
+        False,
+        description="Take the pages that the sitemaps of each URL's site name: robots.txt, /sitemap.xml.",
+    )
+    other_hosts: bool = Field(False, description="Also take pages of a sitemap that are on other hosts.")
+    metadata: Metadata = Field(default_factory=dict)
+    warm: bool = Field(False, description="Then compute their KV into the document cache, as a second job.")
+
+
 class JobItemView(BaseModel):
     source: str
     state: str = Field(
@@ -178,7 +197,7 @@ class JobView(BaseModel):
 
     job_id: str
     kind: str = Field(
-        description="Ingestion (`upload`, `paths`, `stdin`) or warm-up of the document cache (`warm`)."
+        description="Ingestion (`upload`, `urls`, `paths`, `stdin`), or warm-up of the cache (`warm`)."
     )
     namespace: str
     state: str = Field(

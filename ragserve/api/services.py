@@ -54,6 +54,7 @@ class Services:
     search: DialogueSearch
     ingestor: Ingestor
     runner: JobRunner
+    url_runner: JobRunner
     limiter: QueryLimiter
     answerer: Answerer
     verification: BackgroundVerification
@@ -110,6 +111,7 @@ async def open_services(
     from ragserve.cache.warm import Warmer
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
+    from ragserve.ingest.url_sources import KIND as URL_JOBS
     from ragserve_index import IndexStore
 
     async with AsyncExitStack() as stack:
@@ -139,8 +141,10 @@ async def open_services(
             warms=lambda: isinstance(engine, CachingEngine) and not info.only_exact,
         )
         runner = JobRunner(ingestor)
-        await asyncio.to_thread(runner.start)
-        stack.push_async_callback(asyncio.to_thread, runner.stop)
+        url_runner = JobRunner(ingestor, URL_JOBS)  # a slow site must not keep uploads waiting
+        for each in (runner, url_runner):
+            await asyncio.to_thread(each.start)
+            stack.push_async_callback(asyncio.to_thread, each.stop)
         warm_runner = None
         if isinstance(engine, CachingEngine):
             warm_runner = JobRunner(
@@ -179,6 +183,7 @@ async def open_services(
             search=search,
             ingestor=ingestor,
             runner=runner,
+            url_runner=url_runner,
             limiter=limiter,
             answerer=answerer,
             verification=verification,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     *("data_dir", "model", "tokenizer", "embedder", "embed_device", "chunk_tokens", "index_type"),
-    "ocr",
+    *("ocr", "robots", "sitemap_urls"),
 )
 _EPILOG = (
     "Exit status: 0 if all files are indexed or unchanged; 3 if some files failed (each is listed with its "
@@ -72,6 +72,17 @@ def ingest(
             help="Also take files that symbolic links in a directory lead to outside of it.",
         ),
     ] = False,
+    sitemap: Annotated[
+        bool,
+        typer.Option(
+            "--sitemap",
+            help="Take the pages that the sitemaps of each URL's site name. A URL of a sitemap.xml needs no "
+            "flag.",
+        ),
+    ] = False,
+    other_hosts: Annotated[
+        bool, typer.Option("--other-hosts", help="Also take pages of a sitemap that are on other hosts.")
+    ] = False,
     metadata: Annotated[
         list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")
     ] = None,
@@ -113,6 +124,8 @@ def ingest(
         parse_metadata(metadata or []),
         warm,
         follow_symlinks,
+        sitemap,
+        other_hosts,
     )
     with (
         signals_stop() as signals,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
-from ragserve.ingest.fetch import fetch
+from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
 from ragserve.ingest.pipeline import PlannedFile, content_salt
 from ragserve.ingest.sources import is_url
@@ -25,13 +25,21 @@ class FilePlanner:
     """
 
     def __init__(
-        self, settings: Settings, store: IndexStore, spool: Spool, job: Job, tokenizer: str, downloads: Path
+        self,
+        settings: Settings,
+        store: IndexStore,
+        spool: Spool,
+        job: Job,
+        tokenizer: str,
+        downloads: Path,
+        fetcher: Fetcher,
     ) -> None:
         self._settings = settings
         self._store = store
         self._namespace = job.namespace
         self._tokenizer = tokenizer
         self._downloads = downloads
+        self._fetcher = fetcher
         self._metadata: Mapping[str, Any] = job.spec.get("metadata", {})
         self._named = frozenset(job.spec.get("named", ()))
         self._spool_folder: Path | None = None
@@ -59,7 +67,7 @@ class FilePlanner:
 
     def _download(self, source: str) -> PlannedFile:
         try:
-            got = fetch(source, self._downloads, max_bytes=self._settings.max_upload_bytes)
+            got = self._fetcher.fetch(source, self._downloads)
         except RagserveError as error:
             return PlannedFile(source, Failed(str(error), error.code))
         metadata = {"url": source, **self._metadata}

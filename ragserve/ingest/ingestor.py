@@ -22,6 +22,8 @@ from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
 from ragserve.ingest.tokenizer import TokenizerSource
+from ragserve.ingest.url_sources import KIND as URL_JOBS
+from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import embedder_name
 from ragserve_index import IndexStore, JobStore
@@ -58,6 +60,8 @@ class PathOptions:
 
     ``prune`` removes documents whose file vanished from a given directory. ``warm`` creates a second job,
     when this one is done, that computes the documents' KV into the document cache (`ragserve.cache.warm`).
+    ``sitemap``: each URL stands for its site, whose sitemaps name the pages to take; those on ``other_hosts``
+    only with that.
     """
 
     recursive: bool = False
@@ -66,6 +70,8 @@ class PathOptions:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     warm: bool = False
     follow_symlinks: bool = False
+    sitemap: bool = False
+    other_hosts: bool = False
 
 
 class Ingestor:
@@ -144,6 +150,21 @@ class Ingestor:
         self.jobs.update_items(job.job_id, notes)
         self._supersede(job)
         return self.jobs.get(job.job_id)
+
+    def submit_urls(
+        self, namespace: str, urls: Sequence[str], options: PathOptions, *, max_bytes: int | None = None
+    ) -> Job:
+        """Create a job over URLs, for a server's clients; ``options``: about sitemaps, ``metadata`` and
+        ``warm``. ``max_bytes``: of a file, if less than the settings'.
+
+        Raises ``InvalidRequest``, ``Forbidden`` (the setting ``url_ingestion``), ``Conflict``,
+        ``StorageFull``.
+        """
+        self._check_namespace(namespace)
+        check_urls(self._settings, urls)
+        limit = min(max_bytes or self._settings.max_upload_bytes, self._settings.max_upload_bytes)
+        spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options)}
+        return self.jobs.create(namespace, spec, list(dict.fromkeys(urls)))
 
     def submit_texts(self, namespace: str, texts: Sequence[SubmittedText], *, warm: bool = False) -> Job:
         """Create a job over texts, which are durable when this returns.
@@ -279,6 +300,10 @@ class Ingestor:
         return self.spool.clean(self.spools_in_use)
 
     def _process(self, run: JobRun) -> None:
+        fetcher = fetcher_of(self._settings, run)
+        follow_sitemaps(
+            self.jobs, run, fetcher, self._settings.sitemap_urls, lambda items: self._record(run.job, items)
+        )
         pending = [item.source for item in self.jobs.items(run.job.job_id, "pending")]
         run.notify()
         if not pending:
@@ -296,7 +321,13 @@ class Ingestor:
         )
         with parser, tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
             planner = FilePlanner(
-                settings, self._store, self.spool, run.job, tokenizer.fingerprint, Path(downloads)
+                settings,
+                self._store,
+                self.spool,
+                run.job,
+                tokenizer.fingerprint,
+                Path(downloads),
+                fetcher,
             )
             Pipeline(
                 run,

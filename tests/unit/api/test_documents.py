@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.unit.api.scripted_server import DOCUMENTS, Live, eventually
+from tests.unit.ingest.ingest_samples import make_xlsx
 
 
 def finished(client: httpx.Client, response: httpx.Response) -> dict[str, Any]:
@@ -306,3 +307,49 @@ def test_an_engine_without_a_document_cache_warms_nothing(client: httpx.Client, 
         (400, "no_document_cache")
     ] * 3
     assert client.get("/rag/jobs").json() == before
+
+
+def test_citations_name_the_sheet_and_keep_the_header_of_the_table(client: httpx.Client) -> None:
+    rows = [[f"Harbour {n}", n * 31, "gravel and sand"] for n in range(60)]
+    book = make_xlsx({"Contents": [["About harbours."]], "Depths": [["harbour", "ships", "ground"], *rows]})
+    job = finished(
+        client, client.post("/rag/ingest", files={"files": ("a.xlsx", book)}, data={"namespace": "sheets"})
+    )
+    assert job["counts"]["indexed"] == 1
+    asked = {"query": "Harbour 55", "namespace": "sheets", "retrieval": "lexical", "k": 1}
+    (passage,) = client.post("/rag/retrieve", json=asked).json()["results"]
+    place = {"page": 2, "page_kind": "sheet", "page_name": "Depths"}
+    assert {name: passage[name] for name in place} == place
+    assert passage["metadata"]["page_kind"] == "sheet"
+    assert "page_names" not in passage["metadata"], "the other sheets' names"
+    header = "| harbour | ships | ground |\n|---|---|---|\n"
+    assert passage["text"][: passage["header_chars"]] == header
+    (citation,) = client.post("/rag/query", json=asked).json()["citations"]
+    assert {name: citation[name] for name in passage if name != "metadata"} == {
+        name: value for name, value in passage.items() if name != "metadata"
+    }
+    chunks = client.get(f"/rag/documents/{passage['doc_id']}/chunks", params={"namespace": "sheets"}).json()[
+        "chunks"
+    ]
+    assert {chunk["page_name"] for chunk in chunks} == {"Contents", "Depths"}
+    own = "".join(chunk["text"][chunk["header_chars"] :] for chunk in chunks)
+    assert own.count(header) == 1
+    assert own[passage["start"] : passage["end"]] == passage["text"][len(header) :]
+
+
+def test_urls_are_taken_and_addresses_of_the_servers_networks_are_not(
+    client: httpx.Client, live: Live
+) -> None:
+    body = {"namespace": "web", "urls": [f"{live.url}/info"], "sitemap": False, "metadata": {"lang": "en"}}
+    job = finished(client, client.post("/rag/ingest", json=body))
+    assert (job["kind"], job["state"]) == ("urls", "done")
+    assert [(item["state"], "no public address" in item["reason"]) for item in job["items"]] == [
+        ("failed", True)
+    ]
+    for wrong, param in (
+        ({"urls": []}, "urls"),
+        ({"urls": ["file:///etc/passwd"]}, "urls"),
+        ({"urls": ["https://example.com/"], "texts": []}, "texts"),
+    ):
+        response = client.post("/rag/ingest", json=wrong)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), wrong

@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 from ragserve.errors import RagserveError, TooLarge, Unavailable, UnsupportedDocument
-from ragserve.ingest.fetch import fetch
+from ragserve.ingest.fetch import Downloaded, Fetcher
+
+
+def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
+    return Fetcher(max_bytes=max_bytes).fetch(url, folder)
 
 
 class Site(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path.startswith("/loop"):
+        if self.path == "/robots.txt":
+            self.send_response(404)
+        elif self.path.startswith("/loop"):
             self.send_response(302)
             self.send_header("Location", self.path + "x")
         elif self.path == "/moved":
