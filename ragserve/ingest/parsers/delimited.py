@@ -10,7 +10,7 @@ from ragserve.ingest.parsers.base import Parsed, Raw, unreadable, without_contro
 from ragserve.ingest.parsers.charset import decode
 
 _DELIMITERS = ",;\t|"
-_SAMPLE = 16 * 1024  # characters
+_SAMPLE = 4096  # characters; the time for a guess grows with their square
 _LARGEST_CELL = 2**20  # characters; longer ones come from a quote that is never closed
 
 

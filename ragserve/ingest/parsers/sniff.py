@@ -69,8 +69,8 @@ _IMAGES = (
     (b"BM", ".bmp"),
 )
 _MAIL_EXT = {".eml", ".mbox", ".mbx"}
-_MAILBOX = re.compile(rb"From \S[^\n]*\d{4}[^\n]*\n>?[!-9;-~]+[: ]")
-_HEADER = re.compile(rb"[!-9;-~]+:[^\n]*\n")
+_HEADER = re.compile(rb"[!-9;-~]+:[^\n]*\n")  # the first line of a message
+_MAILBOX = re.compile(rb"From \S[^\n]* \d\d?:\d\d[^\n]* \d{4}\s*\n(>From [^\n]*\n)?" + _HEADER.pattern)
 _TABLE_EXT = {".csv", ".tsv"}
 _JSON_LINES_EXT = {".jsonl", ".ndjson"}
 _OBJECTS = re.compile(rb"\s*\[\s*\{")  # an array of them

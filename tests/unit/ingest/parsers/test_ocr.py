@@ -4,17 +4,21 @@ the part of its interface that the adapter uses."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from ragserve.config import load
 from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.ingestor import Ingestor
 from ragserve.ingest.parsers import Raw
 from ragserve.ingest.parsers import parse as parse_here
-from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
-from ragserve.ingest.tokenizer import TokenizerSource
-from tests.unit.ingest.ingest_samples import ParseFile, make_pdf, places_of
+from ragserve.ingest.parsing.parse_process import Failed
+from ragserve_index import IndexStore
+from ragserve_index.types import Document, JobItem
+from tests.unit.api.scripted_server import WordEmbedder
+from tests.unit.ingest.ingest_samples import ParseFile, make_pdf
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 BASE_MODELS = """
@@ -45,14 +49,28 @@ class DocumentConverter:
         return SimpleNamespace(status=ConversionStatus.SUCCESS, errors=[], document=document)
 """
 
-ParseWithOcr = Callable[[str, bytes], ParsedFile | Unchanged | Failed]
+FILES = {
+    "photo.txt": PNG,
+    "scan.pdf": make_pdf(["", "", ""]),
+    "text.pdf": make_pdf(["Whales sing."]),
+    "bad.png": PNG + b"unreadable",
+    "a.gz": b"\x1f\x8b" + bytes(100),
+}
+
+
+@dataclass
+class Read:
+    """A document and its chunks, or the state and the reason of a file that has become none."""
+
+    item: JobItem
+    document: Document | None
+    places: list[tuple[int | None, str]]
 
 
 @pytest.fixture(scope="module")
-def with_docling(
-    tokenizer: TokenizerSource, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ParseWithOcr]:
-    folder = tmp_path_factory.mktemp("docling")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
+    """The files, ingested with the setting and the stand-in."""
+    folder = tmp_path_factory.mktemp("ocr")
     for name, text in {
         "docling/__init__.py": "",
         "docling/datamodel/__init__.py": "",
@@ -61,42 +79,43 @@ def with_docling(
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    with pytest.MonkeyPatch.context() as patch:
+    (folder / "files").mkdir()
+    for name, data in FILES.items():
+        (folder / "files" / name).write_bytes(data)
+    settings = load(data_dir=folder / "data", ocr="docling")
+    with pytest.MonkeyPatch.context() as patch, IndexStore(settings.data_dir) as store:
         patch.setenv("PYTHONPATH", ":".join([str(folder), *filter(None, sys.path)]))
-        with ParseProcess(
-            tokenizer_json=tokenizer.json, chunk_tokens=256, max_bytes=2**20, timeout_s=60, ocr=True
-        ) as process:
-
-            def parse(name: str, data: bytes) -> ParsedFile | Unchanged | Failed:
-                path = folder / name
-                path.write_bytes(data)
-                return process.parse(ParseRequest(str(path), name, path.suffix, salt="s"))
-
-            yield parse
-
-
-def test_images_are_read(with_docling: ParseWithOcr) -> None:
-    result = with_docling("photo.txt", PNG)
-    assert isinstance(result, ParsedFile)
-    assert result.mime == "image/png"
-    assert result.note == "text recognised by docling"
-    assert places_of(result)[0] == (1, "document.png, page 1\n\n| a | b |\n|---|---|\n| 1 | 2 |")
+        ingestor = Ingestor(settings, store, WordEmbedder())
+        job = ingestor.submit_paths("scans", [str(folder / "files")])
+        ingestor.run(job.job_id)
+        found = {}
+        for item in ingestor.jobs.items(job.job_id):
+            document = store.document("scans", item.doc_id) if item.doc_id else None
+            chunks = store.document_chunks("scans", item.doc_id) if item.doc_id else []
+            places = [(chunk.page, chunk.text.strip()) for chunk in chunks]
+            found[Path(item.source).name] = Read(item, document, places)
+    return found
 
 
-def test_pages_without_text_are_read_and_pages_with_text_are_not(with_docling: ParseWithOcr) -> None:
-    result = with_docling("scan.pdf", make_pdf(["", "", ""]))
-    assert [page for page, _ in places_of(result)] == [1, 3]
-    assert isinstance(result, ParsedFile)
-    assert (result.mime, result.metadata) == ("application/pdf", {"pages": 3})
-    assert places_of(with_docling("text.pdf", make_pdf(["Whales sing."]))) == [(1, "Whales sing.")]
+def test_images_are_read(read: dict[str, Read]) -> None:
+    photo = read["photo.txt"]
+    assert photo.document is not None
+    assert (photo.document.mime, photo.item.reason) == ("image/png", "text recognised by docling")
+    assert photo.places[0] == (1, "document.png, page 1\n\n| a | b |\n|---|---|\n| 1 | 2 |")
 
 
-def test_what_docling_cannot_read_fails_with_its_reason(with_docling: ParseWithOcr) -> None:
-    result = with_docling("bad.png", PNG + b"unreadable")
-    assert result == Failed("corrupt: docling cannot read it (no such thing)", "corrupt_document")
-    archive = with_docling("a.gz", b"\x1f\x8b" + bytes(100))
-    assert isinstance(archive, Failed)
-    assert archive.code == "not_text"
+def test_pages_without_text_are_read_and_pages_with_text_are_not(read: dict[str, Read]) -> None:
+    scan = read["scan.pdf"]
+    assert scan.document is not None
+    assert (scan.document.mime, scan.document.metadata["pages"]) == ("application/pdf", 3)
+    assert [page for page, _ in scan.places] == [1, 3]
+    assert read["text.pdf"].places == [(1, "Whales sing.")]
+
+
+def test_what_docling_cannot_read_fails_with_its_reason(read: dict[str, Read]) -> None:
+    bad, archive = read["bad.png"].item, read["a.gz"].item
+    assert (bad.state, bad.reason) == ("failed", "corrupt: docling cannot read it (no such thing)")
+    assert archive.state == "skipped"
 
 
 @pytest.mark.parametrize("name", ["a.png", "scan.pdf"])
