@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_REDIRECTS = 5
 _CONNECT_S, _READ_S, _TOTAL_S = 10.0, 30.0, 300.0
+_POLITE = "ragserve.robots"  # extension of a request that robots.txt decides on
 _EXTENSIONS = {
     "text/html": ".html",
     "application/xhtml+xml": ".html",
@@ -52,7 +53,7 @@ class Downloaded:
 
 
 class Fetcher:
-    """Fetches the URLs of one job, one at a time.
+    """Fetches the URLs of one job, one at a time. Close it, or use it in a ``with`` block.
 
     Args:
         max_bytes: Largest file.
@@ -73,6 +74,18 @@ class Fetcher:
         self._allows = allows
         self._robots = Robots(self._robots_txt, should_stop)
         self._polite = robots
+        self._client: httpx.Client | None = None
+
+    def __enter__(self) -> Fetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            self._client.close()
 
     def fetch(self, url: str, folder: Path) -> Downloaded:
         """Write the body of ``url`` to a file in ``folder``, which the caller removes.
@@ -117,32 +130,35 @@ class Fetcher:
     def _response(self, url: str, *, polite: bool = True) -> Iterator[httpx.Response]:
         import httpx
 
-        from ragserve.ingest.guarded_transport import GuardedTransport
-
-        def admit(request: httpx.Request) -> None:
-            self._robots.admit(str(request.url))
-
+        self._client = self._client or self._open()
         try:
-            with (
-                httpx.Client(
-                    follow_redirects=True,
-                    max_redirects=_MAX_REDIRECTS,
-                    timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
-                    headers={
-                        "User-Agent": f"{AGENT}/{__version__}",
-                        "Accept": "text/html, text/*;q=0.9, application/pdf;q=0.9, */*;q=0.5",
-                    },
-                    # called before each request, those that redirects lead to included
-                    event_hooks={"request": [admit] if polite and self._polite else []},
-                    transport=None if self._allows is None else GuardedTransport(self._allows),
-                ) as client,
-                client.stream("GET", url) as response,
-            ):
+            with self._client.stream("GET", url, extensions={_POLITE: polite and self._polite}) as response:
                 yield response
         except httpx.TooManyRedirects as error:
             raise Unavailable(f"more than {_MAX_REDIRECTS} redirects") from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise Unavailable(f"not reachable: {type(error).__name__}: {error}") from error
+
+    def _open(self) -> httpx.Client:
+        import httpx
+
+        from ragserve.ingest.guarded_transport import GuardedTransport
+
+        def admit(request: httpx.Request) -> None:
+            if request.extensions[_POLITE]:
+                self._robots.admit(str(request.url))
+
+        return httpx.Client(
+            follow_redirects=True,
+            max_redirects=_MAX_REDIRECTS,
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            headers={
+                "User-Agent": f"{AGENT}/{__version__}",
+                "Accept": "text/html, text/*;q=0.9, application/pdf;q=0.9, */*;q=0.5",
+            },
+            event_hooks={"request": [admit]},  # called for redirects too, with the same extensions
+            transport=None if self._allows is None else GuardedTransport(self._allows),
+        )
 
 
 def _require_ok(response: httpx.Response) -> None:

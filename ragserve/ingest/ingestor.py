@@ -8,11 +8,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
+from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
@@ -300,14 +302,15 @@ class Ingestor:
         return self.spool.clean(self.spools_in_use)
 
     def _process(self, run: JobRun) -> None:
-        fetcher = fetcher_of(self._settings, run)
-        follow_sitemaps(
-            self.jobs, run, fetcher, self._settings.sitemap_urls, lambda items: self._record(run.job, items)
-        )
-        pending = [item.source for item in self.jobs.items(run.job.job_id, "pending")]
-        run.notify()
-        if not pending:
-            return
+        record = partial(self._record, run.job)
+        with fetcher_of(self._settings, run) as fetcher:
+            follow_sitemaps(self.jobs, run, fetcher, self._settings.sitemap_urls, record)
+            pending = [item.source for item in self.jobs.items(run.job.job_id, "pending")]
+            run.notify()
+            if pending:
+                self._ingest(run, fetcher, pending)
+
+    def _ingest(self, run: JobRun, fetcher: Fetcher, pending: Sequence[str]) -> None:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = TokenizerSource.load(self._tokenizer_name)
@@ -334,7 +337,7 @@ class Ingestor:
                 parser=parser,
                 embedder=self._load_embedder,
                 commit=lambda batch: self._commit(run.job, batch),
-                record=lambda outcomes: self._record(run.job, outcomes),
+                record=partial(self._record, run.job),
                 sentence_bytes=settings.sentence_bytes,
             ).run(map(planner.plan, pending))
 

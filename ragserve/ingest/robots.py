@@ -64,7 +64,7 @@ class Robots:
             self._sites[where] = self._load(where)
         site = self._sites[where]
         if isinstance(site, RagserveError):
-            raise site
+            raise site.with_traceback(None)  # it grows with each time
         return site
 
     def _load(self, where: str) -> _Site | RagserveError:

@@ -24,7 +24,7 @@ class SitemapUrls:
     """The URLs of a site, in its order, and what was left out."""
 
     urls: dict[str, None] = field(default_factory=dict)
-    read: list[str] = field(default_factory=list)  # the sitemaps
+    read: list[str] = field(default_factory=list)  # the sitemaps, unreadable ones too
     elsewhere: int = 0  # on other hosts
     over: int = 0  # behind the limit
     failed: list[str] = field(default_factory=list)
@@ -71,12 +71,12 @@ def sitemap_urls(fetcher: Fetcher, url: str, *, limit: int, other_hosts: bool = 
 
     for start in _starts(fetcher, url):
         add("sitemap", start)
-    while waiting and len(found.read) + len(errors) < _MOST_SITEMAPS and not found.over:
+    while waiting and len(found.read) < _MOST_SITEMAPS and not found.over:
         where = waiting.popleft()
+        found.read.append(where)
         try:
             for entry in _entries(_unzipped(fetcher.read(where, _LARGEST)), where):
                 add(*entry)
-            found.read.append(where)
         except RagserveError as error:
             errors.append(error)
     if errors and not found.urls:

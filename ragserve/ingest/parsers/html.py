@@ -11,6 +11,7 @@ from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
 from ragserve.ingest.parsers.charset import decode
 
 _META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
+_ROW_END = re.compile(r"^(\|.*\|) +$", re.M)  # of a table, as trafilatura writes it
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCK_TAGS = (
     "address article aside blockquote br caption dd details dialog div dl dt fieldset figcaption figure "
@@ -84,8 +85,7 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
     )
     if found is None:
         return "", ""
-    lines = (line.rstrip() for line in (found.text or "").split("\n"))  # of tables, they end with a blank
-    return (found.title or "").strip(), "\n".join(lines).strip()
+    return (found.title or "").strip(), _ROW_END.sub(r"\1", found.text or "").strip()
 
 
 def _all_text(tree: Any) -> str:

@@ -27,7 +27,8 @@ def _slide(slide: Any) -> str:
     title = slide.shapes.title
     heading = one_line(title.text_frame.text) if title is not None else ""
     parts = [f"# {heading}" if heading else ""]
-    parts += [_text(shape) for shape in _shapes(slide.shapes) if heading == "" or not _same(shape, title)]
+    shapes = list(_shapes(slide.shapes))
+    parts += [_text(shape) for shape in shapes if not heading or shape.element is not title.element]
     if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
         notes = slide.notes_slide.notes_text_frame.text.strip()
         parts.append(f"Notes: {notes}" if notes else "")
@@ -43,10 +44,6 @@ def _shapes(shapes: Any) -> Iterator[Any]:
             stack.extend(reversed(list(shape.shapes)))
         else:
             yield shape
-
-
-def _same(shape: Any, other: Any) -> bool:
-    return shape.element is other.element
 
 
 def _text(shape: Any) -> str:

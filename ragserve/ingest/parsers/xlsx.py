@@ -51,9 +51,13 @@ def _sheet(sheet: Any) -> str:
 
 
 def _region(rows: list[list[str]]) -> str:
-    if len(rows) == 1:  # a title or a remark
-        return " | ".join(filter(None, rows[0]))
-    return markdown_table(rows)
+    """The region's table, below the titles in front of it: rows of one cell."""
+    sizes = [sum(map(bool, row)) for row in rows]
+    titles = next((at for at, size in enumerate(sizes) if size > 1), 0)
+    if len(rows) == 1 + titles:
+        titles += 1
+    lines = [" | ".join(filter(None, row)) for row in rows[:titles]]
+    return "\n\n".join(filter(None, [*lines, markdown_table(rows[titles:])]))
 
 
 def _text(value: object) -> str:

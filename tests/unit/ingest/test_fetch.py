@@ -14,7 +14,8 @@ from ragserve.ingest.fetch import Downloaded, Fetcher
 
 
 def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
-    return Fetcher(max_bytes=max_bytes).fetch(url, folder)
+    with Fetcher(max_bytes=max_bytes) as fetcher:
+        return fetcher.fetch(url, folder)
 
 
 class Site(BaseHTTPRequestHandler):

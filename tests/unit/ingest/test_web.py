@@ -6,7 +6,8 @@ import gzip
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,16 @@ def site(_site: WebSite) -> WebSite:
     return _site
 
 
-def fetcher(**options: Any) -> Fetcher:
-    return Fetcher(max_bytes=100_000, **options)
+MakeFetcher = Callable[..., Fetcher]
 
 
-def test_robots_txt_is_read_once_and_obeyed(site: WebSite, tmp_path: Path) -> None:
+@pytest.fixture
+def fetcher() -> Iterator[MakeFetcher]:
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(Fetcher(max_bytes=100_000, **options))
+
+
+def test_robots_txt_is_read_once_and_obeyed(site: WebSite, fetcher: MakeFetcher, tmp_path: Path) -> None:
     site.put("/robots.txt", "User-agent: other\nDisallow: /\n\nUser-agent: *\nDisallow: /private/\n")
     site.put("/open.html", "<p>hello</p>")
     site.put("/private/a.html", "<p>secret</p>")
@@ -60,7 +66,9 @@ def test_robots_txt_is_read_once_and_obeyed(site: WebSite, tmp_path: Path) -> No
     assert fetcher(robots=False).fetch(site.url("/moved"), tmp_path).url == site.url("/private/a.html")
 
 
-def test_a_crawl_delay_is_kept_and_a_stop_ends_it(site: WebSite, tmp_path: Path) -> None:
+def test_a_crawl_delay_is_kept_and_a_stop_ends_it(
+    site: WebSite, fetcher: MakeFetcher, tmp_path: Path
+) -> None:
     site.put("/robots.txt", "User-agent: *\nRequest-rate: 4/1\n")
     site.put("/a.html", "<p>a</p>")
     started = time.monotonic()
@@ -80,7 +88,9 @@ def test_a_crawl_delay_is_kept_and_a_stop_ends_it(site: WebSite, tmp_path: Path)
         fetcher().fetch(site.url("/a.html"), tmp_path)
 
 
-def test_without_a_readable_robots_txt_nothing_is_fetched(site: WebSite, tmp_path: Path) -> None:
+def test_without_a_readable_robots_txt_nothing_is_fetched(
+    site: WebSite, fetcher: MakeFetcher, tmp_path: Path
+) -> None:
     site.put("/robots.txt", "", status=503)
     site.put("/a.html", "<p>a</p>")
     with pytest.raises(Unavailable, match=r"HTTP 503 from .*robots\.txt"):
@@ -111,7 +121,9 @@ def test_addresses_of_the_internet(address: str, public: bool) -> None:
     assert is_public(ip_address(address)) is public
 
 
-def test_a_guarded_fetch_reaches_no_other_address_by_name_or_redirect(site: WebSite, tmp_path: Path) -> None:
+def test_a_guarded_fetch_reaches_no_other_address_by_name_or_redirect(
+    site: WebSite, fetcher: MakeFetcher, tmp_path: Path
+) -> None:
     def guarded() -> Fetcher:
         return fetcher(allows=lambda address: str(address) == "127.0.0.1")
 
@@ -128,7 +140,7 @@ def test_a_guarded_fetch_reaches_no_other_address_by_name_or_redirect(site: WebS
 
 
 def test_a_guarded_fetch_connects_to_the_address_that_it_checked(
-    site: WebSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: WebSite, fetcher: MakeFetcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name server that answers with another address the second time changes nothing."""
     answers = {"rebound.test": ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]}
@@ -145,7 +157,7 @@ def test_a_guarded_fetch_connects_to_the_address_that_it_checked(
     assert (got.url, answers["rebound.test"]) == (site.url("/a.html", "rebound.test"), ["127.0.0.2"] * 2)
 
 
-def test_a_sitemap_gives_the_pages_of_its_host(site: WebSite) -> None:
+def test_a_sitemap_gives_the_pages_of_its_host(site: WebSite, fetcher: MakeFetcher) -> None:
     pages = [site.url(f"/{n}.html") for n in range(3)]
     first = site.put_sitemap(
         "/sitemap-1.xml", *pages[:2], site.url("/x.html", "127.0.0.2"), "javascript:alert(1)"
@@ -170,10 +182,10 @@ def test_a_sitemap_gives_the_pages_of_its_host(site: WebSite) -> None:
         sitemap_urls(fetcher(), broken, limit=1)
 
 
-def test_a_sitemap_that_unpacks_to_gigabytes_is_refused(site: WebSite) -> None:
+def test_a_sitemap_that_unpacks_to_gigabytes_is_refused(site: WebSite, fetcher: MakeFetcher) -> None:
     bomb = site.put("/sitemap.xml.gz", gzip.compress(bytes(60 * 2**20), 1))
     with pytest.raises(RagserveError, match="unpacks to more"):
-        sitemap_urls(Fetcher(max_bytes=1), bomb, limit=1)
+        sitemap_urls(fetcher(), bomb, limit=1)
 
 
 @pytest.mark.parametrize(

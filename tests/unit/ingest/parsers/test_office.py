@@ -46,9 +46,11 @@ def test_a_sheet_is_a_page_with_a_table(tmp_path: Path, parse: ParseFile) -> Non
 def test_blank_rows_separate_tables_but_not_the_rows_of_one(tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "a.xlsx"
     rows = [["Year", "Sum"], [2020, 1], [], [2021, 2], [], ["Name", "Town"], ["Ada", "Bath"]]
-    path.write_bytes(make_xlsx({"S": [["Report of the year"], [], *rows]}))
+    titles = [["A remark", "of two cells"], [], ["", "Report"], ["2022"]]
+    path.write_bytes(make_xlsx({"S": [*titles, *rows]}))
     assert text_of(parse(path)).strip() == (
-        "# S\n\nReport of the year\n\n| Year | Sum |\n|---|---|\n| 2020 | 1 |\n| 2021 | 2 |\n\n"
+        "# S\n\nA remark | of two cells\n\nReport\n\n2022\n\n"
+        "| Year | Sum |\n|---|---|\n| 2020 | 1 |\n| 2021 | 2 |\n\n"
         "| Name | Town |\n|---|---|\n| Ada | Bath |"
     )
 
