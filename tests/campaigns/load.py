@@ -35,7 +35,6 @@ TARGET = None
 MINUTES = 60.0
 CLIENTS = 6
 SPACE = "campaign-load"
-DOCUMENTS = 60
 WINDOW_MIN = 10.0  # beginning and end that are compared, and what memory has to settle; at most a quarter
 SLOWER = 1.10  # allowed
 SIGMAS = 3.0  # of the slope of the memory, from which on it is no noise
@@ -73,6 +72,7 @@ class Crowd:
     none."""
 
     clients: int = CLIENTS
+    documents: int = 60
     k: int = 4
     entries: int = 0
     burst_every: int = 0
@@ -105,7 +105,7 @@ class Clients:
         force = {"force": True} if strategy not in ("full", "prefix", "auto") else {}
         label = f"{strategy} {options} {decode.get('mode', '')}"
         return label, {
-            "query": f"Who was the keeper of station {chance.randrange(DOCUMENTS)}?",
+            "query": f"Who was the keeper of station {chance.randrange(self._crowd.documents)}?",
             "namespace": SPACE,
             "k": self._crowd.k,
             "strategy": strategy,
@@ -148,7 +148,7 @@ class Clients:
         chance = random.Random(f"{self._seed} writer")
         while not self._end.is_set():
             try:
-                number, edition = chance.randrange(DOCUMENTS), chance.randrange(10**6)
+                number, edition = chance.randrange(self._crowd.documents), chance.randrange(10**6)
                 self._site.put(SPACE, dict([_document(number, edition, self._crowd.entries)]))
                 self.results.put(Done("replaced"))
             except (AssertionError, httpx.HTTPError) as error:
@@ -280,7 +280,7 @@ def run(progress: Progress, site: Site | None = None, **options: Any) -> None:
         if site is None:
             site = stack.enter_context(Site(folder=progress.folder / "data", **(_FLAGS | options)))
         descriptors = _descriptors(site)
-        site.put(SPACE, dict(_document(number, 0, crowd.entries) for number in range(DOCUMENTS)))
+        site.put(SPACE, dict(_document(number, 0, crowd.entries) for number in range(crowd.documents)))
         watch = Watch(progress, site)
         clients = Clients(site, f"load {progress.seed} {progress.operations}", crowd)
         try:

@@ -28,7 +28,7 @@ def test_tenants(server: Any, tmp_path: Path) -> None:
 def test_load(server: Any, tmp_path: Path) -> None:
     progress = Progress(tmp_path, "load", seed=2, target=8)  # of three clients, one begins with leaving
     with Site(server.running) as site:
-        load.run(progress, site, clients=3, burst_every=2, entries=2)
+        load.run(progress, site, clients=3, documents=6, burst_every=2, entries=2)
     assert progress.violations == []
     assert {"asked", "left", "replaced", "ended"} <= set(progress.counts)
     assert progress.data["figures"]["latency ms p50"] > 0
