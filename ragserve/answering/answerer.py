@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
-from ragserve.answering.auto import AUTO, Chooser
+from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
@@ -123,7 +123,8 @@ class Answerer:
         clock = Clock()
         request = query.request
         self._check(request)
-        search = await self._found(query)
+        candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
+        search = await self._found(query, candidates)
         found = (query.documents or []) if search is None else search.passages
         retrieval = RetrievalTimings() if search is None else search.timings
         searched: dict[str, Any] = {
@@ -148,7 +149,7 @@ class Answerer:
         choice = None
         if request.strategy == AUTO:
             with tracing.span("choose"):
-                choice = await self._chooser.choose(prompt, request.namespace)
+                choice = await self._chooser.choose(prompt, request.namespace, candidates)
             request = replace(request, strategy=choice.spec.name, options=choice.spec.options)
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
@@ -266,8 +267,8 @@ class Answerer:
             label = StrategySpec(request.strategy, _own_options(request)).label
             self._gate.check(label, request.namespace)
 
-    async def _found(self, query: Query) -> Found | None:
-        """Search for the query's passages; None if it brings its own."""
+    async def _found(self, query: Query, candidates: Candidates | None) -> Found | None:
+        """Search for the query's passages; None if it brings its own. ``candidates``: those of ``auto``."""
         if query.documents is not None:
             return None
         return await self._search.search(
@@ -276,14 +277,11 @@ class Answerer:
             namespace=query.request.namespace,
             request_id=query.request.rid,
             history=query.history,
-            sentences=self._reads_scores(query.request),
+            # read by one strategy only
+            sentences=candidates.include(SCORED)
+            if candidates is not None
+            else query.request.strategy == SCORED,
         )
-
-    def _reads_scores(self, request: GenerateRequest) -> bool:
-        """Return whether the strategy that answers may be the one that the retriever's scores are for."""
-        if request.strategy == AUTO:
-            return self._chooser.may_choose(SCORED, request.namespace)
-        return request.strategy == SCORED
 
     async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
         limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens

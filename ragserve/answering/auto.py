@@ -29,6 +29,20 @@ class StrategyChoice:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What a namespace's requests may be answered by beside ``prefix``. Without ``labels``, ``reason`` says
+    why there are none."""
+
+    labels: tuple[str, ...] = ()
+    costs: Costs | None = None
+    reason: str = ""
+
+    def include(self, strategy: str) -> bool:
+        """Return whether a strategy, with any options, is among them."""
+        return any(parse(label)[0].name == strategy for label in self.labels)
+
+
 class Chooser:
     """Chooses for one engine.
 
@@ -59,52 +73,51 @@ class Chooser:
             self._costs, self._stamp = COSTS.load(self._costs_file, self._engine.info.fingerprint), stamp
         return self._costs
 
-    async def choose(self, prompt: Prompt, namespace: str) -> StrategyChoice:
-        """Choose for one prompt. The choice is exact, and the reason says what to do, where nothing is
-        verified or measured, or the engine cannot be asked."""
+    def candidates(self, namespace: str) -> Candidates:
+        """Find what may answer in a namespace. Asks nothing of the engine."""
         try:
-            found = self._candidates(namespace)
-            if isinstance(found, str):
-                return StrategyChoice(_EXACT, found)
-            return await self._sooner(prompt, namespace, *found)
-        except RagserveError as error:  # a broken profile, or a cache that does not answer
+            return self._candidates(namespace)
+        except RagserveError as error:  # a broken profile
+            return Candidates(reason=str(error))
+
+    async def choose(
+        self, prompt: Prompt, namespace: str, candidates: Candidates | None = None
+    ) -> StrategyChoice:
+        """Choose for one prompt, among ``candidates`` if they are known already. The choice is exact, and the
+        reason says what to do, where nothing is verified or measured, or the engine cannot be asked."""
+        found = self.candidates(namespace) if candidates is None else candidates
+        if found.costs is None or not isinstance(self._engine, CachingEngine):
+            return StrategyChoice(_EXACT, found.reason)
+        try:
+            return await self._sooner(prompt, namespace, self._engine, found.costs, found.labels)
+        except RagserveError as error:  # a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
 
-    def may_choose(self, strategy: str, namespace: str) -> bool:
-        """Return whether a request to a namespace may be answered by a strategy, with any options."""
-        try:
-            found = self._candidates(namespace)
-        except RagserveError:  # the choice is exact then, and says why
-            return False
-        return not isinstance(found, str) and any(parse(label)[0].name == strategy for label in found[2])
-
-    def _candidates(self, namespace: str) -> tuple[CachingEngine, Costs, list[str]] | str:
-        """The engine, its costs and a namespace's strategies to choose from, or why there are none.
-        Asks nothing of the engine."""
+    def _candidates(self, namespace: str) -> Candidates:
         info = self._engine.info
         if set(info.strategies) <= set(EXACT_STRATEGIES):
-            return info.only_exact or "the engine serves exact strategies only"
+            return Candidates(reason=info.only_exact or "the engine serves exact strategies only")
         if not isinstance(self._engine, CachingEngine):
-            return "the engine does not report its cache"
+            return Candidates(reason="the engine does not report its cache")
         run = f"run ragserve tune --namespace {namespace}"
         progress = self._idle_tuning(namespace)
         tune = run if progress is None else f"{run}, or wait: {progress}"
         known = self._gate.verified(namespace)
         verified = [label for label in known if parse(label)[0].name in info.strategies]
         if not verified:
-            return f"no composed strategy is verified here: {tune}"
+            return Candidates(reason=f"no composed strategy is verified here: {tune}")
         out = set() if self._in_use is None else self._in_use.taken_out(namespace)
         left = [label for label in verified if label not in out]
         if not left:
             names = "; ".join(verified)
-            return f"{names} differed too much from full prefill in use: {run}"
+            return Candidates(reason=f"{names} differed too much from full prefill in use: {run}")
         costs = self._profile()
         if costs is None:
-            return f"no cost profile of this machine: {tune}"
-        calibrated = [label for label in left if label in costs.composed]
+            return Candidates(reason=f"no cost profile of this machine: {tune}")
+        calibrated = tuple(label for label in left if label in costs.composed)
         if not calibrated:
-            return f"calibrated is none of the verified {'; '.join(left)}: {tune}"
-        return self._engine, costs, calibrated
+            return Candidates(reason=f"calibrated is none of the verified {'; '.join(left)}: {tune}")
+        return Candidates(calibrated, costs)
 
     async def _sooner(
         self, prompt: Prompt, namespace: str, engine: CachingEngine, costs: Costs, labels: Sequence[str]
