@@ -183,6 +183,20 @@ def write_documents(
     return written
 
 
+def unchanged(
+    connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared], as_read: Iterable[Document]
+) -> list[Prepared]:
+    """Select the documents of a batch that nobody has written or removed since they were read."""
+    versions = {(document.doc_id, document.updated_at) for document in as_read}
+    rows = connection.execute(
+        "SELECT doc_id, updated_at FROM documents"
+        " WHERE namespace_id = ? AND doc_id IN (SELECT value FROM json_each(?))",
+        (ns.id, json.dumps([item.doc_id for item in batch])),
+    )
+    same = {row[0] for row in rows if row in versions}
+    return [item for item in batch if item.doc_id in same]
+
+
 def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
     """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id)

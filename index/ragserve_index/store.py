@@ -139,13 +139,18 @@ class IndexStore:
     # documents
 
     def replace_documents(
-        self, namespace: str, batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]]
+        self,
+        namespace: str,
+        batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]],
+        *,
+        as_read: Iterable[Document] | None = None,
     ) -> list[Document]:
         """Write documents with their chunks and vectors, [n_chunks, dim] float32 of length 1, replacing those
-        of the same sources.
+        of the same sources, and return what was written.
 
-        One transaction: when this returns, all of it is on disk; when it raises or the process dies, none of
-        it is."""
+        ``as_read``: the versions to replace. A document that was written or removed since is left alone. One
+        transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it
+        is."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
@@ -157,7 +162,9 @@ class IndexStore:
                     f"Namespace {namespace!r} was dropped and created again with another embedder.",
                     code="embedder_mismatch",
                 )
-            written = registry.write_documents(connection, now, prepared)
+            if as_read is not None:
+                prepared = registry.unchanged(connection, now, prepared, as_read)
+            written = registry.write_documents(connection, now, prepared) if prepared else []
         self._pool.after_write(ns)
         return written
 

@@ -92,8 +92,8 @@ def _row(what: str, seconds: float, files: int, chunks: int, tokens: int, embedd
 def _end_to_end(settings: Settings, embedder: Any, source: Path, data_dir: Path) -> dict[str, Any]:
     """Ingest into a fresh data directory. Returns the timings, and the texts that were embedded, for the
     other side."""
+    from ragserve.ingest.chunk_embedding import embedding_text
     from ragserve.ingest.ingestor import Ingestor, PathOptions
-    from ragserve.ingest.pipeline import embedding_text
     from ragserve.ingest.prune import every_document
     from ragserve_index import IndexStore
 

@@ -30,6 +30,13 @@ _WARM_HELP = (
     "some are not, each listed with its reason; 130 after Ctrl-C."
 )
 
+_REEMBED_HELP = (
+    "Embed documents again, from their stored text: the passages, and the sentences in them. For documents "
+    "that were ingested by a version which embedded less. Searches go on meanwhile, and the document cache "
+    "stays. Exit status: 0 if all are embedded; 3 if some were replaced meanwhile, each listed; 130 after "
+    "Ctrl-C. After an interruption or a kill, run the same command again: it goes on."
+)
+
 
 def register(app: typer.Typer) -> None:
     docs = typer.Typer(
@@ -41,6 +48,9 @@ def register(app: typer.Typer) -> None:
     docs.command("rm")(with_settings(rm, ["data_dir", "model", "tokenizer"]))
     docs.command("drop")(with_settings(drop, ["data_dir"]))
     docs.command("check")(with_settings(check, ["data_dir"]))
+    docs.command("reembed", help=_REEMBED_HELP)(
+        with_settings(reembed, ["data_dir", "embedder", "embed_device"])
+    )
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
     app.add_typer(docs, name="docs")
 
@@ -200,6 +210,47 @@ def check(
         if not repair:
             typer.secho("`ragserve docs check --repair` builds the indexes again.", err=True)
         raise typer.Exit(1)
+
+
+def reembed(
+    settings: Settings,
+    namespace: Annotated[str, typer.Argument(help="Namespace of the documents.")] = "default",
+    doc: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DOC_ID|SOURCE", help="Embed only this document. Repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Embed documents again; the help text is ``_REEMBED_HELP``."""
+    from rich.console import Console
+
+    from ragserve.commands.job_console import print_report, progress_bar
+    from ragserve.ingest.reembed import reembed as run_reembed
+    from ragserve.ingest.reembed import submit_reembed
+    from ragserve.retrieval.embedder import Embedder
+
+    console = Console(quiet=as_json)
+    with signals_stop() as signals, _store(settings) as store:
+        sources = None if doc is None else [_resolve(store, namespace, name).source for name in doc]
+        job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
+        with progress_bar(console, enabled=not as_json) as show:
+            report = run_reembed(store, Embedder.of(settings), job_id, on_progress=show, stop=signals.stop)
+    record_command(
+        settings,
+        "docs reembed",
+        namespace=namespace,
+        job=job_id,
+        documents=report.progress.done,
+        result=report.state,
+    )
+    if as_json:
+        print_json(report.as_json())
+    else:
+        print_report(console, report, pruned=False)
+    if signals.received:
+        raise typer.Exit(128 + signals.received)
+    if report.failures:
+        raise typer.Exit(3)
 
 
 def warm(

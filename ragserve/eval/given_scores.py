@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
-from ragserve.ingest.pipeline import embedding_text
+from ragserve.ingest.chunk_embedding import embedding_text
 from ragserve.ingest.sentence_plan import SentencePlan
 from ragserve.retrieval.retriever import scored
 from sglang_ext.protocol import RetrievalScores

@@ -14,12 +14,13 @@ from typing import Any, BinaryIO
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
+from ragserve.ingest.chunk_embedding import DocumentEmbedder
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.parsing.parse_process import ParseProcess
-from ragserve.ingest.pipeline import DocumentEmbedder, Pipeline
+from ragserve.ingest.pipeline import Pipeline
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
