@@ -17,7 +17,16 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 RuleName = Literal[
-    "all", "deviation", "first", "none", "outliers", "question", "random", "sensitivity", "sentences"
+    "all",
+    "anchors",
+    "deviation",
+    "first",
+    "none",
+    "outliers",
+    "question",
+    "random",
+    "sensitivity",
+    "sentences",
 ]
 Recompute = Annotated[
     RuleName | list[Count],
@@ -26,8 +35,8 @@ Recompute = Annotated[
         "whole sentences that the question attends to and that depend on other documents; `sensitivity`: "
         "the tokens that depend most on other documents; `deviation`: those whose values differ most from "
         "the cached ones at layer 1 (CacheBlend); `question`: the tokens that the question attends to most "
-        "(after ProphetKV); `first`: the beginning of each document (EPIC); `outliers`: SamKV's; `random`, "
-        "`all`, `none`."
+        "(after ProphetKV); `anchors`: the same after it has read a few tokens of each document (QCFuse); "
+        "`first`: the beginning of each document (EPIC); `outliers`: SamKV's; `random`, `all`, `none`."
     ),
 ]
 KeptPositions = Literal["original", "compact"]

@@ -102,11 +102,21 @@ class Analyser:
     @cached_property
     def found_heads(self) -> list[tuple[int, int]]:
         """The retrieval heads of all ranks, as `retrieval_heads` finds them; asked as ``heads`` is."""
+        layers, kv_heads = self._found.shape
+        head_dim = self._unrelated_contexts[0][0][0].shape[2]
+        count = retrieval_heads.affordable(layers, kv_heads, head_dim, self._itemsize)
+        return retrieval_heads.best(self._found, count)
+
+    @cached_property
+    def critical_layers(self) -> tuple[int, ...]:
+        """The layers whose attention finds most; asked as ``heads`` is."""
+        return retrieval_heads.best_layers(self._found)
+
+    @cached_property
+    def _found(self) -> torch.Tensor:
+        """Score of each head of all ranks, f32 [layers, kv_heads]."""
         contexts = self._unrelated_contexts
-        score = retrieval_heads.found(self._runner, self.texts.unrelated, contexts, self.gather_heads)
-        layers, kv_heads = score.shape
-        count = retrieval_heads.affordable(layers, kv_heads, contexts[0][0][0].shape[2], self._itemsize)
-        return retrieval_heads.best(score, count)
+        return retrieval_heads.found(self._runner, self.texts.unrelated, contexts, self.gather_heads)
 
     def own(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Select this rank's heads from all ranks' ``heads``, in its own numbering."""

@@ -20,6 +20,7 @@ _EVERY = 24  # tokens between probes
 _AFTER = 4  # tokens behind the probe's words that count as a hit: heads that copy look at what comes next
 _SHARE = 0.007  # most of a document's KV that these heads' keys may take
 _MOST = 16  # heads
+_LAYERS = 3  # that are looked at where single layers have to do
 
 
 def affordable(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -78,3 +79,9 @@ def best(score: torch.Tensor, count: int) -> list[tuple[int, int]]:
     """Layer and KV head of the ``count`` heads with the highest ``score`` [layers, kv_heads], by layer."""
     chosen = score.flatten().argsort(descending=True, stable=True)[:count]
     return sorted((int(i) // score.shape[1], int(i) % score.shape[1]) for i in chosen)
+
+
+def best_layers(score: torch.Tensor) -> tuple[int, ...]:
+    """Return the layers with the highest mean ``score`` [layers, kv_heads] of their heads, ascending."""
+    count = min(_LAYERS, len(score))
+    return tuple(sorted(score.mean(1).argsort(descending=True, stable=True)[:count].tolist()))

@@ -17,11 +17,14 @@ from sglang_ext.context.compose.fused_question import FusedQuestion
 from sglang_ext.context.compose.gather import Filling, Gather
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tokens_by_tier
 from sglang_ext.context.compose.stage_timer import StageTimer
+from sglang_ext.context.recompute.anchor_attention import anchor_attention
 from sglang_ext.context.recompute.graphs import capture_graphs
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.question_attention import QuestionRows, attention
 from sglang_ext.context.recompute.recompute_pass import recompute, warm
 from sglang_ext.context.rope import Rotation
+from sglang_ext.context.selection.anchors import anchors_of
+from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.ranks import Ranks
 
 
@@ -90,12 +93,39 @@ class Composer:
         if not pending:
             return
         questions = [self._question(context, row) for context, row in pending]
-        for (context, _), weights in zip(
-            pending, attention(self._runner, questions, self.graphs), strict=True
-        ):
+        for (context, _), weights in zip(pending, self._attention(pending, questions), strict=True):
             chosen = context.partial.recomputed(context.selection.kept, context.in_order, weights)
             chosen = self._ranks.first(chosen)  # their analyses may differ, as in the selection stage
             context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
+
+    def _attention(
+        self, pending: Sequence[tuple[ComposedContext, torch.Tensor]], questions: Sequence[QuestionRows]
+    ) -> list[torch.Tensor]:
+        """What each question attends to, as its rule measures it."""
+        whole = [n for n, (context, _) in enumerate(pending) if not context.partial.rule.reads_anchors]
+        found: dict[int, torch.Tensor] = {}
+        if whole:
+            wanted = [questions[n] for n in whole]
+            found |= zip(whole, attention(self._runner, wanted, self.graphs), strict=True)
+        few = [n for n in range(len(pending)) if n not in found]
+        if few:
+            found |= zip(
+                few,
+                anchor_attention(
+                    self._runner,
+                    [questions[n] for n in few],
+                    [self._anchors(pending[n][0], questions[n].slots) for n in few],
+                    pending[few[0]][0].critical_layers,
+                ),
+                strict=True,
+            )
+        return [found[n] for n in range(len(pending))]
+
+    def _anchors(self, context: ComposedContext, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The slots of the context's anchors in each layer."""
+        kept = Kept(context.plan, context.selection.kept, context.in_order)
+        places = anchors_of(kept, self._runner.token_to_kv_pool.layer_num)
+        return [slots[upload(place.numpy(), self._device)] for place in places]
 
     def _question(self, context: ComposedContext, row: torch.Tensor) -> QuestionRows:
         slots, own = row[: context.slots], row[context.slots : context.slots + context.question_tokens]

@@ -57,6 +57,7 @@ class ComposedContext:
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     below_device: bool = False  # take documents from host or disk even where the device has them
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
+    critical_layers: tuple[int, ...] = ()  # in which the question's attention counts, for rules with anchors
     waiting_since: float | None = None
     load_ms: float = 0.0
     analysis_ms: float = 0.0

@@ -61,9 +61,10 @@ def attention(
     sizes = [len(question.slots) for question in questions]
     largest = torch.cat([torch.stack(found[question]) for question in questions], dim=1)
     largest = Ranks(model_runner.tp_group).max(largest)
-    lowest = model_runner.token_to_kv_pool.layer_num // 2
+    layer_num = model_runner.token_to_kv_pool.layer_num
+    upper = range(layer_num // 2, layer_num)
     parts = [
-        _by_token(question, own, lowest)
+        by_token(question, own, upper)
         for question, own in zip(questions, largest.split(sizes, dim=1), strict=True)
     ]
     # the choice is made on the host: the only time that a step waits for the device
@@ -133,9 +134,9 @@ def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tenso
     return weights.amax((1, 2))
 
 
-def _by_token(question: QuestionRows, largest: torch.Tensor, lowest: int) -> torch.Tensor:
-    """Sum ``largest`` [upper layers, S] by document token, on its device; drop what the system text has."""
-    kept = question.kept[lowest:] if question.kept.dim() == 2 else question.kept.expand_as(largest)
+def by_token(question: QuestionRows, weights: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """Sum ``weights`` [layers, S] by document token, on its device; drop what the system text has."""
+    kept = question.kept[list(layers)] if question.kept.dim() == 2 else question.kept.expand_as(weights)
     place = (kept - question.first + 1).clamp(min=0)
-    out = torch.zeros(question.start - question.first + 1, device=largest.device)
-    return out.index_add(0, place.flatten(), largest.flatten())[1:]
+    out = torch.zeros(question.start - question.first + 1, device=weights.device)
+    return out.index_add(0, place.flatten(), weights.flatten())[1:]

@@ -236,6 +236,8 @@ class SelectionStage:
                     found[name] = made
         spent = (time.perf_counter() - started) * 1e3
         for context in contexts:
+            if context.partial.rule.reads_anchors:
+                context.critical_layers = self._analyser.critical_layers
             names = self._analyses_of(context)
             context.analyses.update({number: found[name] for number, name in names.items() if name in found})
             context.analysis_ms += spent if names else 0.0

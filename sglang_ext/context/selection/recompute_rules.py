@@ -66,6 +66,11 @@ class Rule:
         """The rule reads the question's attention, which is known once the context is composed."""
         return RULES[self.name].needs_question_attention
 
+    @property
+    def reads_anchors(self) -> bool:
+        """The question's attention is measured after it has read each document's anchors only."""
+        return RULES[self.name].reads_anchors
+
 
 @dataclass(frozen=True, eq=False)
 class Kept:
@@ -158,7 +163,9 @@ def _sensitivity(kept: Kept, rule: Rule) -> torch.Tensor:
 
 
 def _question(kept: Kept, rule: Rule) -> torch.Tensor:
-    """The share that the question attends to most, over layers together (after ProphetKV)."""
+    """The share that the question attends to most: with rule `question` over layers together, having read the
+    whole context (after ProphetKV); with rule `anchors` in the critical layers, having read each document's
+    anchors (QCFuse)."""
     attention = torch.zeros(kept.plan.question_start - kept.first)
     return kept.best(attention if kept.attention is None else kept.attention, rule.share)
 
@@ -241,10 +248,12 @@ class RuleEntry(NamedTuple):
     choose: Callable[[Kept, Rule], torch.Tensor]
     needs_analysis: bool = False
     needs_question_attention: bool = False
+    reads_anchors: bool = False
 
 
 RULES = {
     "all": RuleEntry(_all),
+    "anchors": RuleEntry(_question, needs_analysis=True, needs_question_attention=True, reads_anchors=True),
     "deviation": RuleEntry(_none),
     "first": RuleEntry(_first),
     "none": RuleEntry(_none),
