@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,13 @@ from typing import Any
 from ragserve.answering.auto import Chooser
 from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import GenerateRequest
+from ragserve.measuring.costs import CostSchedule, measure
+from ragserve.measuring.report import measured_on
 from ragserve.profiles.costs import COSTS, FILE_NAME, CostSample, fit
 from ragserve.profiles.gate import Gate
+from ragserve.strategy_spec import StrategySpec
+
+log = logging.getLogger(__name__)
 
 
 class _Forced(Gate):
@@ -27,9 +33,14 @@ class _Forced(Gate):
         return list(self._labels)
 
 
-def calibrated_chooser(engine: Any, costs: Path, labels: Sequence[str]) -> Chooser:
-    """A chooser by the costs that `ragserve calibrate` has written, with strategies ``labels`` verified."""
-    return Chooser(engine, _Forced(labels), costs)
+async def measured_chooser(engine: Any, place: Path, spec: StrategySpec, schedule: CostSchedule) -> Chooser:
+    """A chooser by the costs in the file ``place``, which are measured now if it has none. ``spec`` counts as
+    verified."""
+    if COSTS.load(place, engine.info.fingerprint) is None:
+        samples = await measure(engine, [spec], schedule, log.info)
+        costs = fit(samples, **measured_on(engine.info.model))
+        COSTS.save(place, engine.info.fingerprint, costs)
+    return Chooser(engine, _Forced([spec.label]), place)
 
 
 @contextlib.contextmanager

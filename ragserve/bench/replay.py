@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from typing import Any
 
 from ragserve.answering.auto import Chooser
 from ragserve.bench import model_shapes
-from ragserve.bench.auto import calibrated_chooser, prompt_of
+from ragserve.bench.auto import measured_chooser, prompt_of
 from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, cache_in, read_trace, require
 from ragserve.children import end_with_parent
 from ragserve.config import DEFAULT_MODEL, load
@@ -32,6 +32,7 @@ from ragserve.engine.base import Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.errors import RagserveError
+from ragserve.measuring.costs import CostSchedule
 from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token
 from ragserve.measuring.report import GrowingReport, percentile, read_report
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
@@ -47,8 +48,7 @@ AT_ONCE = 4  # requests in flight in the last case: load on every tier at the sa
 class ReplayCase:
     """A strategy to replay the trace with. ``warmed``: the documents, or a ``part`` of them, are on disk when
     the replay begins, with device and host empty; else every tier is empty. ``auto`` chooses among `AUTO` and
-    `prefix` by the costs that `ragserve calibrate` has written to the data folder, and is left out without
-    them; its times include the choice."""
+    `prefix` by costs that the first engine measures; its times include the choice."""
 
     name: str
     strategy: str
@@ -126,10 +126,12 @@ def run(
 
 _NOTE = (
     "Per cent of the documents asked for, by the fastest tier that had the whole document on arrival; for "
-    "prefix, of the prompts' tokens. KV slots: as a share of the documents' tokens. Every tier is empty at "
-    "first; warmed: all documents are on disk, from where they come to host and stay there; on the device "
-    "are those that were computed on it. metadata: as a share of the KV bytes. Every tier was within its "
-    "budget after every query."
+    "prefix, of the prompts' tokens. vs prefix: how much later the first token of a query came than by "
+    "prefix on the same engine, the median over all queries; composed vs prefix: over those that a composed "
+    "strategy answered. composed: of the queries of auto. KV slots: as a share of the documents' tokens. "
+    "Every tier is empty at first; warmed: all documents are on disk, from where they come to host and stay "
+    "there; on the device are those that were computed on it. metadata: as a share of the KV bytes. Every "
+    "tier was within its budget after every query."
 )
 
 
@@ -155,10 +157,12 @@ def _measured(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
     )
-    costs = load().data_dir / COSTS_FILE
 
     async def work(engine: LocalEngine) -> list[dict[str, Any]]:
-        auto = calibrated_chooser(engine, costs, [AUTO.label]) if costs.exists() else None
+        longest = max(256, *(query.spans[-1].end for query in trace.queries))
+        sizes = statistics.mean(map(len, trace.unique.values()))
+        schedule = CostSchedule(max_tokens=longest, document_tokens=round(sizes), repeats=2)
+        auto = await measured_chooser(engine, folder / COSTS_FILE, AUTO, schedule)
         return await _Replay(engine, trace, share, auto).run()
 
     return run_once(settings, work)
@@ -175,6 +179,7 @@ class _Replay:
         self._most: Counter[str] = Counter()  # highest bytes by tier
         self._chooser = auto
         self._chosen: Counter[str] = Counter()
+        self._exact: dict[int, float] = {}  # milliseconds of case `prefix`, by query
 
     async def run(self) -> list[dict[str, Any]]:
         rows = []
@@ -200,7 +205,8 @@ class _Replay:
         self._chosen.clear()
         evicted = (await self._within_budget())["evictions"]
         found: Counter[str] = Counter()
-        ttft: list[float] = []  # milliseconds
+        ttft: dict[int, float] = {}  # milliseconds, by query
+        composed: set[int] = set()
         cached: list[float] = []
         waiting = asyncio.Semaphore(case.at_once)
 
@@ -210,7 +216,9 @@ class _Replay:
                     documents = [self._trace.unique[name] for name in query.documents]
                     found.update((await self._engine.where(namespace, documents)).fastest())
                 answer = await self._ask(case, namespace, query, number)
-                ttft.append(answer.ttft_ms)
+                ttft[number] = answer.ttft_ms
+                if answer.context is not None:
+                    composed.add(number)
                 cached.append(answer.last.usage.cached / answer.last.usage.prompt)
                 await self._within_budget()
 
@@ -221,15 +229,20 @@ class _Replay:
         row: dict[str, Any] = {"trace": self._trace.name, "KV slots": f"{self._share:.0%}"}
         row["strategy"] = case.name
         if case.strategy == "prefix":
+            self._exact = ttft
             row["prefix %"] = round(100 * statistics.mean(cached), 1)
         else:
             row |= {f"{tier} %": round(100 * found[tier] / found.total(), 1) for tier in TIERS}
             row["miss %"] = round(100 * found["absent"] / found.total(), 1)
         if case.strategy == "auto":
             row["composed %"] = round(100 * self._chosen[AUTO.name] / self._chosen.total(), 1)
-        row |= {"ttft ms mean": round(statistics.mean(ttft), 1)}
-        row |= {f"ttft ms p{q}": round(percentile(ttft, q), 1) for q in (50, 99)}
-        row["queries/s"] = round(len(ttft) / seconds, 1)
+        if case.strategy != "prefix":
+            row["vs prefix %"] = self._longer(ttft, ttft.keys())
+            row["composed vs prefix %"] = self._longer(ttft, composed)
+        times = list(ttft.values())
+        row |= {"ttft ms mean": round(statistics.mean(times), 1)}
+        row |= {f"ttft ms p{q}": round(percentile(times, q), 1) for q in (50, 99)}
+        row["queries/s"] = round(len(times) / seconds, 1)
         row |= {f"{tier} evicted": n - evicted[tier] for tier, n in stat["evictions"].items()}
         row |= {f"{tier} MiB most": round(self._most[tier] / 2**20, 1) for tier in TIERS}
         for tier in ("host", "disk"):
@@ -237,6 +250,12 @@ class _Replay:
             row[f"{tier} KiB a document"] = round(figures["bytes"] / max(1, figures["documents"]) / 1024, 1)
             row[f"{tier} metadata %"] = round(100 * figures["metadata_share"], 2)
         return row
+
+    def _longer(self, ttft: Mapping[int, float], queries: Collection[int]) -> float | None:
+        """Median over some queries of the percent by which the first token came later than with `prefix`;
+        None without any."""
+        ratios = [ttft[number] / self._exact[number] for number in queries if number in self._exact]
+        return round(100 * (statistics.median(ratios) - 1), 1) if ratios else None
 
     async def _ask(self, case: ReplayCase, namespace: str, query: TraceQuery, number: int) -> TimedAnswer:
         """Raises RagserveError if another strategy answered."""

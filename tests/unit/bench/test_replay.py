@@ -153,6 +153,7 @@ def test_documents_are_counted_where_they_are_on_arrival(
     auto: Any = Alternating()
     (half,) = asyncio.run(replay._Replay(engine, trace, 0.2, auto).run())  # type: ignore[arg-type]
     assert (half["composed %"], len(auto.asked)) == (33.3, 3)
+    assert (half["vs prefix %"], half["composed vs prefix %"]) == (None, None), "prefix was not replayed"
     assert [request.strategy for request in engine.asked[-3:]] == ["prefix", "concat", "prefix"]
     assert all(prompt.documents_kept == 2 for prompt in auto.asked)
     monkeypatch.undo()
