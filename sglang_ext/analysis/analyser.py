@@ -1,5 +1,5 @@
-"""Computes analyses inside the engine: one pass of documents alone and behind each unrelated text, through
-the model's own layers.
+"""Computes analyses inside the engine: one pass of documents alone and behind an unrelated text, through the
+model's own layers.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ class Analyser:
         tokens = [self._tensor(ids) for ids in documents]
         places = [torch.arange(n, device=self._device) for n in lengths]
         texts = [Text(*text) for text in zip(tokens, places, strict=True)]
-        for context in self._unrelated_contexts:
-            first = len(context[0][0])
-            texts += [
-                Text(ids, place + first, context.__getitem__)
-                for ids, place in zip(tokens, places, strict=True)
-            ]
+        context = self._unrelated_contexts[0]
+        first = len(context[0][0])
+        texts += [
+            Text(ids, place + first, context.__getitem__) for ids, place in zip(tokens, places, strict=True)
+        ]
         run(self._runner, texts, layers.observe)
         found = layers.by_document(self._ranks.sum(layers.moved).cpu())
         return [
@@ -173,7 +172,7 @@ class _Layers:
         self.moved = torch.zeros(plan.tokens, dtype=torch.float32, device=plan.doc_start.device)
 
     def observe(self, layer: int, states: Sequence[LayerState]) -> None:
-        """Take a layer of the documents alone, then behind each unrelated text."""
+        """Take a layer of the documents alone, then behind the unrelated text."""
         count, plan, gather = self._plan.documents, self._plan, self._analyser.gather_heads
         alone = states[:count]
         q, k, v = (torch.cat([getattr(state, name) for state in alone]) for name in "qkv")
@@ -190,10 +189,8 @@ class _Layers:
         self._rows.append(row)
         self._head_dim = k.shape[2]
         self._keys.extend(quantize(k[:, head]) for at, head in self._heads if at == layer)
-        v = v.float()
-        for first in range(count, len(states), count):
-            behind = torch.cat([state.v for state in states[first : first + count]])
-            self.moved.add_((behind.float() - v).square().sum((1, 2)))
+        behind = torch.cat([state.v for state in states[count:]])
+        self.moved.add_((behind.float() - v.float()).square().sum((1, 2)))
 
     def by_document(self, sensitivity: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """The tensors of each document's analysis, on the CPU; ``sensitivity`` is that of all tokens."""

@@ -15,6 +15,7 @@ import torch
 
 log = logging.getLogger(__name__)
 TOKENS = 512  # per unrelated text: several passages, and little beside a model's weights
+_BEHIND = b"the first"  # of the unrelated texts: analyses made behind all of them have another digest
 LONGEST = 64  # tokens per sentence; longer ones are cut, so that tables and code have sentences, too
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 _CLOSING = " \t\"'\u201d\u2019)]"
@@ -27,10 +28,10 @@ def numbers(batch: Sequence[Sequence[int]]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """``unrelated``: texts that a document is placed behind, to see which of its tokens depend on what
-    precedes it (docs/methods.md, section 6). ``ends`` bool [vocabulary]: tokens whose own text ends a
-    sentence or holds a line break. ``read``: texts of several runs of token ids; without a tokenizer every id
-    is a word.
+    """``unrelated``: texts in which retrieval heads are looked for. A document is placed behind the first, to
+    see which of its tokens depend on what precedes it (docs/methods.md, section 6). ``ends`` bool
+    [vocabulary]: tokens whose own text ends a sentence or holds a line break. ``read``: texts of several runs
+    of token ids; without a tokenizer every id is a word.
     """
 
     unrelated: list[list[int]]
@@ -59,7 +60,7 @@ class Texts:
     @cached_property
     def digest(self) -> str:
         """Digest of both, by which a stored analysis shows which tokenizer and texts it was made with."""
-        found = hashlib.blake2b(self.ends.numpy().tobytes(), digest_size=8)
+        found = hashlib.blake2b(self.ends.numpy().tobytes(), digest_size=8, person=_BEHIND)
         for ids in self.unrelated:
             found.update(b"|" + array("q", ids).tobytes())
         return found.hexdigest()

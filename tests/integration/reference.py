@@ -95,19 +95,18 @@ class Reference:
         return torch.stack([layer[0, :, -1, :start] for layer in out.attentions])
 
     @torch.no_grad()
-    def sensitivity(self, document: list[int], foreign: list[list[int]]) -> torch.Tensor:
-        """Context sensitivity, [tokens]: the squared change of the values behind each foreign text, summed
+    def sensitivity(self, document: list[int], text: list[int]) -> torch.Tensor:
+        """Context sensitivity, [tokens]: the squared change of the values behind an unrelated text
         (docs/methods.md, section 6).
         """
         alone, moved = self.alone(document), torch.zeros(len(document))
-        for text in foreign:
-            cache: Any = self.model(torch.tensor([text]), use_cache=True).past_key_values
-            positions = torch.arange(len(text), len(text) + len(document))[None]
-            after = self.model(
-                torch.tensor([document]), past_key_values=cache, position_ids=positions, use_cache=True
-            ).past_key_values
-            for layer, (_, v) in enumerate(alone):
-                moved += (after.layers[layer].values[:, :, len(text) :] - v).square().sum((0, 1, 3))
+        cache: Any = self.model(torch.tensor([text]), use_cache=True).past_key_values
+        positions = torch.arange(len(text), len(text) + len(document))[None]
+        after = self.model(
+            torch.tensor([document]), past_key_values=cache, position_ids=positions, use_cache=True
+        ).past_key_values
+        for layer, (_, v) in enumerate(alone):
+            moved += (after.layers[layer].values[:, :, len(text) :] - v).square().sum((0, 1, 3))
         return moved
 
     def _cache(
@@ -160,9 +159,9 @@ def chosen_sentences(
 ) -> list[int]:
     """Positions that rule `sentences` recomputes in a context that is kept whole."""
     late = reference.attention(ids, spans)[reference.layers // 2 :].amax(1).sum(0)
-    foreign = unrelated_contexts(tokenizer)
+    unrelated = unrelated_contexts(tokenizer)[0]
     first, end = spans[0][1], spans[-1][1]
-    sensitivity = torch.cat([reference.sensitivity(ids[a:b], foreign) for a, b in spans[1:]]).tolist()
+    sensitivity = torch.cat([reference.sensitivity(ids[a:b], unrelated) for a, b in spans[1:]]).tolist()
     return chosen(
         [(a, sentences_of([tokenizer.decode([token]) for token in ids[a:b]])) for a, b in spans[1:]],
         [set(range(first, end))],

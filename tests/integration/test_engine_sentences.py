@@ -62,18 +62,22 @@ def test_questions_of_one_step_are_asked_together_and_answered_as_alone(
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    prompts = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (8, 3, 1, 5), strict=False)]
+    prompts = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (8, 3, 1, 5, 4), strict=False)]
     options: list[dict[str, Any]] = [
         {"recompute": "sentences"},
         {"recompute": "sentences", "share": 1.0},
         {"recompute": "sentences"},
         {},
+        {"recompute": "anchors", "share": 0.2},
     ]
 
-    def ask(i: int) -> list[int]:
+    def ask(i: int) -> tuple[list[int], int]:
         ids, spans = prompts[i]
-        return result(composed(server.client, ids, spans, "concat", NAMESPACE, **options[i])).ids
+        answer = composed(server.client, ids, spans, "concat", NAMESPACE, **options[i])
+        return result(answer).ids, report(answer)["recomputed"]
 
-    alone = [ask(i) for i in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ask, range(4))) == alone
+    alone = [ask(i) for i in range(5)]
+    _, spans = prompts[4]
+    assert alone[4][1] == round(0.2 * (spans[-1][1] - spans[0][1]))
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(ask, range(5))) == alone

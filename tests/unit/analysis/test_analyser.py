@@ -1,0 +1,100 @@
+"""Analyses of a batch against the model run over whole texts, in plain loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ragserve_kernels.block_summary import BlockPlan, block_summary_naive
+from sglang_ext.analysis import forward
+from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.document_analysis import Cut
+from sglang_ext.analysis.retrieval_heads import best_layers
+from sglang_ext.analysis.texts import Texts
+from tests.analyses import local_queries, mean_keys
+from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, runner_of
+
+GROUP = HEADS // KV_HEADS
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def over_whole_text(runner: Any, ids: list[int]) -> list[Layer]:
+    """Q, K and V [n, heads, head_dim] of every layer of a prefill with causal attention, in float64."""
+    model = runner.model.model
+    hidden = model.embed_tokens(torch.tensor(ids)).double()
+    positions, found = torch.arange(len(ids)), []
+    future = torch.ones(len(ids), len(ids)).triu(1).bool()
+    for layer in model.layers:
+        q, k, v = (hidden @ projection.double() for projection in layer._projections)
+        q = q.view(-1, HEADS, DIM)
+        k, v = ((part.view(-1, KV_HEADS, DIM)) for part in (k + positions[:, None] / 100, v))
+        found.append((q, k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(GROUP, 1)) * DIM**-0.5
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(GROUP, 1))
+        hidden = hidden + out.flatten(1) @ layer._out.double()
+    return found
+
+
+def drawn(n: int, seed: int) -> list[int]:
+    return [int(i) for i in torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "behind"),
+    [((63,), (90, 37)), ((1, 111, 2, 40, 64), (37, 90)), ((129, 7), (64, 1, 33))],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [8192, 50], ids=["at once", "in steps"])
+def test_a_batch_has_the_values_of_whole_texts(
+    lengths: tuple[int, ...], behind: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "ROWS", rows)
+    seed = sum(lengths)
+    runner = runner_of(8, seed)
+    runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
+    unrelated = [drawn(n, seed + n) for n in behind]
+    heads = [(0, 1), (2, 0)]
+    texts = Texts(unrelated, torch.zeros(VOCABULARY, dtype=torch.bool))
+    analyser = Analyser(runner, lambda: texts, Cut(), heads)
+    documents = [drawn(n, seed + 1000 * i) for i, n in enumerate(lengths)]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    found = analyser.analyse_all(documents, keep=lambda layer, k, v: kept.append((k.clone(), v.clone())))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for ids, start, analysis in zip(documents, starts, found, strict=True):
+        n, alone = len(ids), over_whole_text(runner, ids)
+        moved = torch.zeros(n, dtype=torch.float64)
+        for (_, _, v), (_, _, was) in zip(over_whole_text(runner, unrelated[0] + ids), alone, strict=True):
+            moved += (v[len(unrelated[0]) :] - was).square().sum((1, 2))
+        torch.testing.assert_close(analysis.sensitivity.double(), moved, rtol=1e-3, atol=1e-6)
+        plan = BlockPlan.build([n], block_tokens=analysis.block, local_blocks=analysis.local_blocks)
+        for layer, (q, k, v) in enumerate(alone):
+            own_k, own_v = (part[start : start + n] for part in kept[layer])
+            torch.testing.assert_close(own_k.double(), k, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(own_v.double(), v, rtol=1e-4, atol=1e-5)
+            wanted = block_summary_naive(q, k, plan, scale=DIM**-0.5)
+            torch.testing.assert_close(analysis.attention[layer], wanted.attention, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                analysis.exponent[layer].float(), wanted.exponent, rtol=1e-2, atol=1e-2
+            )
+            assert analysis.token[layer].tolist() == (
+                (wanted.token - plan.block_start[:-1]).clamp(min=0).tolist()
+            )
+            near = {"rtol": 0.0, "atol": 0.02 * float(k.abs().max())}
+            torch.testing.assert_close(mean_keys(analysis)[layer], wanted.mean_k, **near)
+            near = {"rtol": 0.0, "atol": 0.02 * float(q.abs().max())}
+            torch.testing.assert_close(local_queries(analysis)[layer], wanted.local_q[0], **near)
+        keys = analysis.token_k.float() * analysis.token_k_scale.float()[..., None]
+        for number, (layer, head) in enumerate(heads):
+            torch.testing.assert_close(
+                keys[:, number].double(), alone[layer][1][:, head], rtol=0.0, atol=0.05
+            )
+    assert len(kept) == LAYERS
+
+
+def test_critical_layers_are_those_whose_heads_find_most() -> None:
+    score = torch.tensor([[0.75, 0.0], [0.5, 0.5], [0.25, 0.0], [0.5, 0.75], [0.5, 0.25]])
+    assert best_layers(score) == (0, 1, 3), "of equal ones the first"
+    assert best_layers(score[:2]) == (0, 1)
