@@ -23,6 +23,7 @@ from typing import Any
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
+from ragserve.strategy_spec import parse
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -203,7 +204,8 @@ class Gate:
         return [label for label, entry in self.entries(namespace).items() if self._lets(label, entry)]
 
     def verified_anywhere(self) -> list[str]:
-        """The strategies that may answer in some namespace."""
+        """The strategies that may answer in some namespace and may be sooner than a prefill: those that
+        compute everything again are references for the others."""
         self.entries()
         spaces = {
             name.removeprefix(_NAMESPACE)
@@ -213,7 +215,8 @@ class Gate:
             if name.startswith(_NAMESPACE)
         }
         found = [self.verified(), *(self.verified(namespace) for namespace in sorted(spaces))]
-        return list(dict.fromkeys(label for labels in found for label in labels))
+        labels = dict.fromkeys(label for labels in found for label in labels)
+        return [label for label in labels if parse(label)[0].options.get("recompute") != "all"]
 
     def _lets(self, label: str, entry: Entry) -> bool:
         return entry.verified and entry.applies_to(self._dtype) and self._same_defaults(label, entry)

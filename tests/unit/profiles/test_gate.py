@@ -157,6 +157,9 @@ def test_a_measurement_on_a_namespace_counts_there_and_nowhere_else(tmp_path: Pa
     assert sorted(gate.verified("a")) == ["epic", "random"]
     assert sorted(gate.verified("b")) == sorted(gate.verified()) == ["concat", "random"]
     assert sorted(gate.verified_anywhere()) == ["concat", "epic", "random"]
+    record(place, "abc", {"concat:recompute=all": entry(GOOD)})
+    assert "concat:recompute=all" in gate.verified("b")
+    assert "concat:recompute=all" not in gate.verified_anywhere(), "nobody need know what that costs"
     gate.check("concat", "b")
     with pytest.raises(InvalidRequest, match=r"fell short \(namespace a: .*tune --namespace a "):
         gate.check("concat", "a")
