@@ -31,6 +31,7 @@ SETS = "onehop,crossdoc,mid_onehop,mid_crossdoc,long_onehop,long_crossdoc,needle
 STRATEGIES = (
     "full,prefix,concat,concat:experimental.rotate=false,concat:recompute=all,epic:first=16,epic:first=32,"
     "cacheblend:share=0.1,cacheblend:share=0.15,cacheblend:share=0.3,"
+    "concat:recompute=question,share=0.15,concat:recompute=anchors,share=0.15,"
     "random:share=0.15,random:share=0.3,random:share=0.5"
 )
 POOL_TOKENS = 400_000  # per engine: 12 questions in flight with 8k document tokens, composed twice
