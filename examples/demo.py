@@ -1,4 +1,5 @@
-"""The whole product in one run: ingest real documents, serve them, ask three questions, print the answers.
+"""The whole product in one run: ingest real documents, serve them, and answer three questions exactly and by
+what `auto` chooses.
 
     scripts/demo            ingest, serve, ask, stop
     scripts/demo --serve    the same, but leave the server running
@@ -19,9 +20,11 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.table import Table
 
 from ragserve.errors import RagserveError
 from ragserve.measuring.server import RunningServer, running_server
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 
 REPO = Path(__file__).resolve().parent.parent
 CORPUS = REPO / "examples" / "corpus" / "files"
@@ -31,6 +34,9 @@ QUESTIONS = (
     "Who is the head of government of Finland?",
     "Who is the head of state of Netherlands?",
 )
+PASSAGES = 20
+COMPOSED = {"strategy": "concat", "strategy_options": {"recompute": "sentences", "share": 0.1}}
+COSTS_S = 120  # most seconds to wait for the server's measurement of what strategies cost
 AS_SERVED = {"idle_tuning": True, "verify_share": 0.01}  # the defaults of `ragserve serve`
 console = Console(highlight=False, soft_wrap=True)
 
@@ -50,16 +56,19 @@ def main() -> int:
         ingest(options.data_dir)
         console.rule("[bold]serve")
         port = options.port or (_default_port() if options.serve else 0)
-        own = AS_SERVED if options.serve else {}
+        own = AS_SERVED if options.serve else {"idle_tuning": True}
         with running_server(data_dir=options.data_dir, port=port, outlive=options.serve, **own) as server:
             memory = server.resident_bytes() / 2**30
             console.print(
                 f"{server.url} is ready after {server.start_s:.1f} s; its processes use {memory:.1f} GiB"
             )
             with server.client() as client:
+                prepare(client, options.data_dir)
                 for i, question in enumerate(QUESTIONS):
                     console.rule(f"[bold]{question}" + (" (streamed)" if i == 1 else ""))
-                    show((ask_streaming if i == 1 else ask)(client, question))
+                    chosen = (ask_streaming if i == 1 else ask)(client, question)
+                    show(chosen)
+                    compare(exact=ask(client, question, strategy="prefix"), auto=chosen)
             console.rule()
             console.print(f"Everything worked, in {time.monotonic() - started:.0f} s.")
             if options.serve:
@@ -82,30 +91,46 @@ def ingest(data_dir: Path) -> None:
     subprocess.run([sys.executable, "-m", "ragserve.cli", "ingest", str(CORPUS), *options], check=True)
 
 
-def ask(client: httpx.Client, question: str) -> dict[str, Any]:
-    """POST /rag/query and print the answer; the response is one JSON object."""
-    response = client.post("/rag/query", json={"query": question, "namespace": NAMESPACE})
+def prepare(client: httpx.Client, data_dir: Path) -> None:
+    """Let the server measure what strategies cost, as it does when idle, and compute the KV of the passages
+    that will be found."""
+    started = time.monotonic()
+    costs = data_dir / COSTS_FILE
+    while not costs.exists() and time.monotonic() - started < COSTS_S:
+        time.sleep(0.2)
+    known = "knows" if costs.exists() else "does not know yet"
+    console.print(f"The idle server {known} what strategies cost here ({time.monotonic() - started:.0f} s).")
+    started = time.monotonic()
+    for question in QUESTIONS:
+        ask(client, question, max_new_tokens=1, **COMPOSED)
+    took = time.monotonic() - started
+    console.print(f"The KV of {PASSAGES} passages for each question was computed in {took:.0f} s.")
+
+
+def ask(client: httpx.Client, question: str, **options: Any) -> dict[str, Any]:
+    """POST /rag/query; the response is one JSON object."""
+    body = {"query": question, "namespace": NAMESPACE, "k": PASSAGES, **options}
+    response = client.post("/rag/query", json=body)
     if response.is_error:
         raise DemoFailed(response.text)
-    answer = dict(response.json())
-    console.print(f"[bold green]{answer['answer']}")
-    return answer
+    return dict(response.json())
 
 
 def ask_streaming(client: httpx.Client, question: str) -> dict[str, Any]:
-    """POST /rag/query and print the answer while it is generated; the response is server-sent events."""
+    """POST /rag/query; the response is server-sent events."""
     answer: dict[str, Any] = {}
-    with client.stream(
-        "POST", "/rag/query", json={"query": question, "namespace": NAMESPACE, "stream": True}
-    ) as response:
+    pieces: list[str] = []
+    body = {"query": question, "namespace": NAMESPACE, "k": PASSAGES, "stream": True}
+    with client.stream("POST", "/rag/query", json=body) as response:
         for event, data in events(response):
             if event == "message":
-                console.print(f"[bold green]{data['text']}", end="")
+                pieces.append(data["text"])
             elif event == "final_answer":
                 answer = data
             elif event == "error":
                 raise DemoFailed(data["error"]["message"])
-    console.print()
+    if "".join(pieces) != answer.get("answer"):
+        raise DemoFailed(f"the pieces {pieces} are not the answer {answer}")
     return answer
 
 
@@ -120,9 +145,10 @@ def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def show(answer: dict[str, Any]) -> None:
-    """Print citations, tokens and milliseconds of one answer."""
+    """Print an answer with its citations, tokens and milliseconds."""
     if not answer.get("answer", "").strip() or not answer.get("citations"):
         raise DemoFailed(f"no answer, or no citation: {answer}")
+    console.print(f"[bold green]{answer['answer']}")
     for citation in answer["citations"]:
         where = Path(citation["source"]).name + (f", page {citation['page']}" if citation["page"] else "")
         span = f"characters {citation['start']}-{citation['end']}"
@@ -131,9 +157,21 @@ def show(answer: dict[str, Any]) -> None:
         console.print(f"  [cyan]\\[{citation['index']}] {where}[/], {span}")
     usage, timings = answer["usage"], answer["timings"]
     counts = f"{usage['prompt']} prompt, {usage['cached']} cached, {usage['completion']} answer"
-    console.print(f"  tokens: {counts}; strategy {answer['context']['strategy']}")
+    console.print(f"  tokens: {counts}")
+    console.print(f"  chosen: {answer['context']['choice']}")
     stages = {name.removesuffix("_ms"): ms for name, ms in timings.items() if ms is not None}
     console.print("  milliseconds: " + ", ".join(f"{name} {ms:.1f}" for name, ms in stages.items()))
+
+
+def compare(**answers: dict[str, Any]) -> None:
+    """Print what several answers to a question took, and the answers, below each other."""
+    table = Table(*("", "strategy", "first token", "kept", "recomputed", "answer"), box=None, pad_edge=True)
+    for name, answer in answers.items():
+        context = answer["context"]
+        tokens = (f"{context[f'tokens_{part}']:,}" for part in ("kept", "recomputed"))
+        first = f"{answer['timings']['ttft_ms']:,.0f} ms"
+        table.add_row(name, context["strategy"], first, *tokens, answer["answer"])
+    console.print(table)
 
 
 def goodbye(server: RunningServer) -> None:
