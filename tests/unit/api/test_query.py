@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from ragserve.answering.auto import Chooser
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.errors import EngineError, TooManyRequests
 from ragserve.profiles.costs import COSTS, Costs
@@ -264,23 +263,6 @@ def test_auto_is_the_default_and_says_what_it_chose_and_why(
         "does not report its cache" in chosen().json()["context"]["choice"]
     )  # this one has no document cache
     assert live.engine.requests[-1].strategy == "prefix"
-
-
-def test_what_auto_may_choose_is_found_once_for_a_query(
-    client: httpx.Client, docs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[str] = []
-
-    def find(self: Chooser, namespace: str) -> Any:
-        looked.append(namespace)
-        return whole(self, namespace)
-
-    whole = Chooser._candidates
-    monkeypatch.setattr(Chooser, "_candidates", find)
-    ask(client, strategy="auto")
-    assert looked == [docs], "reads records and profiles, which may have changed in between"
-    ask(client, strategy="prefix")
-    assert looked == [docs]
 
 
 def test_filters_restrict_the_search(client: httpx.Client, docs: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ragserve.answering.auto import Chooser
 from ragserve.answering.key_reranker import KeyReranker
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL
@@ -185,3 +186,24 @@ def test_keys_are_asked_of_the_engine_by_the_documents_of_prompts() -> None:
     assert body["system"] == prompts.system_ids()
     assert body["question"] == prompts.question_ids("Who?")
     assert [score is None for score in scores] == [*(len(ids) % 2 == 1 for ids in body["documents"]), True]
+
+
+def test_what_auto_may_choose_is_found_once_for_a_query(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def ask(strategy: str) -> None:
+        body = {"query": QUESTION, "namespace": "docs", "strategy": strategy}
+        assert client.post("/rag/query", json=body).status_code == 200
+
+    def find(self: Chooser, namespace: str) -> Any:
+        looked.append(namespace)
+        return whole(self, namespace)
+
+    whole = Chooser._candidates
+    monkeypatch.setattr(Chooser, "_candidates", find)
+    ask("auto")
+    assert looked == ["docs"], "reads records and profiles, which may have changed in between"
+    ask("prefix")
+    assert looked == ["docs"]
