@@ -271,7 +271,7 @@ class Settings(BaseSettings):
     retrieval: Retrieval = Field(
         "dense",
         description="Default search. dense: by the embedder. lexical: by words (BM25). hybrid: both, fused "
-        "by reciprocal rank.",
+        "by their scores.",
     )
     rerank: str = Field(
         "off",

@@ -1,18 +1,25 @@
-"""Fusion of a dense and a lexical ranking by reciprocal rank (Cormack, Clarke and Buettcher, SIGIR 2009):
-score(d) = sum over the rankings that have d of 1 / (60 + rank of d). Lexical rankings of several wordings of
-one question have scores of one kind, and are fused by their mean."""
+"""Fusion of a dense and a lexical search by their scores: the sum of both standard scores.
+
+Cosines and BM25 have different ranges, which also differ from question to question. Each is divided by its
+standard deviation over the candidates of the question, so that both order them with the same force, and a
+search that tells its candidates apart by little is not read as one that tells them apart by much. Ranks have
+lost that: of two searches the weaker one then counts as much as the better one. Lexical rankings of several
+wordings of one question have scores of one kind, and are fused by their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-K = 60  # of the paper, not tuned
-DEPTH = 100  # ranks of each list that count
+import numpy as np
+
+from ragserve_index.structures.base import Floats
+
+DEPTH = 100  # candidates of each search
 
 
 class Ranked(NamedTuple):
-    """A chunk with the score that orders it, and those of the searches that found it."""
+    """A chunk with the score that orders it, and those of the searches."""
 
     chunk_id: int
     score: float
@@ -20,17 +27,25 @@ class Ranked(NamedTuple):
     bm25: float | None
 
 
-def by_reciprocal_rank(
-    dense: Sequence[tuple[int, float]], lexical: Sequence[tuple[int, float]]
-) -> list[Ranked]:
-    """Fuse two rankings of (chunk id, score), best first. Of equals the one of the better cosine is first."""
-    cosine, bm25 = dict(dense), dict(lexical)
-    fused: dict[int, float] = {}
-    for ranking in (dense, lexical):
-        for rank, (chunk, _) in enumerate(ranking, 1):
-            fused[chunk] = fused.get(chunk, 0.0) + 1 / (K + rank)
-    order = sorted(fused, key=lambda chunk: (-fused[chunk], -cosine.get(chunk, -1.0), chunk))
-    return [Ranked(chunk, fused[chunk], cosine.get(chunk), bm25.get(chunk)) for chunk in order]
+def by_standard_scores(cosines: Mapping[int, float], bm25: Mapping[int, float]) -> list[Ranked]:
+    """Order candidates, best first. All have a cosine; BM25 is 0 for those that the lexical search did not
+    find. Of equals the one of the better cosine is first."""
+    ids = list(cosines)
+    scores = _standard([cosines[i] for i in ids]) + _standard([bm25.get(i, 0.0) for i in ids])
+    ranked = [
+        Ranked(i, score, cosines[i], bm25.get(i)) for i, score in zip(ids, scores.tolist(), strict=True)
+    ]
+    return sorted(ranked, key=lambda one: (-one.score, -cosines[one.chunk_id], one.chunk_id))
+
+
+def _standard(values: Sequence[float]) -> Floats:
+    """Distances from the mean in standard deviations; zeros where all are equal."""
+    numbers = np.asarray(values, dtype=np.float64)
+    deviation = numbers.std() if len(numbers) else 0.0
+    if deviation <= 1e-9:
+        return np.zeros_like(numbers)
+    standard: Floats = (numbers - numbers.mean()) / deviation
+    return standard
 
 
 def by_mean_score(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:

@@ -10,6 +10,7 @@ import operator
 import sqlite3
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ragserve_index import lexical_search, registry
 from ragserve_index.database import Database
 from ragserve_index.errors import lexical_index_damaged
 from ragserve_index.filters import AnyFilter, compile_filter
-from ragserve_index.fusion import DEPTH, Ranked, by_mean_score, by_reciprocal_rank
+from ragserve_index.fusion import DEPTH, Ranked, by_mean_score, by_standard_scores
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.selection_cache import SelectionCache
@@ -106,14 +107,15 @@ class Searcher:
             with self._database.read() as connection:
                 ns = registry.namespace(connection, namespace)
                 if dense is None or dense[2] == ns.version:
-                    return self._fused(connection, ns, texts, k, condition, dense)
+                    with suppress(Behind):
+                        return self._fused(connection, ns, texts, k, condition, queries, dense)
         with self._database.read() as connection:
             index = self._pool.of(registry.namespace(connection, namespace))
         with index.updating, self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
             if queries is not None:
                 dense = self._search_pinned(connection, index, _checked(queries, index.dim), depth, condition)
-            return self._fused(connection, ns, texts, k, condition, dense)
+            return self._fused(connection, ns, texts, k, condition, queries, dense)
 
     def _fused(
         self,
@@ -122,26 +124,40 @@ class Searcher:
         texts: Sequence[str],
         k: int,
         condition: Condition | None,
+        queries: np.ndarray | None,
         dense: Scored | None,
     ) -> SearchResult:
-        """Search FTS5 in this transaction, fuse with the dense search of the same version, read the rows."""
+        """Search FTS5 in this transaction, fuse with the dense search of the same version, read the rows.
+        Raises Behind if the index has moved on since."""
         selection = None if condition is None else self._select(connection, ns, condition)
         depth = k if dense is None and len(texts) == 1 else max(k, DEPTH)
         rankings = [
             lexical_search.search(connection, ns, text, depth, selection, self._counts) for text in texts
         ]
         found = by_mean_score(rankings)[:depth]
-        if dense is None:
+        if dense is None or queries is None:
             ranked = [Ranked(chunk, score, None, score) for chunk, score in found[:k]]
         else:
             scores, ids, _ = dense
-            near = [(i, s) for i, s in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if i >= 0]
-            ranked = by_reciprocal_rank(near, found)[:k]
+            cosines = {i: s for i, s in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if i >= 0}
+            by_words = [i for i, _ in found if i not in cosines]
+            cosines.update(self._cosines(ns, queries[0], by_words))
+            ranked = by_standard_scores(cosines, dict(found))[:k]
         rows = registry.chunks_by_id(connection, ns, [one.chunk_id for one in ranked])
         if len(rows) < len(ranked):
             raise lexical_index_damaged(self._database.path, "it has a chunk that is gone")
         hits = [Hit(rows[one.chunk_id], one.score, one.cosine, one.bm25) for one in ranked]
         return SearchResult([hits], ns.version)
+
+    def _cosines(self, ns: registry.Namespace, query: np.ndarray, ids: list[int]) -> dict[int, float]:
+        """Cosines of chunks that only the lexical search found."""
+        if not ids:
+            return {}
+        try:
+            own = self._pool.of(ns).cosines(query, np.array(ids, dtype=np.int64), ns.version)
+        except RuntimeError as error:  # FAISS does not have one of them
+            raise lexical_index_damaged(self._database.path, "it has a chunk that is gone") from error
+        return dict(zip(ids, own.tolist(), strict=True))
 
     def _search_pinned(
         self,

@@ -279,7 +279,7 @@ class IndexStore:
         filter: AnyFilter | None = None,
     ) -> SearchResult:
         """The k best chunks for one text by BM25, all of one committed version; fewer if fewer share a word
-        with it. With its ``vector`` [dim] float32, a dense search's chunks are fused in by reciprocal rank.
+        with it. With its ``vector`` [dim] float32, a dense search's chunks are fused in (`fusion`).
 
         Each of ``variants``, other wordings of the text, is searched too: BM25 is then the mean of all, in
         which ``text`` counts as much as the variants together. Any text is a valid query. Raises

@@ -113,8 +113,8 @@ class Hit(NamedTuple):
     """A retrieved chunk. Higher scores are better.
 
     ``score`` is what the hits are ordered by: ``cosine``, the inner product of L2-normalised vectors, in a
-    dense search; ``bm25`` in a lexical one; the sum of reciprocal ranks in a hybrid one, where ``cosine`` or
-    ``bm25`` is None if that search did not find the chunk."""
+    dense search; ``bm25`` in a lexical one; in a hybrid one the sum of both in standard deviations from the
+    mean of the candidates, where all have a ``cosine`` and those that the lexical search found ``bm25``."""
 
     chunk: Chunk
     score: float

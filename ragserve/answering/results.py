@@ -44,11 +44,12 @@ class Passage(Result):
     score: float | None = Field(
         default=None,
         description="Score that the search orders passages by, higher is better. By `retrieval`: `dense`, "
-        "the cosine; `lexical`, BM25; `hybrid`, the sum of 1 / (60 + rank) over both searches.",
+        "the cosine; `lexical`, BM25; `hybrid`, the sum of both, each in standard deviations from its mean "
+        "over the candidates.",
     )
     cosine: float | None = Field(
         default=None,
-        description="Cosine similarity of question and passage; null if the dense search did not find it.",
+        description="Cosine similarity of question and passage; null in a lexical search.",
     )
     bm25: float | None = Field(
         default=None,

@@ -24,7 +24,7 @@ _PASSAGE: dict[str, Any] = {
     "chunk_id": 17,
     **_SOURCE,
     **_PLACE,
-    "score": 0.0328,
+    "score": 5.31,
     "cosine": 0.71,
     "bm25": 14.2,
     "search_rank": 1,

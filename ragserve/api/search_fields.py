@@ -33,7 +33,7 @@ class SearchFields(RequestModel):
     retrieval: Retrieval | None = Field(
         None,
         description="`dense`: by the embedder. `lexical`: by words (BM25); finds only passages that share a "
-        "word with the question. `hybrid`: both, fused by reciprocal rank. Default: the server's.",
+        "word with the question. `hybrid`: both, fused by their scores. Default: the server's.",
     )
     follow_ups: FollowUps | None = Field(
         None,

@@ -66,8 +66,7 @@ def run(
         rows,
         out=out_dir / "retrieval.json" if out_dir else None,
         note="bm25s: Lucene's BM25, k1 1.5, b 0.75. query_ms: one at a time, embedding included; build_s: "
-        "likewise, with registry and both indexes. hybrid: reciprocal rank, k 60. nDCG: "
-        "linear gain.",
+        "likewise, with registry and both indexes. nDCG: linear gain.",
     )
 
 

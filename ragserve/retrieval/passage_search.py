@@ -13,12 +13,13 @@ from ragserve import tracing
 from ragserve.errors import InvalidRequest
 from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
-from ragserve_index.fusion import K
 
 if TYPE_CHECKING:
     from ragserve.retrieval.reranker import Reranker
     from ragserve.retrieval.retriever import Retrieved, Retriever, SentenceScores
     from ragserve_index.types import Chunk
+
+_RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009), not tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def reordered(
         weight: dict[int | None, float] = {}
         for ranking in (scored, by_score):
             for rank, each in enumerate(ranking, 1):
-                weight[each.search_rank] = weight.get(each.search_rank, 0.0) + 1 / (K + rank)
+                weight[each.search_rank] = weight.get(each.search_rank, 0.0) + 1 / (_RANK_OFFSET + rank)
         by_score = sorted(scored, key=lambda each: -weight[each.search_rank])
     best = iter(by_score)
     return [each if each.rerank_score is None else next(best) for each in ranked]
@@ -194,8 +195,7 @@ def _adjoins(group: Mapping[int, FoundPassage], window: Mapping[int, FoundPassag
 
 
 def _floor_score(passage: FoundPassage, options: SearchOptions, by_reranker: bool) -> float:
-    """The score that ``min_score`` is about. A passage that only the words of a hybrid search found has no
-    cosine and is below every floor."""
+    """The score that ``min_score`` is about."""
     if by_reranker:
         score = passage.rerank_score
     else:

@@ -104,6 +104,17 @@ class NamespaceIndex:
             ids = np.pad(ids, missing, constant_values=-1)
         return scores, ids, at
 
+    def cosines(self, query: Floats, ids: Ids, version: int) -> Floats:
+        """Inner products [n] of a query [dim] with the vectors of chunks that exist at ``version``. Raises
+        Behind when the index is not at that version.
+        """
+        with self.lock.reading():
+            if self.structure is None or self.version != version:
+                raise Behind
+            vectors = self.structure.vectors(ids)
+        products: Floats = vectors @ query.astype(np.float32)
+        return products
+
     # following the registry
 
     def catch_up(self) -> None:

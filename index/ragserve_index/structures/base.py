@@ -109,6 +109,11 @@ class Structure(ABC):
         and never fewer than k are found.
         """
 
+    def vectors(self, ids: Ids) -> Floats:
+        """The vectors [n, dim] of ids that are present, as they are stored."""
+        found: Floats = self.index.reconstruct_batch(ids)
+        return found
+
     def why_rebuild(self) -> str | None:
         """Give the reason to rebuild the structure at its present size; None if there is none."""
         return None

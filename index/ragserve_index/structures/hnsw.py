@@ -89,6 +89,11 @@ class Hnsw(Structure):
             return self._exact(queries, k, selection)
         return scores, ids
 
+    def vectors(self, ids: Ids) -> Floats:
+        positions = np.searchsorted(id_map_of(self.index), ids).astype(np.int64)
+        found: Floats = self._storage.reconstruct_batch(positions)
+        return found
+
     def _graph(self, queries: Floats, k: int, selector: Any, candidates: int) -> Results:
         if selector is None:
             return search_plain(self.index, queries, k)

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from ragserve.errors import NotFound
 from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, lexical_search, lexical_table, search
+from ragserve_index.batch import document_id
 from ragserve_index.errors import RegistryDamaged
-from ragserve_index.fusion import by_reciprocal_rank
-from tests.unit.index.index_samples import DIM, assert_clean, item, make, vectors_of
+from ragserve_index.fusion import by_standard_scores
+from ragserve_index.structures.ivf import Ivf
+from tests.unit.index.index_samples import DIM, TYPES, assert_clean, fill, item, make, vectors_of
 
 SYNTAX = (
     '"',
@@ -183,14 +185,56 @@ def test_common_words_alone_still_find_something(store: IndexStore, monkeypatch:
     assert found(store, "the oil") == ["oil"], "a word of all chunks says nothing"
 
 
-def test_reciprocal_ranks() -> None:
-    fused = by_reciprocal_rank([(1, 0.9), (2, 0.8)], [(3, 7.0), (2, 5.0)])
+def test_standard_scores_are_added() -> None:
+    fused = by_standard_scores({1: 0.9, 2: 0.6, 3: 0.3}, {3: 9.0, 2: 6.0})
+    # cosines: mean 0.6, deviation 0.1 * sqrt(6); BM25 0, 6 and 9: mean 5, deviation sqrt(14)
+    expected = {
+        1: 0.3 / (0.1 * 6**0.5) - 5 / 14**0.5,
+        2: 1 / 14**0.5,
+        3: 4 / 14**0.5 - 0.3 / (0.1 * 6**0.5),
+    }
+    assert {one.chunk_id: one.score for one in fused} == pytest.approx(expected)
     assert [(one.chunk_id, one.cosine, one.bm25) for one in fused] == [
-        (2, 0.8, 5.0),
+        (2, 0.6, 6.0),
         (1, 0.9, None),
-        (3, None, 7.0),
+        (3, 0.3, 9.0),
     ]
-    assert [one.score for one in fused] == pytest.approx([2 / 62, 1 / 61, 1 / 61])
+
+
+def test_equal_scores_say_nothing() -> None:
+    assert [one.chunk_id for one in by_standard_scores({1: 0.5, 2: 0.5}, {2: 3.0})] == [2, 1]
+    assert [one.chunk_id for one in by_standard_scores({1: 0.1, 2: 0.5}, {1: 3.0, 2: 3.0})] == [2, 1]
+    assert [one.score for one in by_standard_scores({1: 0.5}, {1: 3.0})] == [0.0]
+    assert by_standard_scores({}, {}) == []
+
+
+@pytest.mark.parametrize("index_type", TYPES)
+def test_what_only_the_words_find_has_its_cosine(
+    tmp_path: Path, index_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "DEPTH", 5)
+    monkeypatch.setattr(Ivf, "TRAIN_FROM", 1_000)
+    with make(tmp_path, index_type) as store:
+        fill(store, 400, 3)
+        store.replace_documents("n", [item("otter", 1), item("gone", 1)])
+        store.remove_document("n", document_id("n", "gone"))
+        vector = -vectors_of("otter", 0)[0]  # no passage is further away
+        hits = store.search_text("n", "otter", 6, vector=vector).hits[0]
+        (by_words,) = [hit for hit in hits if hit.bm25 is not None]
+        assert by_words.chunk.source == "otter"
+        assert by_words.cosine == pytest.approx(-1, abs=0.02)
+        near = store.search("n", vector[None], 5).hits[0]
+        assert {hit.chunk.chunk_id: hit.cosine for hit in hits if hit is not by_words} == {
+            hit.chunk.chunk_id: hit.cosine for hit in near
+        }
+        (best,) = store.search_text("n", "otter", 1, vector=-vector).hits[0]
+        assert best.chunk.source == "otter"
+
+
+def test_a_search_that_tells_one_passage_apart_outvotes_one_that_tells_none() -> None:
+    cosines = {i: 0.5 + 0.001 * i for i in range(9)}
+    bm25 = dict.fromkeys(cosines, 1.0) | {0: 12.0}
+    assert by_standard_scores(cosines, bm25)[0].chunk_id == 0, "its rank by cosine is the last"
 
 
 def test_the_scores_of_several_wordings_are_averaged(store: IndexStore) -> None:

@@ -171,13 +171,19 @@ def test_by_vectors_by_words_and_by_both(store: IndexStore) -> None:
         assert embedder.calls == [["otters"]], "a lexical search needs no vector"
         hybrid = await retriever.retrieve("n", "otters", 3, retrieval="hybrid")
         assert len(hybrid.hits) == 3
-        ranks = {hit.chunk.source: rank for rank, hit in enumerate(dense.hits, 1)}
-        by_words = {hit.chunk.source: rank for rank, hit in enumerate(lexical.hits, 1)}
-        for hit in hybrid.hits:
-            parts = [
-                1 / (60 + order[hit.chunk.source]) for order in (ranks, by_words) if hit.chunk.source in order
-            ]
-            assert hit.score == pytest.approx(sum(parts))
+        scores = {
+            "cosine": [hit.cosine or 0 for hit in hybrid.hits],
+            "bm25": [h.bm25 or 0 for h in hybrid.hits],
+        }
+        assert {hit.chunk.source: hit.cosine for hit in hybrid.hits} == {
+            hit.chunk.source: hit.cosine for hit in dense.hits
+        }
+        assert {hit.chunk.source: hit.bm25 for hit in hybrid.hits if hit.bm25 is not None} == {
+            hit.chunk.source: hit.bm25 for hit in lexical.hits
+        }
+        standard = sum((np.array(own) - np.mean(own)) / np.std(own) for own in scores.values())
+        assert [hit.score for hit in hybrid.hits] == pytest.approx(standard.tolist())
+        assert [hit.score for hit in hybrid.hits] == sorted(standard, reverse=True)
 
     run(store, embedder, test)
 
