@@ -1,8 +1,8 @@
 """BM25 over a namespace's FTS5 table.
 
 FTS5 has no top-k pruning. Its ``bm25()`` first counts the matches of each word and then scores each chunk
-that matches, so an ordinary question takes 0.2 s at 100,000 chunks. Few matches: all of them are scored.
-Many: the words are taken from the rarest on, as in MaxScore (Turtle and Flood, 1995).
+that matches, so an ordinary question takes 0.2 s at 100,000 chunks. Few chunks or matches: all of them are
+scored. Many: the words are taken from the rarest on, as in MaxScore (Turtle and Flood, 1995).
 
 * ``rare``: the rarest words, up to ``ROWS`` matches together; ``others``: further ones, up to ``POSTINGS``
   matches, or the two rarest if none is rare; ``frequent``: the rest.
@@ -29,7 +29,7 @@ from ragserve_index import registry
 from ragserve_index.lexical_table import table
 from ragserve_index.structures.base import IdSelection
 
-EXACT = 2_048  # matches of all words up to which every one is scored
+EXACT = 2_048  # chunks of the namespace, or matches of all words, up to which every match is scored
 ROWS = 512  # matches of the rare words
 POSTINGS = 16_384  # matches of the rare and the other words
 MAX_FREQUENT = 8  # frequent words that count, the rarest
@@ -86,7 +86,7 @@ def search(
     if not counted or (selection is not None and not len(selection)):
         return []
     find = _Finder(connection, ns, k, selection)
-    if sum(n for n, _ in counted) <= EXACT:
+    if min(ns.n_chunks, sum(n for n, _ in counted)) <= EXACT:
         return find.best(_any([word for _, word in counted]))
     total = np.cumsum([n for n, _ in counted])
     n_rare, n_all = int((total <= ROWS).sum()), int((total <= POSTINGS).sum())

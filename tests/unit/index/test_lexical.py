@@ -166,6 +166,16 @@ def test_many_matches_are_scored_as_few_are(
     assert same >= 0.7 * 10 * len(queries)
 
 
+def test_a_small_namespace_is_scored_exactly(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many words a question has, no more chunks match than there are."""
+    write(store, corpus(100))
+    question = " ".join(f"w{number}" for number in range(1, 30))
+    exact = [(hit.chunk.chunk_id, hit.score) for hit in store.search_text("n", question, 50).hits[0]]
+    for name, value in (("EXACT", 100), ("ROWS", 2), ("POSTINGS", 20)):
+        monkeypatch.setattr(lexical_search, name, value)
+    assert exact == [(hit.chunk.chunk_id, hit.score) for hit in store.search_text("n", question, 50).hits[0]]
+
+
 def test_frequent_words_count(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, {f"d{i}": "oil and water" if i % 3 == 0 else "a soup of leeks" for i in range(60)})
     write(store, {"dry": "a lamp of old brass", "lit": "a lamp with fresh oil"})
