@@ -1,5 +1,6 @@
 """Quality and time of rerankers beside no reranking: the first 5 of the 50 best passages of a search, and
-what the serving model answers with them.
+what the serving model answers with them. Without reranking, each kind of search is measured; rerankers are
+given the passages of the server's default search.
 
 Searched are collections in BEIR's layout, or question sets as for `ragserve eval`, which have answers. The
 passages of the chosen questions of such a set are one collection. Runs the engine in this process group. Of
@@ -13,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ragserve.answering.key_reranker import KeyReranker
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
@@ -21,7 +22,7 @@ from ragserve.bench import beir
 from ragserve.bench.ir_metrics import ndcg, recall
 from ragserve.bench.retrieval import document_of
 from ragserve.bench.retrieval_trace import warm_missing
-from ragserve.config import Settings, load
+from ragserve.config import Retrieval, Settings, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import InvalidRequest
 from ragserve.eval import data as question_sets
@@ -36,6 +37,7 @@ from ragserve.retrieval.search_options import KEYS, OFF, SearchOptions
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
     from ragserve_index import IndexStore
+    from ragserve_index.types import Chunk
 
 _K, _CANDIDATES = 5, 50
 _BATCH = 256
@@ -90,7 +92,6 @@ def run(
             report.workload = {
                 "model": Path(engine.info.model).name,
                 "embedder": settings.embedder,
-                "retrieval": settings.retrieval,
                 "candidates": _CANDIDATES,
                 "k": _K,
             }
@@ -142,19 +143,22 @@ async def measure(
         retriever = Retriever(store, embedder)
         search = PassageSearch(retriever, {KEYS: KeyReranker(engine, prompts), **named})
         try:
-            plain = await _searched(collection, search, settings, OFF)
-            chunks = {p.chunk.chunk_id: p.chunk for each in plain for p in each.passages}
-            report.add(await _row(asked, engine, prompts, OFF, plain, len(chunks)))
+            chunks: dict[int, Chunk] = {}
+            for retrieval in get_args(Retrieval):
+                found = await _searched(collection, search, retrieval, OFF)
+                report.add(await _row(asked, engine, prompts, retrieval, OFF, found))
+                if retrieval == settings.retrieval:
+                    chunks = {p.chunk.chunk_id: p.chunk for each in found for p in each.passages}
             ids = [prompts.document_ids(chunk.title, chunk.text) for chunk in chunks.values()]
             await warm_missing(engine, collection.name, ids)
             for name in (KEYS, *named):
-                found = await _searched(collection, search, settings, name)
+                found = await _searched(collection, search, settings.retrieval, name)
                 if any(p.rerank_score is None for each in found for p in each.passages):
                     raise InvalidRequest(
                         "Some candidates have no analysis: the cache has no room for them.",
                         hint="Raise RAGSERVE_KV_HOST_BYTES, or take fewer --questions.",
                     )
-                report.add(await _row(asked, engine, prompts, name, found, len(chunks)))
+                report.add(await _row(asked, engine, prompts, settings.retrieval, name, found))
         finally:
             await retriever.close()
 
@@ -170,11 +174,11 @@ def _write(store: IndexStore, collection: beir.Collection, embedder: Embedder) -
 
 
 async def _searched(
-    collection: beir.Collection, search: PassageSearch, settings: Settings, rerank: str
+    collection: beir.Collection, search: PassageSearch, retrieval: Retrieval, rerank: str
 ) -> list[FoundPassages]:
     """The results of all questions, one at a time. The first one is asked twice: models load and kernels
     compile on the way."""
-    options = SearchOptions(_CANDIDATES, retrieval=settings.retrieval, rerank=rerank, candidates=_CANDIDATES)
+    options = SearchOptions(_CANDIDATES, retrieval=retrieval, rerank=rerank, candidates=_CANDIDATES)
     texts = list(collection.queries.values())
     await search.search(collection.name, texts[0], options)
     return [await search.search(collection.name, text, options) for text in texts]
@@ -184,9 +188,9 @@ async def _row(
     asked: Asked,
     engine: Any,
     prompts: PromptBuilder,
+    retrieval: Retrieval,
     rerank: str,
     found: Sequence[FoundPassages],
-    candidates: int,
 ) -> dict[str, Any]:
     collection = asked.collection
     pairs = [
@@ -199,7 +203,7 @@ async def _row(
         "collection": collection.name,
         "questions": len(pairs),
         "passages": len(collection.documents),
-        "analysed": candidates,
+        "retrieval": retrieval,
         "rerank": rerank if rerank in (OFF, KEYS) else Path(rerank).name,
         "ndcg@5": round(statistics.fmean(ndcg(*pair, _K) for pair in pairs), 4),
         "recall@5": round(statistics.fmean(recall(*pair, _K) for pair in pairs), 4),

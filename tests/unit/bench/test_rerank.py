@@ -76,17 +76,22 @@ def test_each_reranker_is_measured_by_its_order_and_by_the_answers(tmp_path: Pat
     path = tmp_path / "lamps.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     report = GrowingReport("rerank", tmp_path / "rerank.json", note="")
-    settings = load(data_dir=tmp_path / "data")
+    settings = load(data_dir=tmp_path / "data", retrieval="hybrid")
     engine = Keys()
     asked = rerank.read(path, 0)
     asyncio.run(rerank.measure(asked, engine, WordEmbedder(), settings, {"a/backwards": Backwards()}, report))
-    off, keys, backwards = report.rows
-    assert [row["rerank"] for row in report.rows] == ["off", "keys", "backwards"]
+    dense, lexical, off, keys, backwards = report.rows
+    assert [(row["retrieval"], row["rerank"]) for row in report.rows] == [
+        *((retrieval, "off") for retrieval in ("dense", "lexical", "hybrid")),
+        *(("hybrid", name) for name in ("keys", "backwards")),
+    ]
     assert json.loads((tmp_path / "rerank.json").read_text())["rows"] == report.rows
-    assert {(row["questions"], row["passages"], row["analysed"]) for row in report.rows} == {(2, 7, 7)}
-    assert off["ndcg@5"] == off["f1"] == off["em"] == 0, "the right passage is the seventh"
+    assert {(row["questions"], row["passages"]) for row in report.rows} == {(2, 7)}
+    assert lexical["recall@50"] == 0, "no word of a question is in the right passage"
+    for row in (dense, lexical, off):
+        assert row["ndcg@5"] == row["f1"] == row["em"] == 0, "the right passage is the seventh, or not found"
     assert backwards["ndcg@5"] == backwards["f1"] == backwards["em"] == 1
-    assert {row["recall@50"] for row in report.rows} == {1}
+    assert {row["recall@50"] for row in (dense, off, keys, backwards)} == {1}
     assert keys["ndcg@5"] > 0
     assert keys["f1"] == 1, "fused with the search, the right passage is among the first five"
     assert off["ms_p50"] is None
