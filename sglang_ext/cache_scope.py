@@ -65,8 +65,11 @@ def _own(scope: CacheScope, key: Any) -> str:
 
 def _check_plan(scope: CacheScope, text: str) -> None:
     try:
-        namespace = json.loads(text)["namespace"]
-    except (ValueError, KeyError, TypeError):
+        plan = json.loads(text)
+        namespace, session = plan["namespace"], plan.get("session")
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("the plan cannot be read") from None
+    if session is not None:
+        raise ValueError("sessions go on over /rag/query and /v1/chat/completions only")
     if not isinstance(namespace, str) or not scope.reads(namespace):
         raise ValueError(f"this API key may not use the cache of namespace {str(namespace)[:64]!r}")

@@ -154,6 +154,12 @@ def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"removed": runtime.documents.remove_namespace(str(body["namespace"]))}
 
 
+def _remove_session(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Drop the KV of a session; its next turn computes it again."""
+    runtime.documents.remove_session(str(body["key"]))
+    return {}
+
+
 def _where(runtime: Any, body: dict[str, Any]) -> Answer:
     """The tiers that have each of these documents, and their room; asking does not refresh LRU times."""
     keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
@@ -245,6 +251,7 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "where": _where,
     "remove": _remove,
     "remove_namespace": _remove_namespace,
+    "remove_session": _remove_session,
     "clear": _clear,
     "evict": _evict,
     "fault": _fault,

@@ -58,6 +58,17 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionPart:
+    """The dialogue that a request goes on with.
+
+    ``key``: SGLang's extra key of its KV, see `session_key`. ``held``: the leading tokens of the prompt whose
+    KV is to be found under that key; 0 in the first turn. The rest of the first span is computed again."""
+
+    key: str
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RetrievalScores:
     """The retriever's scores of a plan's documents: cosines to the question, higher is nearer.
 
@@ -115,7 +126,9 @@ class ContextPlan:
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
     ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled alone and
     cached; its option ``analyse`` false leaves the analysis to the first request that needs it, ``lasting``
-    false keeps it off the disk. ``scores``: what the retriever knows, for strategies that choose."""
+    false keeps it off the disk. ``scores``: what the retriever knows, for strategies that choose.
+    ``session``: the request's KV is kept under the session's key when it ends; from the second turn on the
+    first span is all of the dialogue before the new documents."""
 
     operation: Operation
     namespace: str
@@ -123,6 +136,7 @@ class ContextPlan:
     spans: tuple[Span, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     scores: RetrievalScores | None = None
+    session: SessionPart | None = None
 
     @property
     def question_start(self) -> int:
@@ -151,6 +165,8 @@ class ContextPlan:
         }
         if self.scores is not None:
             fields["scores"] = self.scores.to_lists()
+        if self.session is not None:
+            fields["session"] = [self.session.key, self.session.held]
         return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
@@ -161,6 +177,8 @@ class ContextPlan:
             version, operation, namespace = raw["v"], raw["op"], raw["namespace"]
             spans = tuple(Span(_whole(a), _whole(b)) for a, b in raw["spans"])
             strategy, options = str(raw["strategy"]), dict(raw["options"])
+            key, held = raw.get("session") or (None, 0)
+            session = None if key is None else SessionPart(str(key), _whole(held))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
@@ -176,7 +194,7 @@ class ContextPlan:
             raise PlanError(
                 "op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'"
             )
-        plan = cls(operation, namespace, strategy, spans, options)
+        plan = cls(operation, namespace, strategy, spans, options, session=session)
         plan._check(n_ids)
         if raw.get("scores") is None:
             return plan
@@ -184,6 +202,8 @@ class ContextPlan:
 
     def _check(self, n_ids: int) -> None:
         if self.operation == "document":
+            if self.session is not None:
+                raise PlanError("a document has no session")
             flags = isinstance(self.analyse, bool) and isinstance(self.lasting, bool)
             if set(self.options) - {"analyse", "lasting"} or not flags:
                 raise PlanError("a document plan has two options, analyse and lasting: true or false")
@@ -200,6 +220,11 @@ class ContextPlan:
                 f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one "
                 "token"
             )
+        if self.session is not None and not (
+            self.session.key.startswith(session_key(self.namespace))
+            and 0 <= self.session.held <= self.spans[0].end
+        ):
+            raise PlanError("a session's key names its namespace, and it holds no more than the first span")
 
 
 def _whole(number: Any) -> int:
@@ -213,6 +238,17 @@ def prefix_key(namespace: str) -> str:
     """SGLang's extra key for a namespace's exact prefix cache. The colon keeps it apart from document
     keys."""
     return f"namespace:{namespace}"
+
+
+def session_key(namespace: str, name: str = "") -> str:
+    """SGLang's extra key for the exact KV of a session; without ``name``, what all keys of a namespace begin
+    with. No other key begins so, and no namespace has a colon."""
+    return f"session:{namespace}:{name}"
+
+
+def composed_session_key(key: str) -> str:
+    """SGLang's extra key for the composed KV of the session whose exact KV has ``key``."""
+    return f"{key}:composed"
 
 
 def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
@@ -249,6 +285,8 @@ class ContextReport:
     recompute_graph: bool = False  # the pass was one CUDA graph
     one_pass: bool = False  # the recompute pass computed the question too; recompute_ms includes it
     keep_reason: str = ""  # why so many tokens are kept, where the strategy chose
+    session_held: int = 0  # tokens of earlier turns that were found under the session's key
+    session_computed: int = 0  # tokens of earlier turns that were computed again
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_ext.documents.radix import is_document_key
-from sglang_ext.protocol import prefix_key
+from sglang_ext.protocol import composed_session_key, prefix_key, session_key
 
 _SWEEP_AT = 10_000  # namespaces remembered before those of evicted documents are forgotten
 
@@ -35,12 +35,16 @@ class DeviceDocuments:
         self._namespaces[req.extra_key] = namespace
         self._caching.add(req)
 
+    def caching_request(self, req: Any) -> None:
+        """Register a composed request whose KV is kept under its extra key."""
+        self._caching.add(req)
+
     def exact_request(self, req: Any) -> None:
         """Register an ordinary request. The prefix of its extra key, set by `ragserve.engine.stream.payload`,
         gives the strategy.
         """
         kind, separator, _ = str(req.extra_key or "").partition(":")
-        if separator and kind == "namespace":
+        if separator and kind in ("namespace", "session"):
             self._caching.add(req)
         elif separator and kind == "full":  # no other request has this key
             req.ragserve_private = True
@@ -56,23 +60,33 @@ class DeviceDocuments:
             self.sweep()
 
     def remove(self, keys: Sequence[str], namespace: str) -> int:
-        """Remove documents from every tier, and the namespace's exact prefixes, which may contain them.
-        Returns the number of documents that were in a tier.
+        """Remove documents from every tier, and the namespace's exact prefixes and sessions, which may
+        contain them. Returns the number of documents that were in a tier.
 
         KV that a running request reads is freed when the request ends.
         """
-        prefixes = prefix_key(namespace)
         on_device = self._tree.tokens_by_key()
         removed = 0
         for key in keys:
             removed += bool(self._tiers.remove(key)) or key in on_device
         self.on_removed(keys)
-        gone = {prefixes, *keys}
+        self._drop({prefix_key(namespace), *keys, *self._session_keys(session_key(namespace))})
+        return removed
+
+    def remove_session(self, key: str) -> None:
+        """Drop the KV of a session, exact and composed."""
+        self._drop({key, composed_session_key(key)})
+
+    def _session_keys(self, beginning: str) -> set[str]:
+        known = {*self._tree.tokens_by_key(), *(req.extra_key for req in self._caching)}
+        return {key for key in known if key is not None and key.startswith(beginning)}
+
+    def _drop(self, gone: set[str]) -> None:
+        """Free what is under these keys, and cache nothing more under them from running requests."""
         for req in self._caching:
             if req.extra_key in gone:
                 req.ragserve_private = True
         self._pending_removal |= {key for key in gone if not self._tree.remove_key(key)}
-        return removed
 
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace from every tier and return their number."""

@@ -1,7 +1,8 @@
 """SGLang's radix cache, extended by composed requests and documents.
 
 Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots
-are freed when it ends. A document request's KV enters the tree under the document's key; the observer gets it
+are freed when it ends. That of a session enters it under the session's own key, which only its next turn asks
+for. A document request's KV enters the tree under the document's key; the observer gets it
 before that, for the other tiers."""
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class TreeObserver(Protocol):
 
     def is_composed(self, req: Any) -> bool:
         """True for a request that must neither match nor enter the tree."""
+
+    def in_session(self, req: Any) -> bool:
+        """True for a composed request of a session: part of its KV may be the tree's, and all of it is to be
+        if it ends well."""
 
     def before_release(self, req: Any, tokens: int) -> None:
         """A request has ended with KV of ``tokens`` and still has its row and slots."""
@@ -59,14 +64,14 @@ class DocumentRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.observer.before_release(req, kv_len_to_handle)
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
-        if self.observer.is_composed(req):
+        if self.observer.is_composed(req) and not self.observer.in_session(req):
             # One call: with pages the composed slots and the extended ones may share a page, which is freed
             # once per call.
             self.token_to_kv_pool_allocator.free(slots)
             self.observer.on_finished()
             return
         is_insert = is_insert and not _is_private(req)
-        if is_insert and not self.disable:
+        if is_insert and not self.disable and not self.observer.is_composed(req):
             self.observer.on_document(req, slots)
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
         self.observer.on_finished()

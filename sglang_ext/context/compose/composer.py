@@ -60,10 +60,15 @@ class Composer:
         stages.reach("gather")
         self.gather([filling_of(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)])
         timer.mark("compose", self.gather.loading)
+        earlier = [self._earlier(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
+        self._run_apart(contexts, rows, earlier)
         stages.reach("question")
-        self._choose_by_attention(contexts, rows)
+        self._choose_by_attention(contexts, rows, earlier)
         timer.mark("ask")
-        jobs = [self._job(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
+        jobs = [
+            self._job(c, row[: c.slots], before)
+            for c, row, before in zip(contexts, rows, earlier, strict=True)
+        ]
         stages.reach("recompute")
         loading = self.gather.loading is not None
         passed = self.fused_question.run(contexts, rows, jobs, loading=loading) if whole else None
@@ -81,45 +86,87 @@ class Composer:
             context.timer = timer
         return timer
 
-    def _choose_by_attention(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> None:
+    def _earlier(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
+        """The tokens of a session's earlier turns that its key lacks, as rows; None if it has them all.
+
+        They end with the answer's last token, which no pass has read yet, and the template's text behind it.
+        """
+        positions = context.earlier
+        if not len(positions):
+            return None
+        return RecomputeJob.plan(
+            np.frombuffer(context.ids, dtype=np.int64)[positions],
+            positions,
+            context.selection.kept.numpy(),
+            target,
+            first_document=context.own_start,
+        )
+
+    def _run_apart(
+        self,
+        contexts: Sequence[ComposedContext],
+        rows: Sequence[torch.Tensor],
+        earlier: list[RecomputeJob | None],
+    ) -> None:
+        """Run those ``earlier`` rows that cannot ride with a later pass, and take them off the list."""
+        apart: list[RecomputeJob] = []
+        for number, (context, row, job) in enumerate(zip(contexts, rows, earlier, strict=True)):
+            selection = context.selection
+            cut = selection.needs_question_attention and (
+                not _is_whole(context, row) or context.partial.rule.reads_anchors
+            )
+            if job is not None and (cut or selection.fuse or selection.deviation_share is not None):
+                apart.append(job)
+                earlier[number] = None
+        if apart:
+            recompute(self._runner, apart, self.graphs)
+
+    def _choose_by_attention(
+        self,
+        contexts: Sequence[ComposedContext],
+        rows: Sequence[torch.Tensor],
+        earlier: list[RecomputeJob | None],
+    ) -> None:
         """Settle rules that choose by what the question attends to, in one pass of all such questions over
-        their composed contexts.
+        their composed contexts. ``earlier`` rows ride along and are taken off the list.
         """
         pending = [
-            (context, row)
-            for context, row in zip(contexts, rows, strict=True)
+            (number, context)
+            for number, context in enumerate(contexts)
             if context.selection.needs_question_attention
         ]
         if not pending:
             return
-        questions = [self._question(context, row) for context, row in pending]
-        for (context, _), weights in zip(pending, self._attention(pending, questions), strict=True):
-            chosen = context.partial.recomputed(context.selection.kept, context.in_order, weights)
+        questions = [self._question(context, rows[number], earlier[number]) for number, context in pending]
+        weights = self._attention([context for _, context in pending], questions)
+        for (number, context), seen in zip(pending, weights, strict=True):
+            earlier[number] = None
+            chosen = context.partial.recomputed(context.selection.kept, context.in_order, seen)
             chosen = self._ranks.first(chosen)  # their analyses may differ, as in the selection stage
             context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
 
     def _attention(
-        self, pending: Sequence[tuple[ComposedContext, torch.Tensor]], questions: Sequence[QuestionRows]
+        self, contexts: Sequence[ComposedContext], questions: Sequence[QuestionRows]
     ) -> list[torch.Tensor]:
         """What each question attends to, as its rule measures it."""
-        whole = [n for n, (context, _) in enumerate(pending) if not context.partial.rule.reads_anchors]
+        whole = [n for n, context in enumerate(contexts) if not context.partial.rule.reads_anchors]
         found: dict[int, torch.Tensor] = {}
         if whole:
             wanted = [questions[n] for n in whole]
             found |= zip(whole, attention(self._runner, wanted, self.graphs), strict=True)
-        few = [n for n in range(len(pending)) if n not in found]
+        few = [n for n in range(len(contexts)) if n not in found]
         if few:
             found |= zip(
                 few,
                 anchor_attention(
                     self._runner,
                     [questions[n] for n in few],
-                    [self._anchors(pending[n][0], questions[n].slots) for n in few],
-                    pending[few[0]][0].critical_layers,
+                    [self._anchors(contexts[n], questions[n].slots) for n in few],
+                    contexts[few[0]].critical_layers,
                 ),
                 strict=True,
             )
-        return [found[n] for n in range(len(pending))]
+        return [found[n] for n in range(len(contexts))]
 
     def _anchors(self, context: ComposedContext, slots: torch.Tensor) -> list[torch.Tensor]:
         """The slots of the context's anchors in each layer."""
@@ -127,7 +174,9 @@ class Composer:
         places = anchors_of(kept, self._runner.token_to_kv_pool.layer_num)
         return [slots[upload(place.numpy(), self._device)] for place in places]
 
-    def _question(self, context: ComposedContext, row: torch.Tensor) -> QuestionRows:
+    def _question(
+        self, context: ComposedContext, row: torch.Tensor, earlier: RecomputeJob | None
+    ) -> QuestionRows:
         slots, own = row[: context.slots], row[context.slots : context.slots + context.question_tokens]
         return QuestionRows(
             ids=context.question,
@@ -136,17 +185,21 @@ class Composer:
             first=context.plan.spans[0].end,
             kept=upload(context.selection.kept.numpy(), self._device),
             slots=slots,
-            job=context.question_job(slots, own) if len(own) == context.question_tokens else None,
+            job=context.question_job(slots, own).behind(earlier) if _is_whole(context, row) else None,
         )
 
-    def _job(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
-        """The context's part of the recompute pass; None if nothing is recomputed."""
+    def _job(
+        self, context: ComposedContext, target: torch.Tensor, earlier: RecomputeJob | None
+    ) -> RecomputeJob | None:
+        """The context's part of the recompute pass, behind its ``earlier`` rows; None if nothing is
+        recomputed."""
         selection = context.selection
         kept = selection.kept.numpy()
         choosing = selection.deviation_share is not None
         positions = np.unique(kept) if choosing else selection.recomputed.numpy()
+        positions = positions[positions >= context.own_start]
         if not len(positions):
-            return None
+            return earlier
         job = RecomputeJob.plan(
             np.frombuffer(context.ids, dtype=np.int64)[positions],
             positions,
@@ -158,15 +211,22 @@ class Composer:
         )
         if selection.compact:
             job.positions = upload(np.searchsorted(kept, positions), self._device)
-        return job if job.recomputed or not choosing else None
+        return job.behind(earlier) if job.recomputed or not choosing else None
+
+
+def _is_whole(context: ComposedContext, row: torch.Tensor) -> bool:
+    """True if the question has all its slots by now."""
+    return len(row) >= context.slots + context.question_tokens
 
 
 def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
-    """The part of a `Gather` call that brings what the context needs now into ``slots``."""
+    """The part of a `Gather` call that brings what the context needs now into ``slots``. A session's earlier
+    turns are there already, or rows of a pass.
+    """
     starts = np.array([span.start for span in context.plan.spans], dtype=np.int64)
     return Filling(
-        kept=context.needed.numpy(),
-        slots=slots,
+        kept=context.needed.numpy()[..., context.own_start :],
+        slots=slots[context.own_start :],
         starts=starts,
         shifts=starts if context.partial.rotate else np.zeros_like(starts),
         sources=[

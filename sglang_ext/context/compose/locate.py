@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
-from sglang_ext.protocol import Span
+from sglang_ext.protocol import SessionPart, Span, composed_session_key
 
 _MAX_LOADS = 9  # of one block: requests that evict each other's host pages end as misses, not in a loop
 
@@ -36,7 +36,11 @@ class Locator:
         missing: list[int] = []
         loading = False
         for i, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True)):
-            found = self._find(context, i, span, key)
+            found: Any
+            if i == 0 and context.goes_on and context.plan.session is not None:
+                found = self._dialogue(context, context.plan.session)
+            else:
+                found = self._find(context, i, span, key)
             if found == "loading":
                 loading = True
             elif found is None:
@@ -83,6 +87,32 @@ class Locator:
         context.tickets[key] = self._tiers.load(key, absent)
         return "loading"
 
+    def held(self, context: ComposedContext) -> int:
+        """The tokens of the dialogue so far that the session's key has now, without locking them."""
+        if context.plan.session is None:
+            return 0
+        ids = context.ids[: context.own_start]
+        return int(self._tree.peek(ids, composed_session_key(context.plan.session.key)))
+
+    def _dialogue(self, context: ComposedContext, session: SessionPart) -> DocumentOnDevice | None:
+        """The locked KV of the dialogue so far, as much as the session's key has; None where that is less
+        than the plan needs. A page that is not full is missing from the tree.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        context.held = 0
+        key = composed_session_key(session.key)
+        if self._is_removed(key):
+            return None
+        ids = RadixKey(context.ids[: context.own_start], extra_key=key)
+        match = self._tree.match_prefix(MatchPrefixParams(key=ids))
+        if len(match.device_indices) <= session.held - self._tree.page_size:
+            return None
+        context.held = len(match.device_indices)
+        self._tree.inc_lock_ref(match.last_device_node)
+        return DocumentOnDevice(match.device_indices, match.last_device_node)
+
     def _on_device(self, context: ComposedContext, span: Span, key: str) -> Any:
         if context.below_device:
             return None
@@ -94,6 +124,7 @@ class Locator:
         wanted = sum(
             len(context.blocks(number, self._block))
             for number, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True))
+            if not (context.goes_on and number == 0)
             if self._on_device(context, span, key) is None
         )
         if wanted <= self._tiers.host_limit:

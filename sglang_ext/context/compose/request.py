@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ class ComposedContext:
     failure: str | None = None  # the message that the request ends with
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     below_device: bool = False  # take documents from host or disk even where the device has them
+    held: int = 0  # leading tokens whose KV the session's key has; those behind it in the first span are rows
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
     critical_layers: tuple[int, ...] = ()  # in which the question's attention counts, for rules with anchors
     waiting_since: float | None = None
@@ -89,6 +91,26 @@ class ComposedContext:
     def needed(self) -> torch.Tensor:
         """Positions whose KV is needed now: the selection's or, before it, the partial selection's."""
         return self.partial.kept if self.decided is None else self.decided.kept
+
+    @property
+    def goes_on(self) -> bool:
+        """True from the second turn of a session on: the first span is the dialogue so far."""
+        return self.plan.session is not None and self.plan.session.held > 0
+
+    @property
+    def own_start(self) -> int:
+        """The first position that this request fills by its selection: behind the dialogue so far."""
+        return self.plan.spans[0].end if self.goes_on else 0
+
+    @property
+    def earlier(self) -> Ints:
+        """Positions of the dialogue so far that the session's key lacks, and which are computed again."""
+        return np.arange(self.held, self.own_start, dtype=np.int64)
+
+    @property
+    def documents(self) -> Sequence[DocumentOnDevice | DocumentOnHost]:
+        """The sources without the session's own."""
+        return self.sources[1:] if self.goes_on else self.sources
 
     @property
     def in_order(self) -> list[Analysis]:
@@ -127,11 +149,13 @@ class ComposedContext:
         """
         selection, rule = self.selection, self.partial.rule
         documents = selection.slots - self.plan.spans[0].end
+        earlier = max(0, self.own_start - self.held)
         if selection.deviation_share is not None:  # all kept tokens go through layer 0 and most of layer 1
-            return math.ceil(selection.deviation_share * documents + 2 * selection.slots / layers)
+            through_two = 2 * (selection.slots - self.own_start) / layers
+            return earlier + math.ceil(selection.deviation_share * documents + through_two)
         if selection.needs_question_attention:
-            return math.ceil(rule.share * documents) + self.question_tokens
-        return len(selection.recomputed)
+            return earlier + math.ceil(rule.share * documents) + self.question_tokens
+        return earlier + int((selection.recomputed >= self.own_start).sum())
 
     @property
     def delta(self) -> int:
@@ -174,6 +198,8 @@ def report_of(context: ComposedContext) -> ContextReport:
         recompute_graph=context.by_graph,
         one_pass=context.fused,
         keep_reason=context.selection.reason,
+        session_held=context.held,
+        session_computed=len(context.earlier),
     )
 
 

@@ -76,7 +76,7 @@ class Admission:
         decision, slots = self._decide(adder, req, context)
         if slots is not None:
             return self._add(adder, req, context, slots, add)
-        locks_device = any(isinstance(source, DocumentOnDevice) for source in context.sources)
+        locks_device = any(isinstance(source, DocumentOnDevice) for source in context.documents)
         self._locator.unlock(context)
         if decision is Decision.FAILED:
             return None
@@ -111,6 +111,8 @@ class Admission:
         if context.decided is None:
             return (Decision.MISSING if context.missing else Decision.WAIT), None
         sglang_req.shrink(req, context, self._tree)
+        if context.goes_on:
+            context.held = self._locator.held(context)
         if self._step_is_full(adder, context):
             return Decision.NEXT_STEP, None
         missing = stages.run("load", context.fail, self._locator.resolve, context)
@@ -123,16 +125,22 @@ class Admission:
         context.missing = self._ranks.any_missing(missing or [], len(context.keys))
         if context.missing:
             return Decision.MISSING, None
-        slots = self._reserve(adder, req, context.slots)
+        slots = self._reserve(adder, req, context.slots, context.held)
         return (Decision.NO_ROOM if slots is None else Decision.READY), slots
 
     def _add(
         self, adder: Any, req: Any, context: ComposedContext, slots: torch.Tensor, add: Callable[[], Any]
     ) -> Any:
         """Admit the request with its slots as a prefix; give everything back if SGLang declines."""
-        req.prefix_indices = slots[: context.slots]
-        # composed tokens are no prefix hits, neither in the sum nor by tier
-        req.already_computed = context.slots
+        before = getattr(req, "last_node", None), getattr(req, "cache_protected_len", 0)
+        req.prefix_indices = slots[: context.slots - context.held]
+        if context.goes_on and isinstance(context.sources[0], DocumentOnDevice):
+            # SGLang locks the node for the request, and frees none of its slots at the end
+            dialogue = context.sources[0]
+            req.prefix_indices = torch.cat((dialogue.slots, req.prefix_indices))
+            req.last_node, req.cache_protected_len = dialogue.node, context.held
+        # composed tokens are no prefix hits, neither in the sum nor by tier; those of a session are
+        req.already_computed = context.slots - context.held
         req._cache_breakdown_computed = True
         context.filled = False
         hits, rows = adder.log_hit_tokens, context.recompute_rows(self._layers)
@@ -143,6 +151,7 @@ class Admission:
             raise
         if not adder.can_run_list or adder.can_run_list[-1] is not req:
             req.prefix_indices = torch.empty((0,), dtype=torch.int64, device=slots.device)
+            req.last_node, req.cache_protected_len = before
             self._release(context, slots)
             return result
         adder.log_hit_tokens = hits
@@ -157,7 +166,7 @@ class Admission:
         return result
 
     def _account(self, context: ComposedContext) -> None:
-        for tier, documents in Counter(map(tier_of, context.sources)).items():
+        for tier, documents in Counter(map(tier_of, context.documents)).items():
             self._tiers.count(tier, documents)
 
     def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:
@@ -198,14 +207,15 @@ class Admission:
             time.sleep(_POLL_S)
         return AddReqResult.CONTINUE
 
-    def _reserve(self, adder: Any, req: Any, count: int) -> torch.Tensor | None:
-        """Slots int64 for ``count`` tokens in whole pages, evicting from the tree if that helps; None if they
-        do not fit, or if SGLang would find no room for the rest of the prompt and the answer beside them.
+    def _reserve(self, adder: Any, req: Any, count: int, held: int) -> torch.Tensor | None:
+        """Slots int64 for ``count`` tokens without the first ``held``, in whole pages, evicting from the tree
+        if that helps; None if they do not fit, or if SGLang would find no room for the rest of the prompt and
+        the answer beside them.
         """
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
         page, made = self._tree.page_size, len(req.output_ids)
-        wanted = -(-count // page) * page
+        wanted = -(-(count - held) // page) * page
         rest = len(req.origin_input_ids) + made - count
         answer = min(max(req.sampling_params.max_new_tokens - made, 0), CLIP_MAX_NEW_TOKENS)
         if wanted + rest + answer + page >= adder.rem_total_tokens:

@@ -28,11 +28,12 @@ from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
+from sglang_ext.context.selection.base import keeps_all
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.model import NotComposable, check_layers, forward_stream
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
 from sglang_ext.ranks import Ranks
 
 ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
@@ -131,14 +132,21 @@ class Composition:
     def attach(self, req: Any, plan: ContextPlan, keys: tuple[str, ...]) -> None:
         """Make a new request a composed one; ``keys`` are those of the plan's spans. Raises PlanError."""
         partial = partial_selection(plan, self._shape)
+        if plan.session is not None and not keeps_all(partial):
+            raise PlanError(
+                "a session keeps its documents whole, because later questions are about other parts of them: "
+                "use a strategy that keeps all tokens where they are, such as concat or prefix"
+            )
         context = ComposedContext(plan, array("q", req.origin_input_ids), keys, partial)
         if partial.needs_analysis:
             self.stage.add(context)
         else:
             context.decided = partial.settle()
         sglang_req.limit_answer(req, self._context_length)
-        sglang_req.compact(req, context)
-        req.extra_key = f"composed:{req.rid}"
+        if plan.session is None:  # the tree knows a session's KV by its tokens
+            sglang_req.compact(req, context)
+        session = plan.session
+        req.extra_key = f"composed:{req.rid}" if session is None else composed_session_key(session.key)
         req.ragserve = context
 
     def before_forward(self, batch: Any) -> None:

@@ -124,6 +124,8 @@ class ContextRuntime:
                 return
             keys = (document_key(plan.namespace, self.fingerprint, ids[s.start : s.end]) for s in plan.spans)
             self.composition.attach(req, plan, tuple(keys))
+            if plan.session is not None:
+                self.documents.caching_request(req)
         except PlanError as error:
             self.refuse(req, str(error))
         except Exception as error:  # a client's plan may hold anything
@@ -140,8 +142,14 @@ class ContextRuntime:
         """True if the request's prefix is a composed context."""
         return is_composed(req)
 
+    def in_session(self, req: Any) -> bool:
+        """True for a composed request of a session."""
+        return is_composed(req) and req.ragserve.plan.session is not None
+
     def before_release(self, req: Any, tokens: int) -> None:
         """A request has ended and still has its row and slots."""
+        if self.in_session(req) and sglang_req.is_aborted(req):
+            req.ragserve_private = True
         if self._attention is not None:
             stages.run("release", stages.ending([req]), self._attention.on_finished, req, tokens)
 

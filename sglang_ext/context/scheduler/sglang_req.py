@@ -87,6 +87,13 @@ def shrink(req: Any, context: ComposedContext, tree: Any) -> None:
         req.init_next_round_input(tree)
 
 
+def is_aborted(req: Any) -> bool:
+    """True for a request that has ended without an answer."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(req.finished_reason, FINISH_ABORT)
+
+
 def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
     """Finish the request with an error, as SGLang does for bad requests but without its log line: a miss is
     no error.

@@ -130,3 +130,9 @@ class PartialSelection:
             return torch.empty(0, dtype=torch.int64)  # no documents
         initial = 1 if self.samkv is None else self.samkv.initial_blocks
         return rules.choose(Kept(self.plan, kept, analyses, initial, attention), self.rule)
+
+
+def keeps_all(partial: PartialSelection) -> bool:
+    """True if every layer keeps every token at its place in the full prompt."""
+    whole = partial.kept.dim() == 1 and len(partial.kept) == partial.plan.question_start
+    return whole and not partial.selects and not partial.compact and partial.rotate

@@ -119,6 +119,7 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     )
     tree.observer = SimpleNamespace(
         is_composed=lambda req: kind == "composed",
+        in_session=lambda req: False,
         before_release=lambda req, tokens: None,
         on_document=lambda req, slots: None,
         on_finished=lambda: None,
@@ -141,3 +142,49 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     tree.cache_finished_req(request, kv_len_to_handle=8)
     assert tree.total_size() == (8 if kind == "ordinary" else 0)
     assert sorted(freed) == ([] if kind == "ordinary" else list(range(8)))
+
+
+@pytest.mark.parametrize("ends", ["well", "aborted", "taken back"])
+def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any, ends: str) -> None:
+    """What the tree has is not freed, what a turn adds enters it if it ends well, and no slot is lost."""
+    slots, freed = torch.randperm(24), []
+    tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
+    tree.token_to_kv_pool_allocator = SimpleNamespace(
+        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist())
+    )
+    tree.observer = SimpleNamespace(
+        is_composed=lambda req: True,
+        in_session=lambda req: True,
+        before_release=lambda req, tokens: None,
+        on_document=lambda req, slots: pytest.fail("a turn is no document"),
+        on_finished=lambda: None,
+    )
+    key, ids = "session:n:s:composed", array("q", range(100, 124))
+
+    def request(end: int, **fields: Any) -> Any:
+        return SimpleNamespace(
+            origin_input_ids=ids[: end - 2],
+            output_ids=ids[end - 2 : end],
+            extra_key=key,
+            req_pool_idx=0,
+            session=None,
+            **fields,
+        )
+
+    first = request(12, cache_protected_len=0, last_node=None, ragserve_private=False)
+    tree.cache_finished_req(first, kv_len_to_handle=12)
+    assert tree.total_size() == 12
+    assert found(tree, ids[:12], key) == slots[:12].tolist()
+    assert tree.peek(ids, key) == 12
+    node = tree.document(ids[:12], key)[1]
+    tree.inc_lock_ref(node)  # as SGLang does for a request's `last_node`
+    then = request(24, cache_protected_len=12, last_node=node, ragserve_private=ends == "aborted")
+    tree.cache_finished_req(then, is_insert=ends != "taken back", kv_len_to_handle=24)
+    assert node.lock_ref == 0
+    if ends == "well":
+        assert found(tree, ids, key) == slots.tolist()
+        assert freed == []
+    else:
+        assert tree.total_size() == 12
+        assert sorted(freed) == sorted(slots[12:].tolist())
+    assert not tree.document_tokens, "a session's KV is no document's"

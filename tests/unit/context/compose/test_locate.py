@@ -15,7 +15,7 @@ import torch
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, tier_of
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.protocol import ContextPlan, SessionPart, Span, composed_session_key, session_key
 from tests.unit.documents.document_samples import SHAPE, Sample, flushed, opened
 
 BLOCK = SHAPE.block
@@ -140,3 +140,50 @@ def test_a_request_for_more_than_the_host_holds_ends_as_misses_and_says_why(tmp_
         assert resolved(locator, context) == [], "the third is on the device"
         locator.unlock(context)
         store.check_integrity()
+
+
+def test_the_dialogue_so_far_is_found_under_the_session_s_key(tmp_path: Path) -> None:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from tests.unit.documents.test_radix import insert
+
+    page, end, needed = 4, 30, 22
+    tree = DocumentRadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=None,
+            page_size=page,
+            enable_kv_cache_events=False,
+        )
+    )
+    ids, slots = array("q", range(100, 140)), torch.randperm(64)
+    session = SessionPart(session_key("n", "s"), needed)
+    plan = ContextPlan("compose", "n", "concat", (Span(0, end),), session=session)
+    removed: set[str] = set()
+
+    def context() -> ComposedContext:
+        return ComposedContext(plan, ids, ("whole",), Any)  # type: ignore[arg-type]
+
+    with opened(tmp_path) as store:
+        locator = Locator(tree, store, removed.__contains__, BLOCK)
+        key = composed_session_key(session.key)
+        insert(tree, ids[:16], slots, key=key)
+        one = context()
+        assert locator.resolve(one) == [0], "less than what nobody else has"
+        assert (locator.held(one), one.held, one.sources) == (16, 0, [])
+        insert(tree, ids[:20], slots, key=key)  # a page that is not full is not in the tree
+        assert locator.resolve(one) == []
+        assert one.held == len(one.sources[0].slots) == 20  # type: ignore[union-attr]
+        assert one.earlier.tolist() == list(range(20, end))
+        assert tree.protected_size() == 20
+        locator.unlock(one)
+        insert(tree, ids[:36], slots, key=key)
+        one = context()
+        assert locator.resolve(one) == []
+        assert one.held == 28, "no more than the dialogue so far, in whole pages"
+        locator.unlock(one)
+        assert tree.protected_size() == 0
+        removed.add(key)
+        assert locator.resolve(context()) == [0]

@@ -13,11 +13,12 @@ import torch
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
-from sglang_ext.protocol import MISSING_PREFIX, ContextPlan, Span
+from sglang_ext.protocol import MISSING_PREFIX, ContextPlan, SessionPart, Span, session_key
 from sglang_ext.ranks import Ranks
 
 TOTAL = 12  # tokens of the context: system text and one document
 QUESTION, ANSWER, PAGE = 3, 10, 4
+HELD = 4  # tokens of a session's dialogue so far, all of the first span
 
 
 class Engine:
@@ -28,8 +29,14 @@ class Engine:
     ) -> None:
         self.free, self.missing, self.counted = free, missing or [], []
         self.loading, self.evictable, self.evicted = False, 0, 0
+        session = options.pop("session", None)
         plan = ContextPlan(
-            "compose", "n", options.pop("strategy", "concat"), (Span(0, 4), Span(4, TOTAL)), options
+            "compose",
+            "n",
+            options.pop("strategy", "concat"),
+            (Span(0, 4), Span(4, TOTAL)),
+            options,
+            session=session,
         )
         partial = partial_selection(plan, ModelShape(2))
         self.context = ComposedContext(plan, array("q", range(TOTAL + QUESTION)), ("a", "b"), partial)
@@ -75,7 +82,11 @@ class Engine:
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
         context.sources = [DocumentOnDevice(torch.arange(4), "node")] * (2 - len(self.missing))
+        context.held = HELD if context.goes_on else 0
         return None if self.loading else self.missing
+
+    def held(self, context: ComposedContext) -> int:
+        return HELD
 
     def unlock(self, context: ComposedContext) -> None:
         context.sources = []
@@ -240,3 +251,42 @@ def test_a_failed_request_that_was_taken_back_is_not_composed_again() -> None:
     assert engine.free == 100
     assert engine.req.to_finish.message == "ragserve: stage 'forward' failed"
     assert engine.req.ragserve is None
+
+
+SESSION = SessionPart(session_key("n", "s"), 3)
+
+
+def test_a_turn_of_a_session_gets_slots_for_what_is_new_only() -> None:
+    engine = Engine(session=SESSION, recompute="all")
+    assert engine.admit() == f"{50 - (TOTAL - HELD)} left", "the dialogue so far is not computed again"
+    assert engine.free == 100 - (TOTAL - HELD)
+    assert engine.req.prefix_indices.tolist() == [*range(HELD), *range(TOTAL - HELD)]
+    assert (engine.req.last_node, engine.req.cache_protected_len) == ("node", HELD)
+    assert engine.req.already_computed == TOTAL - HELD, "SGLang counts the rest as found in the cache"
+    assert engine.counted == [("device", 1)], "the dialogue is no document"
+
+
+def test_a_declined_turn_leaves_no_lock_and_no_slots() -> None:
+    engine = Engine(session=SESSION)
+    engine.req.last_node, engine.req.cache_protected_len = "root", 0
+    assert engine.admit(accepted=False) == "added"
+    assert engine.free == 100
+    assert not engine.context.sources
+    assert not len(engine.req.prefix_indices)
+    assert (engine.req.last_node, engine.req.cache_protected_len) == ("root", 0)
+
+
+def test_a_dialogue_in_the_way_of_its_own_turn_ends_it_with_the_reason() -> None:
+    """Its new document is taken from host, the dialogue itself is nowhere else."""
+    engine = Engine(free=4, session=SESSION)
+    assert engine.admit() == "CONTINUE"
+    held = engine.resolve
+
+    def from_host(context: ComposedContext) -> list[int] | None:
+        held(context)
+        context.sources = context.sources[:1]
+        return []
+
+    engine.resolve = from_host  # type: ignore[method-assign]
+    assert engine.admit() == "added"
+    assert "more than the pool can give" in engine.req.to_finish.message

@@ -1,0 +1,69 @@
+"""A session's KV goes when it is ended, and when a document of its namespace is removed."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.documents.device import DeviceDocuments
+from sglang_ext.protocol import composed_session_key, prefix_key, session_key
+from tests.unit.documents.test_radix import insert, tree_of
+
+OURS, THEIRS = session_key("acme", "a" * 32), session_key("acme-old", "b" * 32)
+COMPOSED = composed_session_key(OURS)
+
+
+class Running:
+    """A request of SGLang's that caches under its key."""
+
+    def __init__(self, key: str) -> None:
+        self.extra_key = key
+
+
+@pytest.fixture
+def tree() -> Any:
+    tree = tree_of(1)
+    tree.freed = []
+    tree.token_to_kv_pool_allocator = SimpleNamespace(free=lambda slots: tree.freed.extend(slots.tolist()))
+    for number, key in enumerate((OURS, COMPOSED, THEIRS, prefix_key("acme"))):
+        insert(tree, array("q", range(8)), torch.arange(8) + 8 * number, key=key)
+    return tree
+
+
+def documents_of(tree: Any) -> DeviceDocuments:
+    tiers: Any = SimpleNamespace(remove=lambda key: False)
+    return DeviceDocuments(None, tree, tiers)
+
+
+def test_the_end_of_a_session_frees_all_of_its_kv_and_no_other(tree: Any) -> None:
+    documents, running = documents_of(tree), Running(COMPOSED)
+    documents.caching_request(running)
+    documents.remove_session(OURS)
+    assert sorted(tree.freed) == list(range(16))
+    assert set(tree.tokens_by_key()) == {THEIRS, prefix_key("acme")}
+    assert running.ragserve_private, "an answer under way does not bring it back"  # type: ignore[attr-defined]
+
+
+def test_kv_that_a_turn_reads_goes_when_it_has_ended(tree: Any) -> None:
+    documents = documents_of(tree)
+    node = tree.document(array("q", range(8)), COMPOSED)[1]
+    tree.inc_lock_ref(node)
+    documents.remove_session(OURS)
+    assert documents.is_removed(COMPOSED), "and no other turn finds it"
+    assert sorted(tree.freed) == list(range(8))
+    tree.dec_lock_ref(node)
+    documents.sweep()
+    assert sorted(tree.freed) == list(range(16))
+    assert not documents.is_removed(COMPOSED)
+
+
+def test_a_removed_document_takes_the_sessions_of_its_namespace_along(tree: Any) -> None:
+    documents, running = documents_of(tree), Running(session_key("acme", "c" * 32))
+    documents.exact_request(running)
+    documents.remove(["d" * 32], "acme")
+    assert set(tree.tokens_by_key()) == {THEIRS}
+    assert running.ragserve_private  # type: ignore[attr-defined]
