@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_ext.protocol import ContextReport, DecodeReport, RetrievalScores, Span
+from sglang_ext.protocol import ContextReport, DecodeReport, RetrievalScores, SessionPart, Span
 
 # SGLang keeps a few positions of the context to itself; they must not cut an answer short.
 _RESERVED_TOKENS = 8
@@ -45,7 +45,10 @@ class GenerateRequest:
             engine with sparse decoding.
         unregistered: Numbers of the spans whose texts no index has, such as documents sent with a query.
             Their KV stays in memory: no removal would ever name it, to erase it from disk.
-        scores: What the retriever knows of the documents, for strategies that choose among their tokens."""
+        scores: What the retriever knows of the documents, for strategies that choose among their tokens.
+        session: The dialogue that the request goes on with, whose KV is kept apart from all other.
+        earlier: Makes the request of the session's previous turn, by which a composed turn's KV is computed
+            again when it has been evicted; None in the first turn."""
 
     rid: str
     input_ids: list[int]
@@ -59,6 +62,8 @@ class GenerateRequest:
     decode: Mapping[str, Any] = field(default_factory=dict)
     unregistered: Sequence[int] = ()
     scores: RetrievalScores | None = None
+    session: SessionPart | None = None
+    earlier: Callable[[], GenerateRequest] | None = None
 
 
 @dataclass(frozen=True, slots=True)

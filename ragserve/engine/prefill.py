@@ -29,6 +29,10 @@ _Key = tuple[str, bool, bool, tuple[int, ...]]
 analysis."""
 
 
+class _NotKept(Exception):
+    """The cache loses what a request needs as fast as it is computed."""
+
+
 class Documents:
     """Prefills documents for the cache. Concurrent requests for the same document share one prefill."""
 
@@ -40,6 +44,22 @@ class Documents:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Stream a composed request. Falls back to strategy ``prefix`` if its documents do not stay cached;
         ``GenerateChunk.fallback`` then gives the reason."""
+        try:
+            async with aclosing(self._composed(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        except _NotKept as error:  # always before the first chunk
+            reason = str(error)
+        log.warning("request %s is answered by strategy prefix: %s", request.rid, reason)
+        async with aclosing(self._send(replace(request, strategy="prefix"))) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, fallback=reason)
+
+    async def _composed(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Stream a composed request, after computing what it lacks: documents and, of a session, the turns
+        before it, each once. Raises _NotKept."""
+        repeated = False
         for _ in range(ROUNDS):
             try:
                 async with aclosing(self._send(request)) as chunks:
@@ -47,13 +67,18 @@ class Documents:
                         yield chunk
                 return
             except DocumentsMissing as missing:  # always before the first chunk
+                documents = [i for i in missing.spans if i or request.earlier is None]
+                if request.earlier is not None and 0 in missing.spans:
+                    if repeated:
+                        raise _NotKept(
+                            "its dialogue did not stay in the cache: give it more memory"
+                        ) from None
+                    repeated = True
+                    async for _chunk in self._composed(request.earlier()):
+                        pass
                 # Not analysed: if this request needs analyses, the engine computes them before composing.
-                await self.prefill(request, [request.spans[i] for i in missing.spans], analyse=False)
-        reason = f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory"
-        log.warning("request %s is answered by strategy prefix: %s", request.rid, reason)
-        async with aclosing(self._send(replace(request, strategy="prefix"))) as chunks:
-            async for chunk in chunks:
-                yield replace(chunk, fallback=reason)
+                await self.prefill(request, [request.spans[i] for i in documents], analyse=False)
+        raise _NotKept(f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory")
 
     def _send(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         return self._run(payload(request, new_rid(request.rid)), len(request.input_ids))

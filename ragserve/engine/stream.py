@@ -49,7 +49,8 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     """Build the fields of SGLang's ``GenerateReqInput``.
 
     ``extra_key`` separates prefix caches: per namespace, so that no tenant's cached tokens answer another's
-    query, and per request for strategy ``full``, so that everything is prefilled."""
+    query, per session, whose caches no other request may use, and per request for strategy ``full``, so that
+    everything is prefilled."""
     s = request.sampling
     sampling: dict[str, Any] = {
         "max_new_tokens": s.max_new_tokens,
@@ -80,11 +81,20 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         custom[DECODE_FIELD] = json.dumps(dict(request.decode))
     if request.strategy not in EXACT_STRATEGIES:
         plan = ContextPlan(
-            "compose", request.namespace, request.strategy, request.spans, request.options, request.scores
+            "compose",
+            request.namespace,
+            request.strategy,
+            request.spans,
+            request.options,
+            request.scores,
+            request.session,
         )
         custom[PLAN_FIELD] = plan.to_json()
+    elif request.strategy == "full":
+        fields["extra_key"] = f"full:{rid}"
     else:
-        fields["extra_key"] = f"full:{rid}" if request.strategy == "full" else prefix_key(request.namespace)
+        session = request.session
+        fields["extra_key"] = prefix_key(request.namespace) if session is None else session.key
     if custom:
         sampling["custom_params"] = custom
     return fields

@@ -16,12 +16,12 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
 from ragserve.errors import EngineError
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan, Span
+from sglang_ext.protocol import PLAN_FIELD, ContextPlan, SessionPart, Span, session_key
 
 
 class Engine:
     """Keeps documents by their ids. ``hold`` makes prefills wait; ``loses`` keeps none; ``fails`` is raised
-    by the next prefill.
+    by the next prefill; ``forgets`` keeps no dialogue.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,26 @@ class Engine:
         self.hold.set()
         self.loses = False
         self.fails: Exception | None = None
+        self.forgets = False
+        self.dialogues: set[tuple[int, ...]] = set()  # beginnings of what a session's key has
+        self.asked: list[list[int]] = []  # prompts of composed requests
         self.documents = Documents(self._run, self._run_together)
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         plan = fields["sampling_params"].get("custom_params")
         if plan is not None:
             spans = json.loads(plan[PLAN_FIELD])["spans"]
-            missing = [
-                i for i, (a, b) in enumerate(spans) if tuple(fields["input_ids"][a:b]) not in self.cached
-            ]
+            _, held = json.loads(plan[PLAN_FIELD]).get("session", (None, 0))
+            ids = fields["input_ids"]
+            missing = [i for i, (a, b) in enumerate(spans) if tuple(ids[a:b]) not in self.cached]
+            if held:
+                missing = [i for i in missing if i]
+                missing += [0] * (tuple(ids[:held]) not in self.dialogues)
+            self.asked.append(list(ids))
             if missing:
                 raise DocumentsMissing(missing)
+            if not self.forgets:
+                self.dialogues |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
         yield GenerateChunk(
             "composed" if plan else "exact", EngineUsage(prompt_tokens), EngineTimings(), "stop"
         )
@@ -170,5 +179,54 @@ def test_documents_that_do_not_stay_are_answered_exactly() -> None:
         assert chunk.fallback is not None
         assert "did not stay in the cache" in chunk.fallback
         assert len(engine.messages) == ROUNDS
+
+    asyncio.run(work())
+
+
+def dialogue(turns: int) -> GenerateRequest:
+    """The last request of a session whose turns have a document and a question each."""
+    made: GenerateRequest | None = None
+    ids: list[int] = [1]
+    for turn in range(turns):
+        start, before, held = len(ids), made, 0 if made is None else made.spans[-1].end
+        ids = [*ids, 10 + turn, 99]
+        made = GenerateRequest(
+            f"turn{turn}",
+            ids,
+            "n",
+            "concat",
+            spans=(Span(0, start), Span(start, start + 1)),
+            session=SessionPart(session_key("n", "s"), held),
+            earlier=None if before is None else lambda before=before: before,  # type: ignore[misc]
+        )
+        ids = [*ids, 50 + turn]  # the answer
+    assert made is not None
+    return made
+
+
+def test_evicted_turns_of_a_session_are_composed_again_as_far_back_as_they_are_missing() -> None:
+    async def work() -> None:
+        engine, last = Engine(), dialogue(4)
+        ids = last.input_ids
+        engine.dialogues.add(tuple(ids[:2]))  # the first turn's document is still there
+        assert (await answer(engine, last)).text == "composed"
+        ends = [len(prompt) for prompt in engine.asked]
+        assert ends == [12, 9, 6, 6, 9, 12], "what is missing is found going back, and made going forth"
+        assert all(prompt == ids[: len(prompt)] for prompt in engine.asked)
+        engine.asked.clear()
+        assert (await answer(engine, last)).fallback is None
+        assert engine.asked == [ids]
+
+    asyncio.run(work())
+
+
+def test_a_dialogue_that_does_not_stay_is_answered_exactly_after_one_try_a_turn() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.forgets = True
+        chunk = await answer(engine, dialogue(5))
+        assert chunk.text == "exact"
+        assert "dialogue did not stay in the cache" in str(chunk.fallback)
+        assert len(engine.asked) <= 10
 
     asyncio.run(work())
