@@ -26,6 +26,10 @@ DEFAULT_SYSTEM = (
     "Answer the question using only the documents. If they do not hold the answer, say so. "
     "Cite the documents you use as [1], [2], ... in the order in which they are given."
 )
+_DOCUMENTS = ("Documents:\n\n", True)
+_QUESTION = ("Question: ", True)
+_ASKED, _ANSWERED, _NEXT = "\ue000asked\ue001", "\ue000answered\ue001", "\ue000next\ue001"
+_STOP_TOKENS = 16  # most tokens of a text that ends an answer
 _TEXT = 3  # place of the text among the pieces of a document, without a template for documents
 _MARK = re.compile("\ue000([a-z]+[0-9]*)\ue001")
 
@@ -75,7 +79,7 @@ class ChatLayout:
             head = head[: len(head) - len(before)]
         pieces = self._pieces(head, {"system": system or ""})
         if self.form == "messages" and has_documents:
-            pieces.append(("Documents:\n\n", True))
+            pieces.append(_DOCUMENTS)
         return pieces
 
     def document(self, title: str, text: str) -> list[Piece]:
@@ -124,7 +128,7 @@ class ChatLayout:
             for m in history:
                 label = "Question: " if m.role == "user" else "Answer: "
                 pieces += [(label, True), (m.content, False), ("\n\n", True)]
-            return [*pieces, ("Question: ", True), (question, False), ("\n\nAnswer:", True)]
+            return [*pieces, _QUESTION, (question, False), ("\n\nAnswer:", True)]
         contents = {f"turn{i}": m.content for i, m in enumerate(history)} | {"question": question}
         documents = 1 if self.form == "documents" and has_documents else 0
         rendered = self._render(
@@ -137,10 +141,42 @@ class ChatLayout:
             trailer = self._doc[-1][0] if self._doc[-1][1] else ""
             rest = rendered[rendered.index(_mark("text0")) + len(_mark("text0")) + len(trailer) :]
         else:
-            first = _mark("turn0") if history else _mark("question")
-            rest = rendered[rendered.index(first) :]
-        heading = [("Question: ", True)] if self.form == "messages" and has_documents else []
+            marks = map(_mark, contents)  # a template may drop earlier messages
+            rest = rendered[min(rendered.index(mark) for mark in marks if mark in rendered) :]
+        heading = [_QUESTION] if self.form == "messages" and has_documents else []
         return [*heading, *self._pieces(rest, contents)]
+
+    def follow_up(self, question: str, *, has_documents: bool) -> tuple[list[Piece], list[Piece]] | None:
+        """Lay out the next turn behind an answer: up to its first document, and from the last one to the
+        start of the next answer. Without documents all is in the second part.
+
+        None if the template drops earlier answers."""
+        dialogue = (Message("user", _ASKED), Message("assistant", _ANSWERED))
+        pieces = self.question(_NEXT, dialogue, has_documents=True)
+        texts = [text for text, _ in pieces]
+        answers = [i for i, text in enumerate(texts) if _ANSWERED in text]
+        if len(answers) != 1 or _NEXT not in texts:
+            return None
+        place = texts.index(_NEXT)
+        before, after = pieces[answers[0] + 1 : place], [(question, False), *pieces[place + 1 :]]
+        if not has_documents:
+            return [], [*before, *after]
+        if self.form == "plain":
+            return before[:-1], [*before[-1:], *after]
+        if self.form == "messages":
+            return [*before, _DOCUMENTS], [_QUESTION, *after]
+        text = "".join(text for text, _ in before)
+        end = self._end_of_turn(text)
+        return [(text[:end], True)], [(text[end:], True), *after]
+
+    def _end_of_turn(self, before: str) -> int:
+        """The place of documents in the text between two turns, by a template that takes documents. Those
+        that a special token begins are no part of a message."""
+        header, trusted = self._doc[0]
+        if self.special_tokens and trusted and self.special_tokens.match(header):
+            ended = self.special_tokens.match(before)
+            return ended.end() if ended else 0
+        return len(before)
 
     def encode(self, pieces: Sequence[Piece]) -> list[int]:
         """Token ids of a segment.
@@ -165,6 +201,19 @@ class ChatLayout:
                     run += part
         if run:
             yield run
+
+    def answer_ids(self, generated: Sequence[int], text: str) -> list[int]:
+        """Token ids of an answer as the next turn repeats it: those ``generated``, without what ended it,
+        where they say ``text``."""
+        end = len(generated)
+        while end and self._says(generated[:end]) != text and len(generated) - end < _STOP_TOKENS:
+            end -= 1
+        while end and self._says(generated[: end - 1]) == text:
+            end -= 1
+        return list(generated[:end]) if self._says(generated[:end]) == text else self._plain(text)
+
+    def _says(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _plain(self, text: str) -> list[int]:
         if not text:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ragserve.answering.chat_template import ChatLayout, Message
-from ragserve.errors import PromptTooLong, Unavailable
+from ragserve.errors import InvalidRequest, PromptTooLong, Unavailable
 from sglang_ext.protocol import Span
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
@@ -105,6 +105,48 @@ class PromptBuilder:
         PromptTooLong if question, history and system text alone do not fit."""
         head = self._head(self._system if system is None else system, has_documents=bool(documents))
         tail = self._layout.encode(self._layout.question(question, history, has_documents=bool(documents)))
+        return self._fitted(head, documents, tail, max_prompt_tokens, cut=cut)
+
+    def follow_up(
+        self,
+        dialogue: Sequence[int],
+        question: str,
+        documents: Sequence[PromptDocument],
+        *,
+        max_prompt_tokens: int,
+        cut: bool = False,
+    ) -> Prompt:
+        """Lay out the next turn behind the ids of a ``dialogue`` that ends with an answer; they become the
+        system segment. Else as `build`; where no document fits, the question alone.
+
+        Raises InvalidRequest if the model's template drops earlier answers."""
+        parts = self._layout.follow_up(question, has_documents=bool(documents))
+        if parts is None:
+            raise InvalidRequest(
+                "The model's chat template drops earlier answers, so it cannot have sessions.",
+                hint="Send the earlier turns as history.",
+                param="session",
+            )
+        before, tail = map(self._layout.encode, parts)
+        prompt = self._fitted([*dialogue, *before], documents, tail, max_prompt_tokens, cut=cut)
+        if prompt.documents_kept or not documents:
+            return prompt
+        alone = self.follow_up(dialogue, question, (), max_prompt_tokens=max_prompt_tokens)
+        return replace(alone, tokens_retrieved=prompt.tokens_retrieved)
+
+    def answer_ids(self, generated: Sequence[int], text: str) -> list[int]:
+        """Token ids of an answer as the next turn repeats it, without what ended it."""
+        return self._layout.answer_ids(generated, text)
+
+    def _fitted(
+        self,
+        head: Sequence[int],
+        documents: Sequence[PromptDocument],
+        tail: Sequence[int],
+        max_prompt_tokens: int,
+        *,
+        cut: bool,
+    ) -> Prompt:
         room = max_prompt_tokens - len(head) - len(tail)
         if room < 0:
             raise PromptTooLong(
@@ -129,7 +171,7 @@ class PromptBuilder:
             ids += tokens
         segments.append(Segment("question", len(ids), len(ids) + len(tail)))
         return Prompt(
-            ids + tail,
+            [*ids, *tail],
             tuple(segments),
             len(shown),
             sum(map(len, encoded)),

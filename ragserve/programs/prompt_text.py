@@ -21,6 +21,7 @@ class PromptText:
     """Writes the parts of a prompt as text. Thread-safe."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, system: str | None = None) -> None:
+        self._tokenizer = tokenizer
         self._layout = ChatLayout(tokenizer)
         self._builder = PromptBuilder(tokenizer, system)
         self._max_prompt_tokens = max_prompt_tokens
@@ -57,6 +58,17 @@ class PromptText:
             "", laid_out, max_prompt_tokens=self._max_prompt_tokens - reserve
         ).documents_kept
 
+    def fitting_behind(
+        self, said: str, question: str, documents: Sequence[tuple[str, str]], reserve: int
+    ) -> int:
+        """Count the leading ``(title, text)`` documents that leave ``reserve`` tokens of the context behind
+        what a state has ``said``, with a further question."""
+        room = self._max_prompt_tokens - reserve
+        kept = len(documents)
+        while kept and self._count(said + self.follow_up(question, documents[:kept])) > room:
+            kept -= 1
+        return kept
+
     def start(self) -> str:
         """Text before the first document."""
         return self._text(self._layout.head(self._system, has_documents=True)).removeprefix(
@@ -71,15 +83,17 @@ class PromptText:
         """Text of the question, up to the start of the answer."""
         return self._text(self._layout.question(question, (), has_documents=True))
 
-    def follow_up(self, question: str) -> str:
-        """Text between two answers: the end of the turn, and the next question."""
-        text = self._after_answer(question)
-        if text is None:
+    def follow_up(self, question: str, documents: Sequence[tuple[str, str]] = ()) -> str:
+        """Text between two answers: the end of the turn, further ``(title, text)`` documents, and the next
+        question."""
+        parts = self._layout.follow_up(question, has_documents=bool(documents))
+        if parts is None:
             raise InvalidRequest(
                 "The model's chat template drops earlier answers, so a state cannot hold a follow-up.",
                 hint="Ask in a fork of the state before the first question.",
             )
-        return text
+        added = [piece for document in documents for piece in self._layout.document(*document)]
+        return self._text([*parts[0], *added, *parts[1]])
 
     def answer_start(self) -> str:
         """Text that the template writes directly before an answer: nothing, or a space."""
@@ -93,15 +107,15 @@ class PromptText:
 
     def answer_end(self) -> str:
         """The token that ends an answer if the template writes one, else nothing."""
-        after = self._after_answer("")
-        return self._eos if self._eos and after is not None and after.startswith(self._eos) else ""
+        after = self._layout.follow_up("", has_documents=False)
+        return (
+            self._eos
+            if self._eos and after is not None and self._text(after[1]).startswith(self._eos)
+            else ""
+        )
 
-    def _after_answer(self, question: str) -> str | None:
-        """Text between two answers; None if the template drops earlier answers."""
-        history = (Message("user", _QUESTION), Message("assistant", _ANSWER))
-        pieces = self._layout.question(question, history, has_documents=True)
-        found = [i for i, (text, _) in enumerate(pieces) if _ANSWER in text]
-        return self._text(pieces[found[0] + 1 :]) if len(found) == 1 else None
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(text).input_ids)
 
     def _text(self, pieces: Sequence[Piece]) -> str:
         return "".join(text if trusted else self._harmless(text) for text, trusted in pieces)
