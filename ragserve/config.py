@@ -331,6 +331,10 @@ class Settings(BaseSettings):
     # limits, so that a request cannot take the server down
     max_query_chars: int = Field(16_384, ge=1, description="Longest question, characters.")
     max_history_messages: int = Field(64, ge=0, description="Most earlier messages in a request.")
+    session_ttl_s: float = Field(
+        3600, gt=0, description="Seconds after a session's last turn at which the server forgets it."
+    )
+    max_sessions: int = Field(64, ge=0, description="Most sessions of an API key in a namespace; 0: none.")
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest JSON request body, bytes.")
     max_upload_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest uploaded or ingested file, bytes."

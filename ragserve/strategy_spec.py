@@ -64,6 +64,15 @@ class StrategySpec:
 
 
 FULL = StrategySpec("full")
+
+
+def keeps_whole(spec: StrategySpec) -> bool:
+    """Return whether a strategy keeps every token of a document at its place, as sessions need it."""
+    given = spec.options
+    whole = given.get("keep", 1) == 1 and given.get("kept_positions", "original") == "original"
+    return spec.name != "samkv" and whole and "experimental" not in given
+
+
 CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"
 """Composed strategies that are worth verifying."""
 

@@ -7,13 +7,18 @@ import time
 from ragserve import tracing
 from ragserve.answering.auto import StrategyChoice
 from ragserve.answering.prompt import Prompt
-from ragserve.answering.results import Answer, ContextUse, RetrievalTimings, Timings
+from ragserve.answering.results import Answer, ContextUse, RetrievalTimings, SessionUse, Timings
 from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
 
 
 def context_use(
-    strategy: str, prompt: Prompt, last: GenerateChunk, retrieved: int, choice: StrategyChoice | None = None
+    strategy: str,
+    prompt: Prompt,
+    last: GenerateChunk,
+    retrieved: int,
+    choice: StrategyChoice | None = None,
+    session: SessionUse | None = None,
 ) -> ContextUse:
     """Account for the document tokens of an answer.
 
@@ -23,7 +28,12 @@ def context_use(
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
     notes = []
-    dropped = retrieved - prompt.documents_kept
+    tiers = dict(report.by_tier) if report else {"device": reused}
+    known = 0
+    if session is not None:
+        known = session.documents_known
+        tiers["session"] = session.tokens_held
+    dropped = retrieved - known - prompt.documents_kept
     if dropped:
         notes.append(
             f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, "
@@ -40,11 +50,11 @@ def context_use(
     return ContextUse(
         strategy=strategy,
         documents_retrieved=retrieved,
-        documents_kept=prompt.documents_kept,
+        documents_kept=known + prompt.documents_kept,
         tokens_retrieved=prompt.tokens_retrieved,
         tokens_kept=report.kept if report else prompt.tokens_kept,
         tokens_recomputed=report.recomputed if report else prompt.tokens_kept - reused,
-        tokens_by_tier=dict(report.by_tier) if report else {"device": reused},
+        tokens_by_tier=tiers,
         choice=f"{choice.spec.label}: {choice.reason}" if choice else None,
         notes=notes,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,14 +13,15 @@ from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
+from ragserve.answering.dialogues import Dialogues, NextTurn
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
-from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
+from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
+from ragserve.answering.query import Query
 from ragserve.answering.results import (
     Answer,
     Citation,
     DecodeUse,
-    Overflow,
     RetrievalTimings,
     RetrievedPassage,
     SearchResults,
@@ -37,25 +38,19 @@ from sglang_ext.protocol import EXACT_STRATEGIES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ragserve.retrieval.search_options import SearchOptions
-
 # Longer prompts are laid out in a thread, so that other streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
-    """A question, and its ``request`` to the engine, still without a prompt.
+class LaidOutTurn:
+    """A prompt, the passages found with their numbers, of which the first ``shown`` are in it, and all the
+    passages in it, by number."""
 
-    With ``documents``, nothing is retrieved: they are the context, in their order."""
-
-    question: str
-    search: SearchOptions
-    request: GenerateRequest
-    system: str | None = None
-    history: tuple[Message, ...] = ()
-    documents: list[RetrievedPassage] | None = None
-    overflow: Overflow = "refuse"
+    prompt: Prompt
+    found: list[RetrievedPassage]
+    shown: int
+    passages: list[RetrievedPassage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +87,11 @@ class Answerer:
         chooser: Chooser,
         nothing_found: str = "",
         on_composed: OnComposed | None = None,
+        dialogues: Dialogues | None = None,
     ) -> None:
         """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where no passage
-        has the score that a query demands."""
+        has the score that a query demands. ``dialogues``: None for an answerer without sessions."""
+        self._dialogues = dialogues
         self._on_composed = on_composed
         self._engine = engine
         self._gate = gate
@@ -112,15 +109,33 @@ class Answerer:
         the first event."""
         try:
             with self._limiter.slot(query.request.namespace) as slot:
-                async with aclosing(self._events(query, slot)) as events:
+                clock = Clock()
+                async with (
+                    self._turn(query) as turn,
+                    aclosing(self._events(query, slot, turn, clock)) as events,
+                ):
                     async for event in events:
                         yield event
         except (asyncio.CancelledError, GeneratorExit):
             metrics().aborted.inc()
             raise
 
-    async def _events(self, query: Query, slot: InFlight) -> AsyncGenerator[Event, None]:
-        clock = Clock()
+    @asynccontextmanager
+    async def _turn(self, query: Query) -> AsyncIterator[NextTurn | None]:
+        """The turn of the query's session; None without one."""
+        if query.session is None:
+            yield None
+            return
+        if self._dialogues is None:
+            raise InvalidRequest("There are no sessions here.", param="session")
+        async with self._dialogues.turn(query) as turn:
+            yield turn
+
+    async def _events(
+        self, query: Query, slot: InFlight, turn: NextTurn | None, clock: Clock
+    ) -> AsyncGenerator[Event, None]:
+        if turn is not None:
+            query = turn.query(query)
         request = query.request
         self._check(request)
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
@@ -133,42 +148,44 @@ class Answerer:
             "reranking": None if search is None else search.reranking,
             "index_version": None if search is None else search.version,
         }
-        if search is not None and not found and query.search.min_score is not None:
+        is_first = turn is None or turn.is_first
+        if search is not None and not found and query.search.min_score is not None and is_first:
             for event in self._nothing(query, clock, search, searched):
                 yield event
             return
         prompt_start = time.perf_counter()
         with tracing.span("prompt"):
-            prompt = await self._prompt(query, found)
-        slot.prompt = prompt
-        _check_room(query, prompt, len(found))
-        if prompt.cut_to is not None:
-            whole = found[prompt.documents_kept - 1]
-            beginning = {"text": whole.text[: prompt.cut_to], "end": (whole.start or 0) + prompt.cut_to}
-            found[prompt.documents_kept - 1] = whole.model_copy(update=beginning)
+            laid_out = await self._lay_out(query, found, turn)
+        prompt = slot.prompt = laid_out.prompt
         choice = None
         if request.strategy == AUTO:
             with tracing.span("choose"):
-                choice = await self._chooser.choose(prompt, request.namespace, candidates)
+                choice = await self._chooser.choose(
+                    prompt, request.namespace, candidates, whole=turn is not None
+                )
             request = replace(request, strategy=choice.spec.name, options=choice.spec.options)
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
             namespace=request.namespace,
             **searched,
-            results=found,
-            documents_kept=prompt.documents_kept,
+            results=laid_out.found,
+            documents_kept=laid_out.shown,
+            session=None if turn is None else turn.id,
             timings=retrieval,
             request_id=request.rid,
         )
-        kept = found[: prompt.documents_kept]
+        kept = laid_out.passages
         markers = MarkerFilter(len(kept))
         pieces: list[str] = []
+        said = ""  # with invalid markers
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
         if request.strategy == SCORED and search is not None:
             scores = retrieval_scores(self._prompts, prompt, found, search.sentences)
             request = replace(request, scores=scores)
         asked = _laid_out(query, request, prompt)
+        if turn is not None:
+            asked = turn.request(asked)
         with tracing.span("generate", **{"ragserve.strategy": request.strategy}):
             # The protocol's iterators are generators: closing them aborts the request.
             generated = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(asked))
@@ -177,6 +194,7 @@ class Answerer:
                     last = chunk
                     if chunk.text:
                         clock.token()
+                    said += chunk.text
                     if text := markers.feed(chunk.text):
                         pieces.append(text)
                         yield MessageDelta(text)
@@ -186,12 +204,18 @@ class Answerer:
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
-        if self._on_composed is not None and asked.strategy not in EXACT_STRATEGIES and not last.fallback:
+        composed = asked.strategy not in EXACT_STRATEGIES and not last.fallback
+        if self._on_composed is not None and composed and turn is None:
             self._on_composed(asked, last.output_ids, searched["index_version"])
         if text := markers.end():
             pieces.append(text)
             yield MessageDelta(text)
         answer = "".join(pieces)
+        session = None
+        if turn is not None:
+            spec = StrategySpec(request.strategy, request.options)
+            ids = self._prompts.answer_ids(last.output_ids, said)
+            session = turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
         indices, basis = cite(answer, markers.markers, [passage.text for passage in kept])
         citations = [
             Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices
@@ -203,7 +227,8 @@ class Answerer:
             answer=answer,
             citations=citations,
             usage=Usage.model_validate(last.usage, from_attributes=True),
-            context=context_use(request.strategy, prompt, last, len(found), choice),
+            context=context_use(request.strategy, prompt, last, len(found), choice, session),
+            session=session,
             timings=timings,
             decode=None
             if last.decode is None
@@ -283,7 +308,24 @@ class Answerer:
             else query.request.strategy == SCORED,
         )
 
-    async def _prompt(self, query: Query, found: list[RetrievedPassage]) -> Prompt:
+    async def _lay_out(
+        self, query: Query, found: list[RetrievedPassage], turn: NextTurn | None
+    ) -> LaidOutTurn:
+        """Lay out the prompt, and number the passages. Raises DocumentsTooLong and PromptTooLong."""
+        later = turn if turn is not None and not turn.is_first else None
+        prompt = await self._prompt(query, found, later)
+        new = found if later is None else later.new(found)
+        _check_room(query, prompt, len(new), alone=later is None)
+        if prompt.cut_to is not None:
+            whole = new[prompt.documents_kept - 1]
+            beginning = {"text": whole.text[: prompt.cut_to], "end": (whole.start or 0) + prompt.cut_to}
+            found[found.index(whole)] = whole.model_copy(update=beginning)
+        if turn is None:
+            return LaidOutTurn(prompt, found, prompt.documents_kept, found[: prompt.documents_kept])
+        found = turn.number(found, prompt.documents_kept)
+        return LaidOutTurn(prompt, found, len(found) - len(new) + prompt.documents_kept, turn.passages)
+
+    async def _prompt(self, query: Query, found: list[RetrievedPassage], later: NextTurn | None) -> Prompt:
         limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens
         if new_tokens >= limit:
             raise InvalidRequest(
@@ -294,6 +336,8 @@ class Answerer:
             )
 
         def build() -> Prompt:
+            if later is not None:
+                return later.prompt(self._prompts, query, found, limit - new_tokens)
             return self._prompts.build(
                 query.question,
                 [PromptDocument("", passage.title, passage.text) for passage in found],
@@ -330,12 +374,13 @@ def _unregistered(query: Query, spans: int) -> range:
     return range(0 if query.system is None else 1)
 
 
-def _check_room(query: Query, prompt: Prompt, found: int) -> None:
-    """Raise DocumentsTooLong where an answer would ignore what the client gave, or rest on nothing."""
+def _check_room(query: Query, prompt: Prompt, found: int, *, alone: bool) -> None:
+    """Raise DocumentsTooLong where an answer would ignore what the client gave, or rest on nothing.
+    ``alone``: there are no other documents than those found."""
     if prompt.documents_kept == found or prompt.cut_to is not None:
         return
     given = query.documents is not None
-    if prompt.documents_kept and (not given or query.overflow == "drop"):
+    if (prompt.documents_kept or not alone) and (not given or query.overflow == "drop"):
         return
     sizes = (
         f"take {prompt.tokens_retrieved:,} tokens, and the context has room for {prompt.room:,} beside the "

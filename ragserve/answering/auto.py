@@ -13,7 +13,7 @@ from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
-from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.strategy_spec import StrategySpec, keeps_whole, parse
 from sglang_ext.protocol import EXACT_STRATEGIES
 
 AUTO = "auto"
@@ -81,15 +81,19 @@ class Chooser:
             return Candidates(reason=str(error))
 
     async def choose(
-        self, prompt: Prompt, namespace: str, candidates: Candidates | None = None
+        self, prompt: Prompt, namespace: str, candidates: Candidates | None = None, *, whole: bool = False
     ) -> StrategyChoice:
-        """Choose for one prompt, among ``candidates`` if they are known already. The choice is exact, and the
-        reason says what to do, where nothing is verified or measured, or the engine cannot be asked."""
+        """Choose for one prompt, among ``candidates`` if they are known already; with ``whole`` only among
+        strategies that keep whole documents. The choice is exact, and the reason says what to do, where
+        nothing is verified or measured, or the engine cannot be asked."""
         found = self.candidates(namespace) if candidates is None else candidates
         if found.costs is None or not isinstance(self._engine, CachingEngine):
             return StrategyChoice(_EXACT, found.reason)
+        labels = [label for label in found.labels if not whole or keeps_whole(parse(label)[0])]
+        if not labels:
+            return StrategyChoice(_EXACT, "no verified strategy keeps documents whole, as a session needs")
         try:
-            return await self._sooner(prompt, namespace, self._engine, found.costs, found.labels)
+            return await self._sooner(prompt, namespace, self._engine, found.costs, labels, shared=not whole)
         except RagserveError as error:  # a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
 
@@ -120,12 +124,20 @@ class Chooser:
         return Candidates(calibrated, costs)
 
     async def _sooner(
-        self, prompt: Prompt, namespace: str, engine: CachingEngine, costs: Costs, labels: Sequence[str]
+        self,
+        prompt: Prompt,
+        namespace: str,
+        engine: CachingEngine,
+        costs: Costs,
+        labels: Sequence[str],
+        *,
+        shared: bool,
     ) -> StrategyChoice:
-        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached."""
+        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached. A
+        session does not use the ``shared`` prefix cache of its namespace."""
         pieces = [prompt.input_ids[span.start : span.end] for span in prompt.spans]
         tiers = (await engine.where(namespace, pieces)).fastest()
-        cached = await engine.prefix(namespace, prompt.input_ids)
+        cached = await engine.prefix(namespace, prompt.input_ids) if shared else 0
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
         label, composed = min(

@@ -101,11 +101,14 @@ class ContextUse(Result):
     )
     documents_retrieved: int = Field(description="Passages found or given.")
     documents_kept: int = Field(description="Passages in the prompt; others did not fit, see `notes`.")
-    tokens_retrieved: int = Field(description="Document tokens found or given.")
+    tokens_retrieved: int = Field(
+        description="Document tokens found or given; in a session those of new passages, as below."
+    )
     tokens_kept: int = Field(description="Document tokens that the answer could attend to.")
     tokens_recomputed: int = Field(description="Document tokens whose KV was computed for this query.")
     tokens_by_tier: dict[str, int] = Field(
-        description="Document tokens whose KV came from a tier of the cache."
+        description="Document tokens whose KV came from a tier of the cache. `session`: tokens of a "
+        "session's earlier turns, with their questions and answers, that it held."
     )
     notes: list[str] = Field(
         default_factory=list, description="Remarks for the caller, e.g. dropped documents."
@@ -123,6 +126,20 @@ class DecodeUse(Result):
     weight: float | None = Field(
         description="Estimated share of the attention weight in the pages read; null without an estimate."
     )
+
+
+class SessionUse(Result):
+    """What a turn found of its session. Figures are of the moment after the answer."""
+
+    id: str = Field(description="Give it as `session` to go on.")
+    turn: int = Field(description="Number of this turn, from 1.")
+    expires_in_s: float = Field(description="Seconds after which the session ends, without another turn.")
+    documents: int = Field(description="Passages in the session's context.")
+    documents_added: int = Field(description="Of these, passages that this turn has added.")
+    documents_known: int = Field(description="Passages that were found again, and are not added twice.")
+    tokens: int = Field(description="Tokens of the dialogue with its passages and this answer.")
+    tokens_held: int = Field(description="Tokens of earlier turns whose KV was there.")
+    tokens_computed: int = Field(description="Tokens of earlier turns that were computed again.")
 
 
 class RetrievalTimings(Result):
@@ -210,6 +227,7 @@ class SearchResults(Result):
         description="Best first; of these, the first `documents_kept` are in the prompt."
     )
     documents_kept: int
+    session: str | None = Field(default=None, description="The session's id; null without one.")
     timings: RetrievalTimings
     request_id: str
 
@@ -222,6 +240,7 @@ class Answer(Result):
     usage: Usage
     context: ContextUse
     timings: Timings
+    session: SessionUse | None = Field(default=None, description="The session; null without one.")
     decode: DecodeUse | None = Field(default=None, description="Pages read; null without sparse decoding.")
     retrieval: Retrieval | None = Field(default=None, description=_RETRIEVAL)
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)

@@ -45,6 +45,8 @@ NEEDS: dict[str, Need] = {
     "GET /rag/namespaces": "key",
     "GET /rag/namespaces/{name}": "key",
     "DELETE /rag/namespaces/{name}": "delete",
+    "GET /rag/sessions": "read",
+    "DELETE /rag/sessions/{session_id}": "read",
     "GET /rag/cache": "inspect",
     "POST /rag/cache/verify": "operate",
     "POST /rag/cache/warm": "ingest",

@@ -25,6 +25,7 @@ from ragserve.api import (
     playground,
     query,
     retrieve,
+    sessions,
     system,
 )
 from ragserve.api.access import check_route
@@ -104,7 +105,18 @@ def create_app(
         upstream, control_routes=settings.control_routes, remote=settings.engine_url is not None
     )
     app.state.services = None
-    for module in (query, retrieve, ingest, documents, cache, openai, system, docs_page, playground):
+    for module in (
+        query,
+        sessions,
+        retrieve,
+        ingest,
+        documents,
+        cache,
+        openai,
+        system,
+        docs_page,
+        playground,
+    ):
         app.include_router(module.router)
     if serve_metrics:
         app.include_router(system.metrics_router)

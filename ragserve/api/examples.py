@@ -56,6 +56,8 @@ QUERY_REQUESTS: dict[str, Any] = {
         history=_HISTORY,
     ),
     "given": _request("Bring the context along", query=_QUESTION, documents=[_TITLED]),
+    "session begun": _request("Begin a session", query=_QUESTION, namespace="docs", session="new"),
+    "session": _request("Go on with it", query="And when was it lit?", namespace="docs", session=_ID),
 }
 _SEARCHED = {
     "namespace": "docs",
@@ -71,15 +73,27 @@ _SEARCHED = {
     },
 }
 _SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6, "rerank_ms": 6.2}
+_SESSION = {
+    "id": _ID,
+    "turn": 2,
+    "expires_in_s": 3600.0,
+    "documents": 6,
+    "documents_added": 1,
+    "documents_known": 2,
+    "tokens": 812,
+    "tokens_held": 640,
+    "tokens_computed": 4,
+}
 _EXTRAS = {
+    "session": _SESSION,
     "context": {
         "strategy": "prefix",
         "documents_retrieved": 3,
         "documents_kept": 3,
-        "tokens_retrieved": 371,
-        "tokens_kept": 371,
-        "tokens_recomputed": 62,
-        "tokens_by_tier": {"device": 309},
+        "tokens_retrieved": 124,
+        "tokens_kept": 124,
+        "tokens_recomputed": 124,
+        "tokens_by_tier": {"device": 0, "session": 640},
         "notes": [],
     },
     "timings": {
@@ -96,7 +110,7 @@ _EXTRAS = {
 ANSWER: dict[str, Any] = {
     "answer": _REPLY,
     "citations": [{**_PASSAGE, "basis": "marker"}],
-    "usage": {"prompt": 412, "cached": 320, "completion": 8},
+    "usage": {"prompt": 804, "cached": 640, "completion": 8},
     **_EXTRAS,
     "finish_reason": "stop",
 }
@@ -113,7 +127,10 @@ def _sse(*events: tuple[str, Any]) -> str:
 
 _RESULTS = {**_SEARCHED, "results": [_FOUND]}
 QUERY_SSE = _sse(
-    ("search_results", {**_RESULTS, "documents_kept": 1, "timings": _SEARCH_TIMINGS}),
+    (
+        "search_results",
+        {**_RESULTS, "documents_kept": 1, "session": _ID, "timings": _SEARCH_TIMINGS},
+    ),
     ("message", {"text": "Alan"}),
     ("message", {"text": " Stevenson [1]."}),
     ("citation", ANSWER["citations"][0]),
@@ -211,6 +228,19 @@ NAMESPACE = {
     "n_tokens": 70213,
 }
 NAMESPACES = {"namespaces": [NAMESPACE]}
+SESSION = {
+    "id": _ID,
+    "namespace": "docs",
+    "strategy": "prefix",
+    "turns": 2,
+    "documents": 6,
+    "tokens": 812,
+    "created_at": _TIME,
+    "used_at": _TIME + 40,
+    "expires_at": _TIME + 3640,
+    "outdated": None,
+}
+SESSIONS = {"sessions": [SESSION]}
 
 _DEVICE = {
     "documents": 41,
@@ -324,10 +354,10 @@ CHAT_ANSWER: dict[str, Any] = {
         message={"role": "assistant", "content": _REPLY, "refusal": None, "annotations": _ANNOTATIONS},
     ),
     "usage": {
-        "prompt_tokens": 412,
+        "prompt_tokens": 804,
         "completion_tokens": 8,
-        "total_tokens": 420,
-        "prompt_tokens_details": {"cached_tokens": 320},
+        "total_tokens": 812,
+        "prompt_tokens_details": {"cached_tokens": 640},
     },
     **_SOURCES,
 }

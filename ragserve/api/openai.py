@@ -13,8 +13,10 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import JSONResponse
 
-from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
+from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta
+from ragserve.answering.dialogues import NEW
 from ragserve.answering.prompt import Message
+from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, SearchResults
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
@@ -91,6 +93,8 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
             return Response(_completion(body, final).model_dump_json(), media_type="application/json")
         first, pump = await opened(request, events)
     except NotFound as error:
+        if error.param == "session":
+            raise
         raise _no_model(body.model) from error
     chunks = _Chunks(body, request_id)
     end = f"data: {_END}\n\n".encode()
@@ -215,6 +219,8 @@ def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) ->
     last = dialogue.pop() if dialogue else None
     if last is None or last.role != "user" or not last.text.strip():
         raise InvalidRequest("The last message must be the user's question, and not empty.", param="messages")
+    if body.session not in (None, NEW):
+        dialogue = []  # the session has it
     svc.check_question(last.text, len(dialogue), param="messages")
     namespace = body.model.removeprefix(PREFIX)
     try:
@@ -240,6 +246,7 @@ def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) ->
         sampling,
         {},
         search=caller.search_options(body, svc.settings),
+        owner=caller.key.key_id,
         question=last.text,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
         system=system or None,

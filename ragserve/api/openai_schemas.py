@@ -6,9 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from ragserve.answering.results import Citation, ContextUse, Reranking, SearchedFor, Timings
+from ragserve.answering.results import Citation, ContextUse, Reranking, SearchedFor, SessionUse, Timings
 from ragserve.api.body import RequestModel, Text
-from ragserve.api.schemas import MAX_DOCUMENTS, DocumentsOverflow, GivenDocument, Stop, StrategyOptions
+from ragserve.api.schemas import (
+    MAX_DOCUMENTS,
+    DocumentsOverflow,
+    GivenDocument,
+    SessionName,
+    Stop,
+    StrategyOptions,
+)
 from ragserve.api.search_fields import SearchFields
 from ragserve.config import Retrieval, StrategyName
 
@@ -73,8 +80,8 @@ class TextFormat(RequestModel):
 
 class ChatRequest(SearchFields):
     """A dialogue whose last message is the question. OpenAI's client sends our own fields, those of a search
-    (`k`, `filter`, `retrieval` and so on), `strategy`, `strategy_options`, `documents` and
-    `documents_overflow`, as `extra_body`."""
+    (`k`, `filter`, `retrieval` and so on), `strategy`, `strategy_options`, `documents`, `documents_overflow`
+    and `session`, as `extra_body`. Of the messages of a session's later turns only the last one counts."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -107,6 +114,7 @@ class ChatRequest(SearchFields):
     strategy_options: StrategyOptions
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
     documents_overflow: DocumentsOverflow = "refuse"
+    session: SessionName | None = None
 
 
 class UrlCitation(BaseModel):
@@ -152,6 +160,7 @@ class Extras(BaseModel):
     """Fields of /rag/query without an OpenAI counterpart."""
 
     context: ContextUse
+    session: SessionUse | None
     timings: Timings
     retrieval: Retrieval | None
     searched_for: SearchedFor | None

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Body, Request, Response
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 
-from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta, Query
+from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta
 from ragserve.answering.prompt import Message
+from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, Citation, RetrievedPassage, SearchResults
 from ragserve.api import examples
 from ragserve.api.access import Caller
@@ -79,6 +80,7 @@ async def query(
         sampling,
         body.decode.model_dump(exclude_unset=True),
         search=caller.search_options(body, svc.settings),
+        owner=caller.key.key_id,
         question=body.query,
         history=to_history(body.history),
         system=body.system,
@@ -106,6 +108,8 @@ def to_query(
             request_id, [], namespace, strategy.name, sampling, options=strategy.options, decode=decode
         ),
         overflow=body.documents_overflow,
+        session=body.session,
+        names_strategy=body.strategy is not None or bool(body.strategy_options),
         documents=None
         if body.documents is None
         else [

@@ -81,6 +81,16 @@ DocumentsOverflow = Annotated[
 ]
 
 
+SessionName = Annotated[
+    str,
+    Field(
+        pattern=r"^(new|[0-9a-f]{32})$",
+        description="`new` begins a session, its id goes on with it: a dialogue that the server keeps, so "
+        "that a turn sends its question only. Passages join those of earlier turns.",
+    ),
+]
+
+
 class RetrieveRequest(SearchFields):
     """A question, and where to search."""
 
@@ -125,6 +135,7 @@ class QueryRequest(RetrieveRequest):
         "need not exist. Their KV is cached in memory under the namespace's name, never on disk.",
     )
     documents_overflow: DocumentsOverflow = "refuse"
+    session: SessionName | None = None
 
 
 class RetrieveTimings(RetrievalTimings):
@@ -280,6 +291,27 @@ class NamespaceView(BaseModel):
 
 class NamespaceList(BaseModel):
     namespaces: list[NamespaceView]
+
+
+class SessionView(BaseModel):
+    """A session of the API key."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    id: str
+    namespace: str
+    strategy: str = Field(description="Strategy of all its turns.")
+    turns: int
+    documents: int = Field(description="Passages in its context.")
+    tokens: int = Field(description="Tokens of the dialogue with its passages.")
+    created_at: float = Field(description="Unix seconds.")
+    used_at: float = Field(description="Unix seconds.")
+    expires_at: float = Field(description="Unix seconds; a further turn moves it.")
+    outdated: str | None = Field(description="Why it cannot go on: a document was removed or replaced.")
+
+
+class SessionList(BaseModel):
+    sessions: list[SessionView] = Field(description="Oldest first.")
 
 
 class Ready(BaseModel):

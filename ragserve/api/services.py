@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from ragserve.answering.answerer import Answerer
 from ragserve.answering.auto import Chooser
+from ragserve.answering.dialogues import Dialogues
 from ragserve.answering.follow_ups import DialogueSearch
 from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
@@ -57,6 +58,7 @@ class Services:
     url_runner: JobRunner
     limiter: QueryLimiter
     answerer: Answerer
+    dialogues: Dialogues
     verification: BackgroundVerification
     warm_runner: JobRunner | None  # None if the engine has no document cache
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
@@ -130,7 +132,14 @@ async def open_services(
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         limiter = QueryLimiter(settings.max_concurrent_queries)
-        evict = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info, limiter))
+        drain = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info, limiter))
+        dialogues = Dialogues(engine, store, ttl_s=settings.session_ttl_s, most=settings.max_sessions)
+        await stack.enter_async_context(dialogues.running())
+
+        async def evict() -> None:
+            await drain()
+            await dialogues.drop_outdated()
+
         loop = asyncio.get_running_loop()
         ingestor = Ingestor(
             settings,
@@ -173,6 +182,7 @@ async def open_services(
             chooser,
             settings.nothing_found,
             verification.watch.answered,
+            dialogues,
         )
         yield Services(
             settings=settings,
@@ -186,6 +196,7 @@ async def open_services(
             url_runner=url_runner,
             limiter=limiter,
             answerer=answerer,
+            dialogues=dialogues,
             verification=verification,
             warm_runner=warm_runner,
             evict=evict,

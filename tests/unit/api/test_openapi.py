@@ -37,6 +37,8 @@ ROUTES = {
     "get /rag/namespaces",
     "get /rag/namespaces/{name}",
     "delete /rag/namespaces/{name}",
+    "get /rag/sessions",
+    "delete /rag/sessions/{session_id}",
     "post /v1/chat/completions",
     "get /v1/models",
     "get /v1/models/{model_id}",
