@@ -148,9 +148,33 @@ class Rag:
         leading space of many models."""
         self._generate(s, self._layout().question(question), name, max_tokens, options)
 
-    def follow_up(self, s: Any, question: str, name: str, *, max_tokens: int = 64, **options: Any) -> None:
-        """Append a further question on the same documents, after an answer; else like `answer`."""
-        self._generate(s, self._layout().follow_up(question), name, max_tokens, options)
+    def follow_up(
+        self,
+        s: Any,
+        question: str,
+        name: str,
+        passages: Iterable[RetrievedPassage | tuple[str, str]] = (),
+        *,
+        context: Context | None = None,
+        reserve: int = 256,
+        max_tokens: int = 64,
+        **options: Any,
+    ) -> Context:
+        """Append a further question after an answer, on the same documents; else like `answer`.
+
+        The state is the session: all of it is found in the prefix cache. ``passages``, as `retrieve` finds
+        them for the question, join those of ``context``, what `context`, `insert` or the last follow-up has
+        returned: what is there already is not added twice, and the last ones are dropped as by `insert`.
+        Returns the context with all passages in the state, numbered on."""
+        layout, before = self._layout(), () if context is None else context.passages
+        known = {(passage.title, passage.text) for passage in before}
+        asked = [_passage(passage, 0) for passage in passages]
+        new = [passage for passage in asked if (passage.title, passage.text) not in known]
+        added = [_passage(passage, index) for index, passage in enumerate(new, len(before) + 1)]
+        texts = [(passage.title, passage.text) for passage in added]
+        kept = layout.fitting_behind(s.text(), question, texts, reserve) if added else 0
+        self._generate(s, layout.follow_up(question, texts[:kept]), name, max_tokens, options)
+        return Context((*before, *added[:kept]), tuple(added[kept:]))
 
     def choose(self, s: Any, question: str, choices: Sequence[str], name: str = "choice") -> None:
         """Append the question and, as variable ``name``, the likeliest of ``choices`` (``sgl.select``)."""

@@ -140,6 +140,36 @@ def test_a_follow_up_is_what_the_servers_history_is(server: Any, rag: Rag) -> No
     assert state.get_meta_info("second")["prompt_tokens"] == served.usage.prompt
 
 
+def test_a_follow_up_on_further_passages_is_a_session_s_turn(server: Any, rag: Rag) -> None:
+    documents = [
+        {"title": "Refland", "text": "Refland lies in the region of Skailuia. Refland is famous for rope."},
+        {"title": "Westert", "text": "Westert is twinned with Weabrouckmere Falls."},
+    ]
+    pairs = [(d["title"], d["text"]) for d in documents]
+    asked = ("In which region does Refland lie?", "With which town is Westert twinned?")
+
+    @sgl.function
+    def ask(s: Any) -> Any:
+        context = rag.insert(s, pairs[:1])
+        rag.answer(s, asked[0], "first")
+        return rag.follow_up(s, asked[1], "second", pairs, context=context)
+
+    state = ask.run(backend=rag.endpoint())
+    assert rag.read(state, "second") == "Weabrouckmere Falls"
+    assert [(p.index, p.title) for p in state.ret_value.passages] == [(1, "Refland"), (2, "Westert")]
+    with Client(server.url) as client:
+        fields: dict[str, Any] = {"namespace": NAMESPACE, "strategy": "prefix", "max_new_tokens": 64}
+        first = client.query(asked[0], documents=documents[:1], session="new", **fields)
+        assert first.session is not None
+        served = client.query(asked[1], documents=documents, session=first.session.id, **fields)
+        client.call("DELETE", f"/rag/sessions/{first.session.id}")
+    assert rag.read(state, "second") == served.answer
+    then = state.get_meta_info("second")
+    assert then["prompt_tokens"] == served.usage.prompt
+    assert served.session is not None
+    assert then["cached_tokens"] >= served.session.tokens_held >= first.usage.prompt
+
+
 def test_run_batch(rag: Rag) -> None:
     """SGLang traces a program for a common prefix first; retrieval must not be in its way."""
 

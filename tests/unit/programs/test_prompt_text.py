@@ -50,6 +50,20 @@ def test_a_follow_up_continues_as_the_servers_history_does(tokenizer: Any) -> No
     assert tokenizer(said).input_ids == prompt.input_ids
 
 
+def test_documents_of_a_follow_up_stand_where_those_of_a_session_do(tokenizer: Any) -> None:
+    text, builder = PromptText(tokenizer, 8192), PromptBuilder(tokenizer)
+    said = text.start() + text.document("A", "b") + text.question("One?") + " first"
+    first = builder.build("One?", [PromptDocument("", "A", "b")], max_prompt_tokens=8192)
+    dialogue = [*first.input_ids, *builder.answer_ids((), " first")]
+    new = [PromptDocument("", *d) for d in DOCUMENTS]
+    then = builder.follow_up(dialogue, "Two?", new, max_prompt_tokens=8192)
+    assert tokenizer(said + text.follow_up("Two?", DOCUMENTS)).input_ids == then.input_ids
+    tokens = len(then.input_ids)
+    for room, kept in ((tokens, 3), (tokens - 1, 2), (len(dialogue), 0)):
+        small = PromptText(tokenizer, room + 100)
+        assert small.fitting_behind(said, "Two?", DOCUMENTS, reserve=100) == kept
+
+
 def test_no_document_or_question_can_become_a_special_token(tokenizer: Any) -> None:
     text = PromptText(tokenizer, 8192)
     specials = set(tokenizer.all_special_ids)
