@@ -1,0 +1,156 @@
+"""Sessions on the real engine, with forced retraction, strict memory checks, chunks and pages: exact
+strategies and everything recomputed say the same, whatever is evicted; what is held is not computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_ext.protocol import session_key
+from tests.integration.engines import STRESS_CHUNK, Server
+from tests.integration.prompts import rows
+
+PAGE = 16
+ROWS = rows("onehop")[:2]
+TURNS = (  # documents and question of each turn; the second brings one again, the third none
+    (ROWS[0]["docs"][:3], ROWS[0]["question"]),
+    ([*ROWS[0]["docs"][2:3], *ROWS[1]["docs"][:2]], ROWS[1]["question"]),
+    ((), "Which of these did you name first?"),
+)
+ALL = {"strategy": "concat", "strategy_options": {"recompute": "all", "force": True}}
+SENTENCES = {
+    "strategy": "concat",
+    "strategy_options": {"recompute": "sentences", "share": 0.3, "force": True},
+}
+
+
+class Talk:
+    """A session in a namespace of its own."""
+
+    def __init__(self, server: Server, space: str, **fields: Any) -> None:
+        self.server, self.space, self.fields = server, space, fields
+        self.name = "new"
+
+    def turn(self, number: int) -> dict[str, Any]:
+        response = self.server.client.post("/rag/query", json=self.body(number))
+        assert response.status_code == httpx.codes.OK, response.text
+        answer = dict(response.json())
+        self.name = answer["session"]["id"]
+        return answer
+
+    def body(self, number: int) -> dict[str, Any]:
+        texts, question = TURNS[number]
+        documents = [{"title": title, "text": text} for title, text in texts]
+        fields = self.fields if number == 0 else {}
+        body = {"query": question, "namespace": self.space, "documents": documents, "max_new_tokens": 8}
+        return body | fields | {"session": self.name}
+
+    def forget(self) -> None:
+        """Drop the session's KV, as if it had been evicted."""
+        control(self.server, "remove_session", key=session_key(self.space, self.name))
+
+    def end(self) -> None:
+        assert self.server.client.delete(f"/rag/sessions/{self.name}").status_code == httpx.codes.OK
+
+
+def control(server: Server, operation: str, **arguments: Any) -> dict[str, Any]:
+    answer = server.client.post("/dumper/ragserve", json={"op": operation, **arguments})
+    assert answer.status_code == httpx.codes.OK, answer.text
+    return dict(answer.json()[0])
+
+
+def settled(server: Server) -> None:
+    """Nothing is locked or held, and every slot and page is counted once."""
+    deadline = time.monotonic() + 60
+    while control(server, "stat")["device"]["locked_tokens"] or control(server, "slots")["now"]:
+        assert time.monotonic() < deadline, "a slot is lost"
+        time.sleep(0.02)
+    control(server, "check")
+
+
+@pytest.fixture(scope="module")
+def wanted(stress_server: Server) -> list[dict[str, Any]]:
+    """The answers of `full`: every turn is prefilled whole."""
+    talk = Talk(stress_server, "sessions-full", strategy="full")
+    answers = [talk.turn(number) for number in range(len(TURNS))]
+    assert [answer["session"]["tokens_held"] for answer in answers] == [0, 0, 0]
+    assert [answer["session"]["documents_added"] for answer in answers] == [3, 2, 0]
+    assert all(answer["answer"] for answer in answers)
+    talk.end()
+    return answers
+
+
+@pytest.mark.parametrize("evicted", [False, True], ids=["held", "evicted"])
+@pytest.mark.parametrize("strategy", ["prefix", "all"])
+def test_every_turn_says_what_full_prefill_says(
+    stress_server: Server, wanted: list[dict[str, Any]], strategy: str, evicted: bool
+) -> None:
+    talk = Talk(
+        stress_server,
+        f"sessions-{strategy}-{evicted}",
+        **(ALL if strategy == "all" else {"strategy": strategy}),
+    )
+    for number, right in enumerate(wanted):
+        if number and evicted:
+            talk.forget()
+        got = talk.turn(number)
+        assert got["answer"] == right["answer"]
+        assert got["usage"]["prompt"] == right["usage"]["prompt"]
+        assert got["context"]["notes"] == []
+        session, before = got["session"], wanted[number - 1]["session"]["tokens"] if number else 0
+        assert session["tokens"] == right["session"]["tokens"]
+        if strategy == "prefix" and evicted:
+            assert session["tokens_held"] == 0
+        elif number:  # composed turns that were evicted have been composed again, without the answer
+            least = before - PAGE - (8 + 2 if evicted else 1)
+            assert session["tokens_held"] > least
+            assert got["usage"]["cached"] >= session["tokens_held"]
+            assert got["context"]["tokens_by_tier"]["session"] == session["tokens_held"]
+    talk.end()
+    settled(stress_server)
+
+
+def test_a_turn_reads_its_new_documents_from_the_cache(stress_server: Server) -> None:
+    talk = Talk(stress_server, "sessions-reuse", **SENTENCES)
+    first, second = talk.turn(0), talk.turn(1)
+    context, session = second["context"], second["session"]
+    assert first["session"]["turn"] == 1
+    assert session["tokens_computed"] <= PAGE + 8
+    assert context["tokens_by_tier"]["device"] == context["tokens_kept"] == context["tokens_retrieved"]
+    assert 0 < context["tokens_recomputed"] < 0.4 * context["tokens_kept"]
+    # evicted in between: composed as it was, and so the third turn says the same
+    third = talk.turn(2)
+    talk.end()
+    again = Talk(stress_server, "sessions-reuse", **SENTENCES)
+    again.turn(0)
+    again.turn(1)
+    again.forget()
+    control(stress_server, "evict", tiers=["device"])
+    repeated = again.turn(2)
+    assert repeated["answer"] == third["answer"]
+    assert repeated["session"]["tokens_held"] > STRESS_CHUNK
+    again.end()
+    settled(stress_server)
+
+
+@pytest.mark.parametrize("fields", [ALL, SENTENCES, {"strategy": "prefix"}], ids=["all", "some", "prefix"])
+def test_a_client_that_leaves_in_a_later_turn_leaves_nothing_behind(
+    stress_server: Server, fields: dict[str, Any]
+) -> None:
+    talk = Talk(stress_server, "sessions-left", **fields)
+    talk.turn(0)
+    with contextlib.suppress(httpx.ReadTimeout):
+        stress_server.client.post("/rag/query", json=talk.body(1) | {"max_new_tokens": 400}, timeout=0.3)
+    with stress_server.client.stream(
+        "POST", "/rag/query", json=talk.body(1) | {"max_new_tokens": 400, "stream": True}
+    ) as events:
+        next(events.iter_bytes())
+    settled(stress_server)
+    assert talk.turn(1)["session"]["turn"] == 2
+    talk.end()
+    settled(stress_server)
