@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from sglang_ext.protocol import session_key
-from tests.integration.engines import STRESS_CHUNK, Server
+from tests.integration.engines import PARALLEL_PAGE, STRESS_CHUNK, Server
 from tests.integration.prompts import rows
 
 PAGE = 16
@@ -154,3 +154,31 @@ def test_a_client_that_leaves_in_a_later_turn_leaves_nothing_behind(
     assert talk.turn(1)["session"]["turn"] == 2
     talk.end()
     settled(stress_server)
+
+
+@pytest.mark.parametrize("stage", ["admission", "load", "gather", "question", "recompute", "forward"])
+def test_a_stage_that_fails_in_a_later_turn_takes_nothing_with_it(stress_server: Server, stage: str) -> None:
+    talk = Talk(stress_server, "sessions-faults", **SENTENCES)
+    talk.turn(0)
+    control(stress_server, "fault", stage=stage)
+    failed = stress_server.client.post("/rag/query", json=talk.body(1))
+    assert failed.status_code == httpx.codes.BAD_GATEWAY, failed.text
+    assert stage in failed.json()["error"]["message"]
+    assert control(stress_server, "fault") == {"withdrawn": []}
+    settled(stress_server)
+    session = talk.turn(1)["session"]
+    assert session["turn"] == 2
+    assert session["tokens_computed"] <= PAGE + 8, "the first turn is still there"
+    talk.end()
+
+
+def test_with_two_ranks(parallel_server: Server) -> None:
+    answers = {}
+    for name, fields in {"full": {"strategy": "full"}, "all": ALL}.items():
+        talk = Talk(parallel_server, f"sessions-ranks-{name}", **fields)
+        answers[name] = [talk.turn(number) for number in range(len(TURNS))]
+        talk.end()
+    assert [a["answer"] for a in answers["all"]] == [a["answer"] for a in answers["full"]]
+    held = [a["session"]["tokens_held"] for a in answers["all"]]
+    before = [0, *(a["session"]["tokens"] for a in answers["all"])]
+    assert all(now > then - PARALLEL_PAGE - 1 for now, then in zip(held, before, strict=False))

@@ -93,12 +93,15 @@ def test_the_dialogue_is_as_if_nothing_had_been_evicted(name: str, whole: bool, 
         assert report.recomputed == sum(DOCUMENTS)
 
 
+@pytest.mark.parametrize("name", [*OPTIONS, "random"])
 @pytest.mark.parametrize("held", [BEFORE, 25])
-def test_a_turn_without_new_documents_computes_what_is_not_held(held: int) -> None:
+def test_a_turn_without_new_documents_computes_what_is_not_held(held: int, name: str) -> None:
     dialogue = Dialogue(seed=7)
     wanted = dialogue.kv(dialogue.whole[:END]).clone()
     session = SessionPart(session_key("n", "s"), 20)
-    context = dialogue.context(ContextPlan("compose", "n", "concat", (Span(0, END),), session=session))
+    strategy, options = OPTIONS.get(name, ("random", {}))
+    plan = ContextPlan("compose", "n", strategy, (Span(0, END),), options, session=session)
+    context = dialogue.context(plan)
     context.held, context.sources = held, [DocumentOnDevice(dialogue.whole[:held], None)]
     row = torch.cat((dialogue.whole[:held], dialogue.row[held:]))
     dialogue.composer.fill([context], [row])
