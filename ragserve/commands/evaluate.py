@@ -26,6 +26,7 @@ Line = dict[str, Any]
 class EvalMode(enum.StrEnum):
     given = "given"
     retrieved = "retrieved"
+    multiturn = "multiturn"
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +42,8 @@ def evaluate(
     mode: Annotated[
         EvalMode,
         typer.Option(
-            help="given: send each row's documents, in order. retrieved: ingest all documents, retrieve k."
+            help="given: send each row's documents, in order. retrieved: ingest all documents, retrieve k. "
+            "multiturn: dialogues of several rows, as sessions."
         ),
     ] = EvalMode.given,
     strategies: Annotated[
@@ -54,6 +56,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Questions of each set, spread evenly over it.")
     ] = None,
     k: Annotated[int, typer.Option(min=1, max=64, help="Passages retrieved for a question.")] = 5,
+    turns: Annotated[int, typer.Option(min=2, max=16, help="Questions of a dialogue of multiturn.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 24,
     concurrency: Annotated[int, typer.Option(min=1, max=256, help="Questions in flight in each worker.")] = 4,
     workers: Annotated[
@@ -96,7 +99,7 @@ def evaluate(
 
     Answers are decoded greedily and scored as SQuAD does: exact match and F1. Without --url, `given` starts
     its own engines and compares each strategy's next-token distribution with that of full prefill;
-    `retrieved` starts a server."""
+    `retrieved` and `multiturn` start a server."""
     from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
     from ragserve.strategy_spec import parse
@@ -137,8 +140,9 @@ def evaluate(
                     if out and len(paths) > 1
                     else out
                 )
-                retrieved = mode is EvalMode.retrieved
-                lines += evaluate_set(client, path, runs, retrieved=retrieved, limit=limit, out=report)
+                lines += evaluate_set(
+                    client, path, runs, mode=mode.value, turns=turns, limit=limit, out=report
+                )
     if records is not None:
         write_text(records, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     if failed := [line["error"] for line in lines if line["error"]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.client import Client
+from ragserve.eval import multiturn
 from ragserve.eval.console import progress
 from ragserve.eval.data import Question, distinct_passages, load, set_name
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
 from ragserve.measuring import report
+from ragserve.strategy_spec import FULL
 
 Line = dict[str, Any]
 
@@ -21,16 +23,21 @@ def evaluate_set(
     path: Path,
     runs: Sequence[Options],
     *,
-    retrieved: bool,
+    mode: str,
+    turns: int,
     limit: int | None,
     out: Path | None,
 ) -> list[Line]:
-    """Print one set's table, write it to ``out``, and return a line for each question and strategy."""
+    """Print one set's table, write it to ``out``, and return a line for each question and strategy.
+    ``mode``: given, retrieved or multiturn; ``turns``: of a dialogue of the last one."""
     questions = load(path, limit)
-    rows, lost, lines, workload = (_retrieved if retrieved else _given)(client, questions, runs)
+    if mode == "multiturn":
+        rows, lost, lines, workload = _multiturn(client, questions, runs, turns)
+    else:
+        rows, lost, lines, workload = (_retrieved if mode == "retrieved" else _given)(client, questions, runs)
     workload = {
         "set": set_name(path),
-        "mode": "retrieved" if retrieved else "given",
+        "mode": mode,
         "questions": len(questions),
         "model": Path(client.info()["model"]).name,
         **workload,
@@ -71,8 +78,26 @@ def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Opt
     return rows, lost, lines, settings | ingestion
 
 
+def _multiturn(client: Client, questions: Sequence[Question], runs: Sequence[Options], turns: int) -> _Run:
+    dialogues = multiturn.dialogues_of(questions, turns)
+    rows, lines, full = [], [], []
+    for options in (*runs, None):  # the last one is the rival without sessions
+        label = multiturn.DOCUMENTS_FIRST if options is None else str(options.label)
+        with progress(f"multiturn, {label}", turns * len(dialogues)) as step:
+            outcomes = multiturn.ask_dialogues(
+                client, dialogues, options or runs[0], documents_first=options is None, progress=step
+            )
+        full = outcomes if label == FULL.label else full
+        rows += multiturn.by_turn(label, outcomes, full)
+        lines += [{"context": "multiturn", "strategy": label, **outcome.record()} for outcome in outcomes]
+    settings = {"max_new_tokens": runs[0].max_new_tokens, "concurrency": runs[0].concurrency}
+    return rows, [], lines, settings | {"turns": turns, "dialogues": len(dialogues)}
+
+
 def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Path | None) -> None:
     note = "em, f1: percent, SQuAD's normalisation. Tokens: per question, mean."
+    if workload["mode"] == "multiturn":
+        note = multiturn.NOTE
     report.write(f"eval {workload['set']} {workload['mode']}", workload, rows, out=out, note=note)
     if lost:
         note = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.answering.auto import AUTO
-from ragserve.answering.results import RetrievedPassage
+from ragserve.answering.results import Answer, RetrievedPassage
 from ragserve.client import Client
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
@@ -117,7 +117,7 @@ def ask_retrieved(
         try:
             passages = tuple(client.retrieve(question.question, namespace=namespace, k=options.k))
         except RagserveError as error:
-            return _failed(question, error)
+            return failed(question, error)
         return _ask(client, question, options, passages=passages, namespace=namespace, k=options.k)
 
     return _each(questions, ask, options, progress)
@@ -216,7 +216,14 @@ def _ask(
             **fields,
         )
     except RagserveError as error:
-        return _failed(question, error)
+        return failed(question, error)
+    return outcome_of(question, answer, passages)
+
+
+def outcome_of(
+    question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...] = ()
+) -> AnswerOutcome:
+    """Score an answer; ``passages``: those that were retrieved for it."""
     gold = {p.key for p in question.gold}
     from_gold = [p for p in passages if p.source in gold]
     # Answers such as "yes" are not in the text: then any passage of a gold document counts as found.
@@ -239,7 +246,8 @@ def _ask(
     )
 
 
-def _failed(question: Question, error: RagserveError) -> AnswerOutcome:
+def failed(question: Question, error: RagserveError) -> AnswerOutcome:
+    """The outcome of a question that was not answered."""
     return AnswerOutcome(question, "", error=f"{error.code}: {error.message}")
 
 

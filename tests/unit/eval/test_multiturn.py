@@ -1,0 +1,135 @@
+"""Dialogues made of a set's questions: what each turn brings, what is sent, and figures by turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ragserve.answering.results import Answer
+from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.eval.data import GivenPassage, Question
+from ragserve.eval.multiturn import ask_dialogues, by_turn, dialogues_of
+from ragserve.eval.run import Options
+
+
+def question(number: int) -> Question:
+    document = GivenPassage(f"d{number}", f"It is {number}.")
+    return Question(str(number), f"What is {number}?", (str(number),), (document,), (document,), "")
+
+
+class Server:
+    """Knows the answer to a question whose document it has been sent, in this session or with the request."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.sessions: dict[str, set[str]] = {}
+        self.ended: list[str] = []
+        self.down: set[str] = set()
+
+    def query(self, text: str, **fields: Any) -> Answer:
+        self.asked.append({"query": text, **fields})
+        if text in self.down:
+            raise Unavailable("down")
+        titles = {document["title"] for document in fields["documents"]}
+        session, name = None, fields.get("session")
+        if name is not None:
+            name = f"s{len(self.sessions)}" if name == "new" else name
+            known = self.sessions.setdefault(name, set())
+            session = {"id": name, "turn": 1, "expires_in_s": 1.0, "documents": 1, "documents_added": 1}
+            session |= {"documents_known": 0, "tokens": 9, "tokens_held": len(known), "tokens_computed": 2}
+            known |= titles
+            titles = known
+        number = text.split()[-1].rstrip("?")
+        names = (
+            "documents_retrieved",
+            "documents_kept",
+            "tokens_retrieved",
+            "tokens_kept",
+            "tokens_recomputed",
+        )
+        return Answer.model_validate(
+            {
+                "answer": number if f"d{number}" in titles else "unknown",
+                "citations": [],
+                "usage": {"prompt": 10, "cached": 4, "completion": 2},
+                "context": {"strategy": "full", "tokens_by_tier": {}, **dict.fromkeys(names, 1)},
+                "timings": {"ttft_ms": 5.0, "total_ms": 6.0},
+                "index_version": None,
+                "namespace": "n",
+                "finish_reason": "stop",
+                "request_id": "r",
+                "session": session,
+            }
+        )
+
+    def call(self, method: str, path: str) -> None:
+        assert method == "DELETE"
+        self.ended.append(path.rpartition("/")[2])
+
+
+QUESTIONS = [question(number) for number in range(7)]
+
+
+def test_half_of_the_dialogues_need_documents_of_an_earlier_turn() -> None:
+    here, earlier = dialogues_of(QUESTIONS, 3)
+    assert [[d.title for d in turn.documents] for turn in here] == [["d0"], ["d1"], ["d2"]]
+    assert [turn.question.id for turn in earlier] == ["3", "4", "5"]
+    assert [[d.title for d in turn.documents] for turn in earlier] == [["d3", "d4"], ["d5"], []]
+    assert [turn.place for turn in (*here, *earlier)] == ["here"] * 4 + ["earlier"] * 2
+    with pytest.raises(InvalidRequest, match="fewer than two dialogues"):
+        dialogues_of(QUESTIONS, 4)
+
+
+def test_a_dialogue_is_one_session_and_is_ended() -> None:
+    server, steps = Server(), []
+    options = Options("concat", concurrency=1, strategy_options={"share": 0.1})
+    client: Any = server
+    outcomes = ask_dialogues(client, dialogues_of(QUESTIONS, 3), options, progress=lambda: steps.append(1))
+    assert [one.answer.em for one in outcomes] == [1.0] * 6
+    assert [asked["session"] for asked in server.asked] == ["new", "s0", "s0", "new", "s1", "s1"]
+    assert [asked.get("strategy") for asked in server.asked[:3]] == ["concat", None, None]
+    assert server.asked[0]["strategy_options"] == {"share": 0.1, "force": True}
+    assert server.ended == ["s0", "s1"]
+    assert len(steps) == 6
+    lines = by_turn("concat", outcomes, outcomes)
+    assert [(line["turn"], line["n"], line["f1"], line["as_full"]) for line in lines] == [
+        (number, 2, 100.0, 100.0) for number in (1, 2, 3)
+    ]
+    assert [(line["here"], line["earlier"]) for line in lines] == [
+        (100.0, None),
+        (100.0, 100.0),
+        (100.0, 100.0),
+    ]
+    assert [line["held"] for line in lines] == [0, 1.5, 2.5]
+    assert outcomes[4].record() | {"turn": 2, "place": "earlier", "held": 2} == outcomes[4].record()
+
+
+def test_the_rival_sends_all_documents_so_far_and_the_history() -> None:
+    client: Any = Server()
+    outcomes = ask_dialogues(
+        client,
+        dialogues_of(QUESTIONS, 3),
+        Options(concurrency=1),
+        documents_first=True,
+        progress=lambda: None,
+    )
+    assert [one.answer.em for one in outcomes] == [1.0] * 6
+    third = client.asked[2]
+    assert [document["title"] for document in third["documents"]] == ["d2", "d1", "d0"], "the newest in front"
+    assert [message["content"] for message in third["history"]] == ["What is 0?", "0", "What is 1?", "1"]
+    assert "session" not in third
+    assert third["strategy"] == "prefix"
+
+
+def test_a_turn_that_fails_counts_as_wrong_and_the_others_go_on() -> None:
+    server = Server()
+    server.down = {"What is 1?", "What is 3?"}
+    client: Any = server
+    outcomes = ask_dialogues(
+        client, dialogues_of(QUESTIONS, 3), Options("prefix", concurrency=1), progress=lambda: None
+    )
+    assert [bool(one.answer.error) for one in outcomes] == [False, True, False, True, False, False]
+    assert server.asked[4]["session"] == "new", "the first turn that is answered begins the session"
+    assert by_turn("prefix", outcomes, ())[0]["failed"] == 1
+    assert by_turn("prefix", outcomes, ())[0]["as_full"] is None
