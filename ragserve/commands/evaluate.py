@@ -19,6 +19,7 @@ from ragserve.files import write_text
 if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
     from ragserve.measuring.server import RunningServer
+    from ragserve.strategy_spec import StrategySpec
 
 Line = dict[str, Any]
 
@@ -98,8 +99,8 @@ def evaluate(
     """Measure the answers of strategies over question sets. Exits with 1 if a request failed.
 
     Answers are decoded greedily and scored as SQuAD does: exact match and F1. Without --url, `given` starts
-    its own engines and compares each strategy's next-token distribution with that of full prefill;
-    `retrieved` and `multiturn` start a server."""
+    its own engines and compares each strategy's next-token distribution with that of full prefill,
+    `multiturn` does so turn by turn, and `retrieved` starts a server."""
     from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
     from ragserve.strategy_spec import parse
@@ -122,9 +123,10 @@ def evaluate(
 
         plan = Plan(paths, specs, settings, limit, max_new_tokens, concurrency, workers)
         lines = _engines(plan, work, out, write_gate=write_gate)
+    elif mode is EvalMode.multiturn and url is None:
+        lines = _dialogues(settings, paths, specs, turns, limit, max_new_tokens, out)
     else:
         from ragserve.client import Client
-        from ragserve.eval.data import set_name
         from ragserve.eval.rest import evaluate_set
         from ragserve.eval.run import Options
 
@@ -134,12 +136,8 @@ def evaluate(
                 url = stack.enter_context(_server(settings, api_key)).url
             client = stack.enter_context(Client(url, api_key=api_key))
             lines = []
-            for path in paths:  # with several sets, each report file gets its set's name
-                report = (
-                    out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}")
-                    if out and len(paths) > 1
-                    else out
-                )
+            for path in paths:
+                report = _report_of(path, paths, out)
                 lines += evaluate_set(
                     client, path, runs, mode=mode.value, turns=turns, limit=limit, out=report
                 )
@@ -174,6 +172,56 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
             typer.echo(f"{label}: {'verified' if entry.verified else f'not verified ({short})'}")
         typer.echo(f"written: {place}")
     return rows
+
+
+def _report_of(path: Path, paths: list[Path], out: Path | None) -> Path | None:
+    """The report file of a set. With several sets, each gets its set's name."""
+    from ragserve.eval.data import set_name
+
+    return out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}") if out and len(paths) > 1 else out
+
+
+def _dialogues(
+    settings: Settings,
+    paths: list[Path],
+    specs: list[StrategySpec],
+    turns: int,
+    limit: int | None,
+    max_new_tokens: int,
+    out: Path | None,
+) -> list[Line]:
+    """Lead strategies along dialogues on an engine of this process; print and write a table for each set."""
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.engine.local import LocalEngine
+    from ragserve.engine.offline import run_once
+    from ragserve.eval.console import progress
+    from ragserve.eval.data import load, set_name
+    from ragserve.eval.multiturn import dialogues_of
+    from ragserve.eval.multiturn_engine import NOTE, by_turn, led_along
+    from ragserve.measuring import report
+
+    made = {path: dialogues_of(load(path, limit), turns) for path in paths}
+
+    async def work(engine: LocalEngine) -> dict[Path, list[Line]]:
+        builder = PromptBuilder.load(engine.info.tokenizer)
+        found = {}
+        for path, dialogues in made.items():
+            with progress(set_name(path), turns * len(dialogues)) as step:
+                found[path] = await led_along(
+                    engine, builder, dialogues, specs, max_new_tokens, progress=step
+                )
+        await engine.control("check")
+        return found
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-eval-") as folder:
+        own = {"data_dir": Path(folder), "kv_disk_bytes": 0}
+        found = run_once(settings.model_copy(update=own), work)
+    for path, lines in found.items():
+        workload = {"set": set_name(path), "mode": "multiturn", "model": Path(settings.model).name}
+        workload |= {"turns": turns, "dialogues": len(made[path]), "max_new_tokens": max_new_tokens}
+        name = f"eval {set_name(path)} multiturn"
+        report.write(name, workload, by_turn(lines), out=_report_of(path, paths, out), note=NOTE)
+    return [{"set": set_name(path), **line} for path, lines in found.items() for line in lines]
 
 
 def _server(settings: Settings, api_key: str | None) -> contextlib.AbstractContextManager[RunningServer]:

@@ -1,0 +1,135 @@
+"""Leading strategies along dialogues, with an engine that answers from a table."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.errors import EngineError
+from ragserve.eval.data import GivenPassage, Question
+from ragserve.eval.multiturn import DOCUMENTS_FIRST, dialogues_of
+from ragserve.eval.multiturn_engine import by_turn, led_along
+from ragserve.strategy_spec import parse
+from sglang_ext.protocol import ContextReport
+from tests.conftest import MODEL
+
+SPECS = parse("full,prefix,concat:recompute=all")
+TURNS = 3
+
+
+def sent(probabilities: Sequence[float]) -> str:
+    return base64.b64encode(np.log(np.asarray(probabilities)).astype("<f4").tobytes()).decode()
+
+
+class Engine:
+    """Says "red"; a composed answer's distributions are off by more in each turn."""
+
+    def __init__(self, builder: PromptBuilder) -> None:
+        self.asked: list[GenerateRequest] = []
+        self.warmed: list[GenerateRequest] = []
+        self.fails_at = 10**9
+        self.info = EngineInfo("local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, ("full",))
+        self._ids = builder.question_ids(" red")
+
+    async def warm(self, request: GenerateRequest) -> None:
+        self.warmed.append(request)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self.asked.append(request)
+        if len(self.asked) > self.fails_at:
+            raise EngineError("no memory")
+        composed, held = request.strategy == "concat", request.session.held if request.session else 0
+        report = None
+        if composed:
+            report = ContextReport("concat", 9, 9, 9, {"device": 9}, 0.0, 0.0, 0.0, session_held=held)
+        likely = 0.9 if held else 0.7
+        odds = (0.5, 0.5) if not composed else (likely, 1 - likely)
+        yield GenerateChunk(
+            " red",
+            EngineUsage(len(request.input_ids), held, len(self._ids)),
+            EngineTimings(),
+            "stop",
+            report,
+            distributions=[sent(odds)] * (len(self._ids) if request.distributions else 0),
+            output_ids=tuple(self._ids),
+        )
+
+
+def questions(count: int) -> list[Question]:
+    documents = [GivenPassage(f"Title {number}", f"Text {number}.") for number in range(count)]
+    return [
+        Question(str(n), f"Which is {n}?", ("red",), (document,), (document,), "")
+        for n, document in enumerate(documents)
+    ]
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder.load(str(MODEL))
+
+
+def led(engine: Any, builder: PromptBuilder) -> list[dict[str, Any]]:
+    dialogues = dialogues_of(questions(2 * TURNS), TURNS)
+    return asyncio.run(led_along(engine, builder, dialogues, SPECS, 8, progress=lambda: None))
+
+
+def test_every_strategy_goes_on_from_the_answers_of_full_in_a_session_of_its_own(
+    builder: PromptBuilder,
+) -> None:
+    engine = Engine(builder)
+    lines = led(engine, builder)
+    assert len(lines) == 2 * TURNS * 4
+    assert not any(line["error"] for line in lines)
+    full = [request for request in engine.asked if request.strategy == "full"]
+    composed = [request for request in engine.asked if request.strategy == "concat"]
+    assert [r.input_ids for r in composed] == [r.input_ids for r in full]
+    assert all(list(r.forced) == engine._ids for r in composed)
+    first, second, third = composed[:TURNS]
+    assert second.input_ids[: len(first.input_ids)] == first.input_ids
+    assert third.input_ids[: len(second.input_ids)] == second.input_ids
+    parts = [request.session for request in (first, second, third)]
+    assert [part.held for part in parts if part] == [0, first.spans[-1].end, second.spans[-1].end]
+    keys = {request.session.key for request in engine.asked if request.session}
+    assert len(keys) == 4, "one for each dialogue and strategy"
+    assert third.earlier is not None
+    again = third.earlier()
+    assert (again.input_ids, again.sampling.max_new_tokens) == (second.input_ids, 1)
+    assert engine.warmed[1].spans == second.spans[1:], "the dialogue itself is no document"
+    rival = next(r for r in engine.asked if r.session is None and r.strategy == "prefix")
+    assert rival.forced == ()
+
+
+def test_figures_by_turn(builder: PromptBuilder) -> None:
+    lines = by_turn(led(Engine(builder), builder))
+    assert list(dict.fromkeys(line["strategy"] for line in lines)) == [
+        *(spec.label for spec in SPECS),
+        DOCUMENTS_FIRST,
+    ]
+    found = {(line["strategy"], line["turn"]): line for line in lines}
+    assert all(line["n"] == 2 for line in lines)
+    label = SPECS[2].label
+    kls = [found[label, turn]["answer_kl"] for turn in (1, 2, 3)]
+    wanted = [0.5 * np.log(0.25 / (likely * (1 - likely))) for likely in (0.7, 0.9, 0.9)]
+    assert kls == pytest.approx(wanted, rel=0.01)
+    assert found["full", 2]["answer_kl"] == found["prefix", 2]["answer_kl"] == 0
+    assert found[DOCUMENTS_FIRST, 2]["answer_kl"] is None
+    assert found[label, 2]["held"] > 0
+    assert found[label, 2]["computed"] > 0
+    assert (found["full", 2]["held"], found[label, 1]["held"]) == (0, 0)
+
+
+def test_a_turn_that_fails_ends_its_dialogue_with_the_reason(builder: PromptBuilder) -> None:
+    engine = Engine(builder)
+    engine.fails_at = 4  # the first turn is asked four times
+    lines = led(engine, builder)
+    failed = [line for line in lines if line["error"]]
+    assert [line["turn"] for line in failed] == [2, 1]
+    assert all("no memory" in line["error"] for line in failed)
+    assert {line["turn"] for line in by_turn(lines)} == {1}
