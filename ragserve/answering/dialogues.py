@@ -109,7 +109,8 @@ class NextTurn:
         self._dialogue = dialogue
         self._expires_s = expires_s
         self._is_kept = is_kept
-        self._known = {(passage.title, passage.text): passage for passage in dialogue.passages}
+        self._before = dialogue.passages
+        self._known = {(passage.title, passage.text) for passage in self._before}
         self._added: list[RetrievedPassage] = []
         self._found = 0  # passages of this turn that the dialogue has already
 
@@ -167,19 +168,25 @@ class NextTurn:
             ) from error
 
     def new(self, found: Sequence[RetrievedPassage]) -> list[RetrievedPassage]:
-        """Those of ``found`` that the dialogue does not have."""
-        return [passage for passage in found if (passage.title, passage.text) not in self._known]
+        """Those of ``found`` that the dialogue does not have, each once."""
+        if self.is_first:
+            return list(found)
+        unknown: dict[tuple[str, str], RetrievedPassage] = {}
+        for passage in found:
+            if (key := (passage.title, passage.text)) not in self._known:
+                unknown.setdefault(key, passage)
+        return list(unknown.values())
 
     def number(self, found: Sequence[RetrievedPassage], kept: int) -> list[RetrievedPassage]:
         """Number passages as the dialogue counts them: those in it, best first, then new ones without room.
         ``kept``: new ones in the prompt."""
-        before = len(self._dialogue.passages)
+        before = len(self._before)
         new = [
             passage.model_copy(update={"index": before + index})
             for index, passage in enumerate(self.new(found), 1)
         ]
         self._added = new[:kept]
-        numbers = {(passage.title, passage.text): passage.index for passage in (*self._known.values(), *new)}
+        numbers = {(passage.title, passage.text): passage.index for passage in (*self._before, *new)}
         numbered = [
             passage.model_copy(update={"index": numbers[passage.title, passage.text]}) for passage in found
         ]
@@ -188,11 +195,12 @@ class NextTurn:
     @property
     def passages(self) -> list[RetrievedPassage]:
         """All of the dialogue, by number; with those of this turn once they are numbered."""
-        return [*self._dialogue.passages, *self._added]
+        return [*self._before, *self._added]
 
     def request(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as part of the session."""
+        """The request as part of the session. Raises Conflict if that has lost a document meanwhile."""
         dialogue = self._dialogue
+        _check_current(dialogue)
         part = SessionPart(dialogue.key, dialogue.held)
         return replace(request, session=part, earlier=dialogue.remaker(len(dialogue.composed), request))
 
@@ -276,7 +284,7 @@ class Dialogues:
                 raise _not_found(dialogue.id)
         try:
             async with dialogue.lock:
-                if dialogue.turns:
+                if query.session != NEW:
                     self.get(query.owner, dialogue.id)  # it may have ended while this request waited
                     await self._check(dialogue)
                 dialogue.used_at = time.time()
@@ -360,12 +368,16 @@ class Dialogues:
                     ):  # there, one prefix cannot be dropped without the others
                         await self._forget_kv(dialogue)
                 await self.drop_outdated()
-            except RagserveError as error:
-                log.warning("sessions could not be looked through: %s", error)
+            except Exception:  # whatever it is, later ones must be seen
+                log.warning("sessions could not be looked through, will retry", exc_info=True)
 
     async def _forget_kv(self, dialogue: Dialogue) -> None:
-        if isinstance(self._engine, CachingEngine):
+        if not isinstance(self._engine, CachingEngine):
+            return
+        try:
             await self._engine.control("remove_session", key=dialogue.key)
+        except RagserveError as error:  # nothing finds it any more, and it is evicted in its turn
+            log.warning("the KV of an ended session stays until it is evicted: %s", error)
 
 
 def _not_found(name: str) -> NotFound:

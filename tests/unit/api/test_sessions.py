@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,33 @@ def test_two_turns_at_once_come_one_after_the_other(client: httpx.Client, live: 
     assert [one["turn"] for one in answers] == [2, 3]
     first, second = (request.input_ids for request in live.engine.requests[asked:])
     assert second[: len(first)] == first
+    client.delete(f"/rag/sessions/{name}")
+
+
+def test_a_turn_that_waits_for_a_first_turn_that_fails_finds_no_session(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    live.engine.hold.clear()
+    live.engine.finish_reason = "abort"
+    body = {"query": FIRST, "namespace": docs, "k": 1, "session": "new", "stream": True}
+    with client.stream("POST", "/rag/query", json=body) as response, ThreadPoolExecutor(1) as pool:
+        lines = response.iter_lines()
+        name = json.loads(next(line for line in lines if line.startswith("data: "))[6:])["session"]
+        waiting = pool.submit(refused, client, 404, "session_not_found", session=name)
+        eventually(lambda: live.services.limiter.in_flight == 2, "two turns in flight")
+        live.engine.hold.set()
+        assert "event: error" in list(lines)
+        waiting.result()
+    assert client.get("/rag/sessions").json() == {"sessions": []}
+
+
+def test_a_passage_that_is_sent_twice_is_added_once(client: httpx.Client, live: Live, docs: str) -> None:
+    one, two = ({"title": name, "text": f"{name} is a rock."} for name in ("One", "Two"))
+    name = ask(client, FIRST, session="new", documents=[one])["session"]["id"]
+    session = ask(client, THEN, session=name, documents=[two, one, two])["session"]
+    assert (session["documents"], session["documents_added"], session["documents_known"]) == (2, 1, 2)
+    sent = decoded(live.engine.requests[-1].input_ids)
+    assert (sent.count("One is a rock."), sent.count("Two is a rock.")) == (1, 1)
     client.delete(f"/rag/sessions/{name}")
 
 

@@ -74,13 +74,14 @@ class Dialogue:
 
 
 @pytest.mark.parametrize("held", [BEFORE, BEFORE - 1, 25])
-@pytest.mark.parametrize("whole", [True, False], ids=["whole step", "beside others"])
+@pytest.mark.parametrize("step", ["whole", "beside others", "in chunks"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_dialogue_is_as_if_nothing_had_been_evicted(name: str, whole: bool, held: int) -> None:
+def test_the_dialogue_is_as_if_nothing_had_been_evicted(name: str, step: str, held: int) -> None:
     dialogue = Dialogue(seed=held)
     wanted, kept = dialogue.kv(dialogue.whole).clone(), dialogue.kv(dialogue.whole[:held]).clone()
     context = dialogue.turn(held, *OPTIONS[name])
-    dialogue.composer.fill([context], [dialogue.row], whole=whole)
+    row = dialogue.row[: END + 2] if step == "in chunks" else dialogue.row  # slots of the question by now
+    dialogue.composer.fill([context], [row], whole=step == "whole")
     got = dialogue.kv(dialogue.row)
     torch.testing.assert_close(dialogue.kv(dialogue.whole[:held]), kept, rtol=0, atol=0)
     torch.testing.assert_close(got[:, :BEFORE], wanted[:, :BEFORE], rtol=1e-4, atol=1e-4)
