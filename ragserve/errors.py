@@ -6,9 +6,9 @@
     │   └── DocumentsTooLong (400)   documents do not fit into it
     ├── Unauthorized (401)           missing or wrong API key
     ├── Forbidden (403)              a web page of another origin, or a right that the API key lacks
-    ├── NotFound (404)               namespace, document or job
+    ├── NotFound (404)               namespace, document, job or session
     ├── RequestTimeout (408)         a body that stopped coming
-    ├── Conflict (409)               e.g. a namespace embedded with another model
+    ├── Conflict (409)               e.g. another embedding model, a session's document removed
     ├── TooLarge (413)               a body or file over its limit
     ├── UnsupportedDocument (415)    no parser, encrypted, corrupt or empty
     ├── TooManyRequests (429)        the engine's queue is full, or a limit of the API key

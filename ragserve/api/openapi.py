@@ -29,7 +29,7 @@ _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
         errors.Forbidden("Pages of 'https://example.com' may not call this server."),
     ),
     (
-        "There is no such namespace, document or job that the API key covers",
+        "There is no such namespace, document, job or session that the API key covers",
         errors.NotFound("There is no namespace 'nowhere'.", code="namespace_not_found"),
     ),
     (
@@ -37,7 +37,7 @@ _ERRORS: tuple[tuple[str, errors.RagserveError], ...] = (  # meaning and example
         errors.RequestTimeout("No byte of the request's body came for 60 s."),
     ),
     (
-        "The request does not fit what is stored",
+        "The request does not fit what is stored, or a session has lost a document",
         errors.Conflict("Namespace 'docs' was embedded with another model.", code="embedder_mismatch"),
     ),
     ("The body or a file is over its limit", errors.TooLarge("The request's body is over 4,194,304 bytes.")),
@@ -172,6 +172,7 @@ are served on the same address and documented by SGLang."""
 
 _TAGS = [
     {"name": "query", "description": "Ask a question, or search only."},
+    {"name": "sessions", "description": "Dialogues that the server keeps."},
     {"name": "ingest", "description": "Add documents, and follow the jobs that index them."},
     {"name": "documents", "description": "Indexed documents, chunks and namespaces."},
     {"name": "cache", "description": "The document cache: contents and tiers."},
