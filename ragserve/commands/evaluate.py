@@ -217,7 +217,8 @@ def _dialogues(
         own = {"data_dir": Path(folder), "kv_disk_bytes": 0}
         found = run_once(settings.model_copy(update=own), work)
     for path, lines in found.items():
-        workload = {"set": set_name(path), "mode": "multiturn", "model": Path(settings.model).name}
+        workload: dict[str, Any] = {"set": set_name(path), "mode": "multiturn"}
+        workload["model"] = Path(settings.model).name
         workload |= {"turns": turns, "dialogues": len(made[path]), "max_new_tokens": max_new_tokens}
         name = f"eval {set_name(path)} multiturn"
         report.write(name, workload, by_turn(lines), out=_report_of(path, paths, out), note=NOTE)

@@ -80,16 +80,20 @@ def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Opt
 
 def _multiturn(client: Client, questions: Sequence[Question], runs: Sequence[Options], turns: int) -> _Run:
     dialogues = multiturn.dialogues_of(questions, turns)
-    rows, lines, full = [], [], []
+    found: dict[str, list[multiturn.TurnOutcome]] = {}
     for options in (*runs, None):  # the last one is the rival without sessions
         label = multiturn.DOCUMENTS_FIRST if options is None else str(options.label)
         with progress(f"multiturn, {label}", turns * len(dialogues)) as step:
-            outcomes = multiturn.ask_dialogues(
+            found[label] = multiturn.ask_dialogues(
                 client, dialogues, options or runs[0], documents_first=options is None, progress=step
             )
-        full = outcomes if label == FULL.label else full
-        rows += multiturn.by_turn(label, outcomes, full)
-        lines += [{"context": "multiturn", "strategy": label, **outcome.record()} for outcome in outcomes]
+    full = found.get(FULL.label, [])
+    rows = [line for label, own in found.items() for line in multiturn.by_turn(label, own, full)]
+    lines = [
+        {"context": "multiturn", "strategy": label, **outcome.record()}
+        for label, own in found.items()
+        for outcome in own
+    ]
     settings = {"max_new_tokens": runs[0].max_new_tokens, "concurrency": runs[0].concurrency}
     return rows, [], lines, settings | {"turns": turns, "dialogues": len(dialogues)}
 

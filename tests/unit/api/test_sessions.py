@@ -213,10 +213,8 @@ def test_a_passage_that_is_sent_twice_is_added_once(client: httpx.Client, live: 
 
 def test_a_session_is_full_at_the_end_of_the_context(client: httpx.Client, live: Live, docs: str) -> None:
     name = ask(client, FIRST, session="new", max_new_tokens=20)["session"]["id"]
-    long = {"text": "A tale of the sea. " * 150, "title": "Tale"}
-    answer = ask(
-        client, THEN, session=name, documents=[long] * 3, documents_overflow="drop", max_new_tokens=20
-    )
+    tales = [{"text": "A tale of the sea. " * 150, "title": f"Tale {i}"} for i in range(3)]
+    answer = ask(client, THEN, session=name, documents=tales, documents_overflow="drop", max_new_tokens=20)
     assert "did not fit" in answer["context"]["notes"][0]
     live.index("docs", {f"tale{i}": f"Tale {i} of soup. " * 300 for i in range(2)})
     answer = ask(client, "A tale?", session=name, k=2, max_new_tokens=20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from ragserve.answering.results import Answer
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.multiturn import ask_dialogues, by_turn, dialogues_of
+from ragserve.eval.rest import evaluate_set
 from ragserve.eval.run import Options
 
 
@@ -62,6 +65,9 @@ class Server:
                 "session": session,
             }
         )
+
+    def info(self) -> dict[str, Any]:
+        return {"model": "models/tiny"}
 
     def call(self, method: str, path: str) -> None:
         assert method == "DELETE"
@@ -133,3 +139,22 @@ def test_a_turn_that_fails_counts_as_wrong_and_the_others_go_on() -> None:
     assert server.asked[4]["session"] == "new", "the first turn that is answered begins the session"
     assert by_turn("prefix", outcomes, ())[0]["failed"] == 1
     assert by_turn("prefix", outcomes, ())[0]["as_full"] is None
+
+
+def test_a_set_over_rest(tmp_path: Path) -> None:
+    rows = [
+        {"id": one.id, "question": one.question, "answers": one.answers, "docs": [[d.title, d.text]]}
+        for one in QUESTIONS
+        for d in one.documents
+    ]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    client: Any = Server()
+    runs = [Options("prefix", concurrency=1), Options("full", concurrency=1)]
+    out = tmp_path / "report.json"
+    lines = evaluate_set(client, tmp_path / "set.jsonl", runs, mode="multiturn", turns=3, limit=None, out=out)
+    assert len(lines) == 3 * 6
+    report = json.loads(out.read_text())
+    assert (report["workload"]["turns"], report["workload"]["dialogues"]) == (3, 2)
+    found = [(row["strategy"], row["turn"], row["as_full"]) for row in report["rows"]]
+    labels = ("prefix", "full", "prefix, documents first")
+    assert found == [(label, turn, 100.0) for label in labels for turn in (1, 2, 3)]
