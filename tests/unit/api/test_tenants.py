@@ -23,8 +23,8 @@ from ragserve.api.access import NEEDS
 from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.tenants.key_file import KeyFile, KeyLimits
-from sglang_ext.cache_scope import confine
-from sglang_ext.protocol import ContextPlan
+from sglang_ext.cache_scope import CacheScope, confine
+from sglang_ext.protocol import ContextPlan, SessionPart, Span, session_key
 from tests.unit.api.scripted_server import DOCUMENTS, Live, ScriptedEngine, eventually, serving
 
 
@@ -208,6 +208,17 @@ def test_stored_responses_of_others_cannot_be_continued(acme: httpx.Client) -> N
 
 def test_control_routes_need_admin_even_where_they_are_on(tmp_path: Path, model_path: Path) -> None:
     asyncio.run(_control_routes(tmp_path, model_path))
+
+
+def test_sglangs_routes_reach_no_session() -> None:
+    key = session_key("acme", "a" * 32)
+    plan = ContextPlan("compose", "acme", "concat", (Span(0, 1),), session=SessionPart(key))
+    params = {"custom_params": {"ragserve": plan.to_json()}}
+    obj = SimpleNamespace(rid="12345678", extra_key=key, sampling_params=params)
+    scope = CacheScope("somebody", lambda namespace: True)
+    with scope.active(), pytest.raises(ValueError, match="sessions go on over /rag/query"):
+        confine(obj)
+    assert obj.extra_key == f"somebody:{key}"
 
 
 def _through_sglang() -> Starlette:

@@ -108,3 +108,15 @@ def test_a_turn_without_new_documents_computes_what_is_not_held(held: int, name:
     dialogue.composer.fill([context], [row])
     torch.testing.assert_close(dialogue.kv(row[:END]), wanted, rtol=1e-4, atol=1e-4)
     assert context.recompute_rows(LAYERS) == END - held
+
+
+def test_what_is_held_is_not_written_again() -> None:
+    """Others may read it at the same time, and what the first turn has recomputed stays as it was."""
+    dialogue = Dialogue(seed=3)
+    pool = dialogue.runner.token_to_kv_pool
+    for layer in (*pool.k_buffer, *pool.v_buffer):
+        layer[dialogue.whole[:BEFORE]] = 0.5  # what no pass would compute
+    context = dialogue.turn(BEFORE, "concat", {"recompute": "all"})
+    dialogue.composer.fill([context], [dialogue.row])
+    assert bool((dialogue.kv(dialogue.row[:BEFORE]) == 0.5).all())
+    assert context.recompute_rows(LAYERS) == context.recomputed == sum(DOCUMENTS)
