@@ -13,8 +13,8 @@ from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.ingest import accepted
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import JobView
 from ragserve.api.services import Svc
+from ragserve.api.views import JobView
 from ragserve.config import Namespace
 
 router = APIRouter(prefix="/rag/cache", tags=["cache"])

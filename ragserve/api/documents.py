@@ -12,7 +12,8 @@ from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import (
+from ragserve.api.services import Svc
+from ragserve.api.views import (
     ChunkList,
     ChunkView,
     DocumentList,
@@ -20,7 +21,6 @@ from ragserve.api.schemas import (
     NamespaceList,
     NamespaceView,
 )
-from ragserve.api.services import Svc
 from ragserve.config import Namespace
 from ragserve.errors import NotFound
 from ragserve_index.filters import parse_filter

@@ -13,9 +13,10 @@ from ragserve.api.access import Access, Caller
 from ragserve.api.body import RequestModel, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import IngestTexts, IngestUrls, JobDetail, JobList, JobView, Metadata
+from ragserve.api.schemas import IngestTexts, IngestUrls, Metadata
 from ragserve.api.services import Services, Svc
 from ragserve.api.uploads import upload_form
+from ragserve.api.views import JobDetail, JobList, JobView
 from ragserve.config import Namespace
 from ragserve_index.types import Job
 

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from ragserve import __version__, errors
 from ragserve.api.errors import UnsupportedMediaType
-from ragserve.api.schemas import ErrorBody
+from ragserve.api.views import ErrorBody
 
 # FastAPI drops every null of the document, examples included: this stands in for null until it has.
 _NULL = "\ue000null\ue001"

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel
 
 from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta
 from ragserve.answering.prompt import Message
@@ -19,21 +18,14 @@ from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute
 from ragserve.api.openai_schemas import ChatRequest
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import DoneEvent, ErrorBody, HistoryMessage, MessageEvent, QueryRequest
+from ragserve.api.schemas import HistoryMessage, QueryRequest
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import EventStream, opened, until_disconnect
+from ragserve.api.views import EVENTS
 from ragserve.config import Settings
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
 
-EVENTS: dict[str, type[BaseModel]] = {
-    "search_results": SearchResults,
-    "message": MessageEvent,
-    "citation": Citation,
-    "final_answer": Answer,
-    "done": DoneEvent,
-    "error": ErrorBody,
-}
 router = APIRouter(tags=["query"], route_class=JsonRoute)
 
 

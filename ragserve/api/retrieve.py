@@ -12,9 +12,10 @@ from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented
 from ragserve.api.query import to_history
-from ragserve.api.schemas import RetrieveAnswer, RetrieveRequest, RetrieveTimings
+from ragserve.api.schemas import RetrieveRequest
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import until_disconnect
+from ragserve.api.views import RetrieveAnswer, RetrieveTimings
 
 router = APIRouter(tags=["query"], route_class=JsonRoute)
 

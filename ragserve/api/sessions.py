@@ -10,8 +10,8 @@ from ragserve.answering.dialogues import Dialogue
 from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import SessionList, SessionView
 from ragserve.api.services import Svc
+from ragserve.api.views import SessionList, SessionView
 
 router = APIRouter(tags=["sessions"])
 SessionId = Annotated[str, Path(min_length=1, max_length=64, description="As in answers and listings.")]

@@ -14,9 +14,10 @@ from ragserve import __version__
 from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.openapi import documented, failures
-from ragserve.api.schemas import MAX_DOCUMENTS, Info, Ready
+from ragserve.api.schemas import MAX_DOCUMENTS
 from ragserve.api.search_fields import MAX_K
 from ragserve.api.services import RequestId, Services, Svc
+from ragserve.api.views import Info, Ready
 from ragserve.cache.warm import warming
 from ragserve.errors import Unavailable
 from ragserve.metrics import exposition
