@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ragserve.answering.follow_ups import variants
 from ragserve.answering.prompt import Message
-from ragserve.bench.ir_metrics import ndcg, recall
 from ragserve.bench.retrieval import document_of
 from ragserve.config import Retrieval, Settings, load
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
+from ragserve.measuring.ir_metrics import ndcg, recall
 from ragserve.measuring.json_lines import json_lines
 from ragserve.retrieval.retriever import Retriever
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.bench import beir
-from ragserve.bench.ir_metrics import ndcg
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.ir_metrics import ndcg
 from ragserve.measuring.json_lines import json_lines
 from ragserve.measuring.report import GrowingReport, percentile
 

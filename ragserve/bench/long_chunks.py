@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ragserve.bench import beir
-from ragserve.bench.ir_metrics import ndcg, recall
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
+from ragserve.measuring.ir_metrics import ndcg, recall
 
 _DEPTH = 10
 _WINDOWS = 2  # that a chunk exceeds

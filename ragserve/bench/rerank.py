@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from ragserve.answering.key_reranker import KeyReranker
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.bench import beir
-from ragserve.bench.ir_metrics import ndcg, recall
 from ragserve.bench.retrieval import document_of
 from ragserve.bench.retrieval_trace import warm_missing
 from ragserve.config import Retrieval, Settings, load
@@ -27,6 +26,7 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import InvalidRequest
 from ragserve.eval import data as question_sets
 from ragserve.measuring.engine_run import first_token
+from ragserve.measuring.ir_metrics import ndcg, recall
 from ragserve.measuring.metrics import exact_match, token_f1
 from ragserve.measuring.report import GrowingReport, percentile
 from ragserve.retrieval.passage_search import FoundPassages, PassageSearch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import ndcg_score
 
-from ragserve.bench.ir_metrics import ndcg, recall
+from ragserve.measuring.ir_metrics import ndcg, recall
 
 
 def test_ndcg_by_hand() -> None:
