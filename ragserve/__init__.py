@@ -5,16 +5,18 @@
     with Client("http://127.0.0.1:30000") as client:
         print(client.query("Which ocean surrounds Jan Mayen?").answer)
 
-Public names: `Client` (the REST API), `Rag` (retrieval inside SGLang frontend programs) and the errors of
-`ragserve.errors`. Each is imported on first use; importing the package alone loads no torch."""
+Public names: `Client` and `AsyncClient` (the REST API), `Rag` (retrieval inside SGLang frontend programs) and
+the errors of `ragserve.errors`. Each is imported on first use; importing the package alone loads no torch."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ragserve.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from ragserve.client import Client
+    from ragserve.client import AsyncClient, Client
     from ragserve.errors import (
         Conflict,
         DocumentsTooLong,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ragserve.programs import Rag
 
 __all__ = [
+    "AsyncClient",
     "Client",
     "Conflict",
     "DocumentsTooLong",
@@ -53,8 +56,11 @@ __all__ = [
     "Unavailable",
     "UnsupportedDocument",
 ]
-__version__ = "0.1.0"
-_MODULES = {"Client": "ragserve.client", "Rag": "ragserve.programs"}  # all others: ragserve.errors
+_MODULES = {  # all others: ragserve.errors
+    "AsyncClient": "ragserve.client",
+    "Client": "ragserve.client",
+    "Rag": "ragserve.programs",
+}
 
 
 def __getattr__(name: str) -> Any:

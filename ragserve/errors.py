@@ -44,7 +44,8 @@ __all__ = [
 
 
 class RagserveError(Exception):
-    """Base of all errors that users see. ``code`` is stable, for machines; ``hint`` says what to do."""
+    """Base of all errors that users see. ``code`` is stable, for machines; ``hint`` says what to do.
+    ``request_id``: in clients, of the request that failed, as the server's log names it."""
 
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"
@@ -62,6 +63,7 @@ class RagserveError(Exception):
         self.hint = hint
         self.code = code or self.default_code
         self.param = param
+        self.request_id: str | None = None
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()

@@ -94,7 +94,7 @@ def build(client: Client, usual: str) -> MCPServer[Any]:
     ) -> list[ReadablePassage]:
         """Find the passages of the documents that fit a question best, best first."""
         found = await ask_server(lambda: client.retrieve(question, namespace=namespace or usual, k=k))
-        return [ReadablePassage.of(passage) for passage in found]
+        return [ReadablePassage.of(passage) for passage in found.results]
 
     async def ask(question: Question, namespace: NamespaceName = None, k: Count = None) -> SourcedAnswer:
         """Answer a question from the documents, with the passages that the answer rests on."""
@@ -104,7 +104,8 @@ def build(client: Client, usual: str) -> MCPServer[Any]:
 
     async def list_namespaces() -> list[NamespaceSize]:
         """List the collections of documents that can be searched."""
-        return _sizes(await ask_server(lambda: client.call("GET", "/rag/namespaces")))
+        found = await ask_server(client.namespaces)
+        return [NamespaceSize(name=each.name, documents=each.n_documents) for each in found]
 
     server: MCPServer[Any] = MCPServer(
         "ragserve", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING"
@@ -112,14 +113,10 @@ def build(client: Client, usual: str) -> MCPServer[Any]:
     reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
     tools: list[Callable[..., Any]] = [search, ask]
     try:
-        client.call("GET", "/rag/namespaces")
+        client.namespaces()
         tools.append(list_namespaces)
     except Forbidden:
         pass
     for tool in tools:
         server.add_tool(tool, annotations=reads)
     return server
-
-
-def _sizes(listed: dict[str, Any]) -> list[NamespaceSize]:
-    return [NamespaceSize(name=each["name"], documents=each["n_documents"]) for each in listed["namespaces"]]

@@ -99,8 +99,8 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
                 rows.append({"what": name, "clients": clients, "n": n, "queries_s": n / seconds})
         info = api.info()
     workload = {
-        "model": Path(info["model"]).name,
-        "device": info["engine"]["device"],
+        "model": Path(info.model).name,
+        "device": info.engine["device"],
         "questions": len(questions),
         "k": _K,
         "max_new_tokens": _MAX_NEW_TOKENS,
@@ -123,9 +123,8 @@ def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
             f"There is no example corpus at {CORPUS}.", hint="Run from a checkout of the repository."
         )
     namespace = f"bench-api-{uuid.uuid4().hex[:8]}"
-    uploads = [("files", (path.name, path.read_bytes())) for path in files]
-    job = api.wait(_checked(http.post("/rag/ingest", files=uploads, data={"namespace": namespace}))["job_id"])
-    if (indexed := job["counts"]["indexed"]) != len(files):
+    job = api.wait(api.ingest_files(files, namespace=namespace))
+    if (indexed := job.counts.get("indexed", 0)) != len(files):
         raise RagserveError(f"Only {indexed} of {len(files)} files of the example corpus could be ingested.")
     try:
         yield namespace
@@ -136,9 +135,9 @@ def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
 def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) -> list[BenchQuestion]:
     """Make questions over every document, with the prompts that the server builds for them."""
     info = api.info()
-    prompts = PromptBuilder.load(info["tokenizer"], info["system_prompt"])
-    listed = _checked(http.get("/rag/documents", params={"namespace": namespace, "limit": 1000}))["documents"]
-    subjects = [Path(document["source"]).stem.replace("-", " ").title() for document in listed]
+    prompts = PromptBuilder.load(info.tokenizer, info.system_prompt)
+    sources = [document.source for document in api.documents(namespace)]
+    subjects = [Path(source).stem.replace("-", " ").title() for source in sources]
     texts = [
         template.format(subject) for template in _TEMPLATES[: 1 if quick else None] for subject in subjects
     ]
@@ -148,7 +147,7 @@ def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) 
         body = {"query": text, "namespace": namespace, "k": _K}
         found = _checked(http.post("/rag/retrieve", json=body))["results"]
         documents = [PromptDocument("", passage["title"], passage["text"]) for passage in found]
-        room = info["limits"]["max_context_tokens"] - _MAX_NEW_TOKENS - 64
+        room = info.limits["max_context_tokens"] - _MAX_NEW_TOKENS - 64
         prompt = prompts.build(text, documents, max_prompt_tokens=room)
         if prompt.documents_kept != len(documents):
             raise InvalidRequest(

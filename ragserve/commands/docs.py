@@ -293,15 +293,14 @@ def _warm_by_server(
 
     key = settings.api_key
     with Client(url, api_key=key.get_secret_value() if key else None) as client:
-        job = client.call("POST", "/rag/cache/warm", json={"namespace": namespace, "documents": doc})
-        job = client.wait(job["job_id"])
-    counts = {state: n for state, n in job["counts"].items() if n}
+        job = client.wait(client.warm(namespace, doc))
+    counts = {state: n for state, n in job.counts.items() if n}
     if as_json:
-        print_json(job)
+        print_json(job.model_dump())
     else:
         summary = ", ".join(f"{n:,} {state}" for state, n in counts.items())
-        computed = f"{job['chunks']:,} chunks, {job['tokens']:,} tokens computed"
-        typer.echo(f"{summary}; {computed} ({job['job_id']})")
+        computed = f"{job.chunks:,} chunks, {job.tokens:,} tokens computed"
+        typer.echo(f"{summary}; {computed} ({job.job_id})")
     if counts.get("failed") or counts.get("skipped"):
         raise typer.Exit(3)
 

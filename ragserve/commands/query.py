@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, cast
 
-import httpx
 import typer
 from rich.console import Console
 
 from ragserve.answering.results import Answer, Citation
-from ragserve.client import Client, error_of
+from ragserve.api.views import EVENTS
+from ragserve.client import Client, MessageEvent, QueryArguments
 from ragserve.commands.job_console import place
 from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
-from ragserve.config import Retrieval
-from ragserve.errors import RagserveError, Unavailable
+from ragserve.config import Retrieval, StrategyName
+from ragserve.errors import EngineError
 from ragserve.strategy_spec import parse
 
 _FILTER = '{"op":"eq","field":"lang","value":"en"}'
@@ -55,84 +53,49 @@ def query(
 ) -> None:
     """Ask a question. Exits with 1, and the server's reason, if there is no answer."""
     spec = parse(strategy)[0] if strategy else None
-    fields = {
-        "query": question,
+    fields: QueryArguments = {
         "namespace": namespace,
         "k": k,
         "filter": json_object("--filter", filter_, example=_FILTER),
         "retrieval": retrieval,
         "rerank": rerank,
-        "strategy": spec and spec.name,
-        "strategy_options": spec and dict(spec.options),
+        "strategy": None if spec is None else cast(StrategyName, spec.name),
+        "strategy_options": None if spec is None else spec.options,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "system": system,
     }
-    body = {name: value for name, value in fields.items() if value is not None}
     console = Console(highlight=False)
-    if stream:
-        answer = _streamed(url, api_key, body, console, as_json=as_json)
-    else:
-        with Client(url, api_key=api_key) as client:
-            raw = client.call("POST", "/rag/query", json=body)
-        if as_json:
-            typer.echo(json.dumps(raw, ensure_ascii=False, indent=1))
-            return
-        answer = Answer.model_validate(raw)
-        console.print(answer.answer, markup=False)
+    with Client(url, api_key=api_key) as client:
+        if stream:
+            answer = _streamed(client, question, fields, console, as_json=as_json)
+        else:
+            answer = client.query(question, **fields)
+            if as_json:
+                typer.echo(answer.model_dump_json(indent=1))
+            else:
+                console.print(answer.answer, markup=False)
     if not as_json:
         _print_details(answer, console)
 
 
 def _streamed(
-    url: str, api_key: str | None, body: dict[str, Any], console: Console, *, as_json: bool
+    client: Client, question: str, fields: QueryArguments, console: Console, *, as_json: bool
 ) -> Answer:
+    names = {kind: name for name, kind in EVENTS.items()}
     final = None
-    for event, data in events(url, api_key, body):
+    for event in client.stream(question, **fields):
         if as_json:
-            typer.echo(json.dumps({"event": event, "data": data}, ensure_ascii=False))
-        elif event == "message":
-            console.print(data["text"], markup=False, end="", soft_wrap=True)
-        if event == "error":
-            failure, hint = data["error"], data["error"].get("hint") or ""
-            message = str(failure["message"]).removesuffix(hint).rstrip()
-            raise RagserveError(message, hint=hint, code=failure.get("code"))
-        if event == "final_answer":
-            final = Answer.model_validate(data)
+            typer.echo(f'{{"event": "{names[type(event)]}", "data": {event.model_dump_json()}}}')
+        elif isinstance(event, MessageEvent):
+            console.print(event.text, markup=False, end="", soft_wrap=True)
+        if isinstance(event, Answer):
+            final = event
     if final is None:
-        message = "The server closed the connection before the answer was complete."
-        raise Unavailable(message, hint="See its log.")
+        raise EngineError("The server sent no answer.", hint="See its log.")
     if not as_json:
         console.print()
     return final
-
-
-def events(url: str, api_key: str | None, body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and data of each event of a streamed query.
-
-    Raises the server's error, or ``Unavailable`` if no server answers.
-    """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with (
-            httpx.Client(
-                base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(600, connect=10)
-            ) as client,
-            client.stream("POST", "/rag/query", json={**body, "stream": True}) as response,
-        ):
-            if response.is_error:
-                response.read()
-                raise error_of(response)
-            name = "message"
-            for line in response.iter_lines():
-                field, _, value = line.partition(": ")
-                if field == "event":
-                    name = value
-                elif field == "data":
-                    yield name, json.loads(value)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        hint = "Is the server running there? ragserve serve"
-        raise Unavailable(f"No answer from {url}: {error}", hint=hint) from error
 
 
 def _print_details(answer: Answer, console: Console) -> None:

@@ -39,7 +39,7 @@ def evaluate_set(
         "set": set_name(path),
         "mode": mode,
         "questions": len(questions),
-        "model": Path(client.info()["model"]).name,
+        "model": Path(client.info().model).name,
         **workload,
     }
     _write(rows, lost, workload, out)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ragserve.answering.auto import AUTO
 from ragserve.answering.results import Answer, RetrievedPassage
-from ragserve.client import Client
+from ragserve.client import Client, QueryArguments, TextDocument
+from ragserve.config import StrategyName
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
 from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
@@ -35,8 +36,8 @@ class Options:
     retrieved."""
 
     strategy: str | None = None
-    k: int = 5
-    max_new_tokens: int = 24
+    k: int | None = 5
+    max_new_tokens: int | None = 24
     concurrency: int = 4
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -51,6 +52,17 @@ class Options:
         verified yet."""
         composed = self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
         return {**self.strategy_options, FORCE: True} if composed else dict(self.strategy_options) or None
+
+    @property
+    def fields(self) -> QueryArguments:
+        """The fields of a query, decoded greedily; the server chooses what is None."""
+        return {
+            "strategy": cast(StrategyName | None, self.strategy),
+            "strategy_options": self.sent,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": 0.0,
+            "seed": _SEED,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,7 @@ def ask_retrieved(
 
     def ask(question: Question) -> AnswerOutcome:
         try:
-            passages = tuple(client.retrieve(question.question, namespace=namespace, k=options.k))
+            passages = tuple(client.retrieve(question.question, namespace=namespace, k=options.k).results)
         except RagserveError as error:
             return failed(question, error)
         return _ask(client, question, options, passages=passages, namespace=namespace, k=options.k)
@@ -137,11 +149,11 @@ def ingested(
     done = 0
     try:
         for batch in _batches(passages):
-            job = client.ingest(namespace, [{"name": p.key, "title": p.title, "text": p.text} for p in batch])
-            report = client.wait(job)
-            if failed := report.get("counts", {}).get("failed"):
+            texts: list[TextDocument] = [{"name": p.key, "title": p.title, "text": p.text} for p in batch]
+            job = client.wait(client.ingest_texts(texts, namespace=namespace))
+            if failed := job.counts.get("failed"):
                 raise RagserveError(
-                    f"{failed} of {len(batch)} documents were not indexed: job {job}.",
+                    f"{failed} of {len(batch)} documents were not indexed: job {job.job_id}.",
                     hint="See ragserve's log and the job.",
                 )
             done += len(batch)
@@ -206,15 +218,7 @@ def _ask(
     **fields: Any,
 ) -> AnswerOutcome:
     try:
-        answer = client.query(
-            question.question,
-            strategy=options.strategy,
-            strategy_options=options.sent,
-            max_new_tokens=options.max_new_tokens,
-            temperature=0.0,
-            seed=_SEED,
-            **fields,
-        )
+        answer = client.query(question.question, **options.fields, **fields)
     except RagserveError as error:
         return failed(question, error)
     return outcome_of(question, answer, passages)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from ragserve import __version__
 from ragserve.errors import TooLarge, Unavailable, UnsupportedDocument
 from ragserve.ingest.robots import AGENT, Robots
 

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ragserve.answering.results import RetrievedPassage
-from ragserve.client import Client
-from ragserve.config import FollowUps, Retrieval
+from ragserve.client import Client, SearchArguments, Turn
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from ragserve.programs.prompt_text import PromptText
-
-
-class SearchArguments(TypedDict, total=False):
-    """Fields of `/rag/retrieve` (docs/retrieval.md). Those left out, or None, are the server's."""
-
-    filter: Mapping[str, Any] | None
-    retrieval: Retrieval | None
-    follow_ups: FollowUps | None
-    rerank: str | None
-    rerank_candidates: int | None
-    neighbours: int | None
-    context_tokens: int | None
-    min_score: float | None
-    dedupe: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +91,7 @@ class Rag:
             k=k,
             history=_messages(history) if history else None,
             **options,
-        )
+        ).results
 
     def context(
         self,
@@ -220,7 +205,7 @@ class Rag:
 
         with self._lock:
             if self._text is None:
-                self._text = PromptText.of(self._client.info(), self._tokenizer, self._system)
+                self._text = PromptText.of(self._client.info().model_dump(), self._tokenizer, self._system)
             return self._text
 
 
@@ -232,12 +217,11 @@ def _must_be_empty(s: Any) -> None:
         )
 
 
-def _messages(history: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    return [
-        {"role": role, "content": text}
-        for turn in history
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
+def _messages(history: Sequence[tuple[str, str]]) -> list[Turn]:
+    turns: list[Turn] = []
+    for question, answer in history:
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return turns
 
 
 def _passage(passage: RetrievedPassage | tuple[str, str], index: int) -> RetrievedPassage:

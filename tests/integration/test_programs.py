@@ -28,9 +28,8 @@ ASKED = "Who ruled Iceland before independence?"
 @pytest.fixture(scope="module")
 def documents(server: Any) -> None:
     with Client(server.url) as client:
-        files = [("files", (name, (CORPUS / name).read_bytes())) for name in DOCUMENTS]
-        job = client.call("POST", "/rag/ingest", data={"namespace": NAMESPACE}, files=files)
-        assert client.wait(job["job_id"], timeout_s=120)["counts"]["indexed"] == len(DOCUMENTS)
+        job = client.ingest_files([CORPUS / name for name in DOCUMENTS], namespace=NAMESPACE)
+        assert client.wait(job, timeout_s=120).counts["indexed"] == len(DOCUMENTS)
 
 
 @pytest.fixture
@@ -239,8 +238,8 @@ def test_an_error_of_the_engine_reaches_the_reader(rag: Rag) -> None:
 
 def test_with_an_api_key(locked_server: Any) -> None:
     with Client(locked_server.url, api_key="secret") as client:
-        job = client.ingest(
-            NAMESPACE, [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}]
+        job = client.ingest_texts(
+            [{"name": "oslo", "title": "Oslo", "text": "Oslo is the capital of Norway."}], namespace=NAMESPACE
         )
         client.wait(job, timeout_s=120)
 

@@ -19,16 +19,13 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(encod
 @pytest.fixture(scope="module")
 def namespaces(server: Any) -> None:
     with Client(server.url) as client:
-        files = [
-            ("files", (name, (REPO / "examples/corpus/files" / name).read_bytes()))
-            for name in ("iceland.md", "denmark.html")
-        ]
+        files = [REPO / "examples/corpus/files" / name for name in ("iceland.md", "denmark.html")]
         jobs = [
-            client.ingest(
-                "readme-notes",
+            client.ingest_texts(
                 [{"name": "oslo.txt", "title": "Oslo", "text": "Oslo is the capital of Norway."}],
+                namespace="readme-notes",
             ),
-            client.call("POST", "/rag/ingest", data={"namespace": "readme-demo"}, files=files)["job_id"],
+            client.ingest_files(files, namespace="readme-demo"),
         ]
         for job in jobs:
             client.wait(job, timeout_s=120)

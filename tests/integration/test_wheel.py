@@ -140,8 +140,7 @@ def test_a_wheel_serves_without_the_checkout(
 
     with serving(environment, clean, tmp_path) as url, Client(url) as client:
         text = {"name": "norway", "text": "The capital of Norway is Oslo."}
-        job = client.call("POST", "/rag/ingest", json={"texts": [text]})
-        assert client.wait(job["job_id"])["state"] == "done"
+        assert client.wait(client.ingest_texts([text])).counts["indexed"] == 1
         question = {"query": "What is the capital of Norway?"}
         for how in ({}, VERIFIED):
             answer = client.call("POST", "/rag/query", json=question | how)

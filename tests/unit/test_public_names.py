@@ -14,7 +14,7 @@ from ragserve import errors
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = ("ragserve", "index/ragserve_index", "sglang_ext", "kernels/ragserve_kernels")
-PUBLIC = {"Client", "Rag", *errors.__all__}
+PUBLIC = {"AsyncClient", "Client", "Rag", *errors.__all__}
 
 
 def exported(tree: ast.Module) -> list[str] | None:

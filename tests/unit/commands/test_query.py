@@ -46,6 +46,14 @@ def test_streamed_json_is_an_event_a_line(live: Live, docs: str) -> None:
     assert [event["event"] for event in events][-2:] == ["final_answer", "done"]
 
 
+def test_a_streamed_text_may_hold_any_character(live: Live) -> None:
+    """U+2028 and its like end lines for Python, and for nobody else."""
+    live.index("aside", {"aside": "Leeks\u2028potatoes\u0085cream."})
+    lines = run(live, "-n", "aside", "--json", "--stream").rstrip("\n").split("\n")
+    found = next(event["data"] for event in map(json.loads, lines) if event["event"] == "search_results")
+    assert found["results"][0]["text"] == "Leeks\u2028potatoes\u0085cream."
+
+
 def test_options_arrive(live: Live, docs: str) -> None:
     chosen = '{"op":"eq","field":"name","value":"soup"}'
     by_words = json.loads(run(live, "-n", docs, "--json", "--retrieval", "lexical"))
@@ -78,7 +86,7 @@ def test_what_the_server_refuses_is_said(live: Live, stream: list[str]) -> None:
     with pytest.raises(RagserveError, match="nowhere") as caught:
         run(live, "-n", "nowhere", *stream)
     assert caught.value.code == "namespace_not_found"
-    assert stream or isinstance(caught.value, NotFound)
+    assert isinstance(caught.value, NotFound)
 
 
 def test_an_error_in_the_stream_is_said(live: Live, docs: str) -> None:

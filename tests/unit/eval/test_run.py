@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ragserve.answering.results import Answer, RetrievedPassage
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
+from tests.unit.eval.answers import answered
 
 
 def question(name: str, answer: str = "red") -> Question:
@@ -44,30 +46,13 @@ class Table:
         said = self.answers.get((text, None if documents is None else len(documents)))
         if said is None:
             raise NotFound("no such thing")
-        context = dict.fromkeys(
-            ("documents_retrieved", "documents_kept", "tokens_retrieved", "tokens_kept", "tokens_recomputed"),
-            2,
-        )
-        return Answer.model_validate(
-            {
-                "answer": said,
-                "citations": [],
-                "usage": {"prompt": 10, "cached": 4, "completion": 2},
-                "context": {"strategy": "full", "tokens_by_tier": {}, **context},
-                "timings": {"ttft_ms": 5.0, "total_ms": 6.0},
-                "index_version": 1,
-                "namespace": "n",
-                "finish_reason": "stop",
-                "request_id": "r",
-            }
-        )
+        return answered(said)
 
-    def retrieve(self, text: str, **_: Any) -> list[RetrievedPassage]:
-        found = self.retrieved[text]
-        return [
-            RetrievedPassage.model_validate({"index": i, "source": p.key, "title": p.title, "text": p.text})
-            for i, p in enumerate(found, 1)
-        ]
+    def retrieve(self, text: str, **_: Any) -> Any:
+        found = enumerate(self.retrieved[text], 1)
+        return SimpleNamespace(
+            results=[RetrievedPassage(index=i, source=p.key, title=p.title, text=p.text) for i, p in found]
+        )
 
 
 def test_given_sends_the_documents_in_order_and_scores_the_answer() -> None:
@@ -124,9 +109,8 @@ def test_a_chunk_of_the_gold_document_without_the_answer_is_not_found() -> None:
     q = question("a")
     cut = GivenPassage("a", "a is")
     table = Table({(q.question, None): "red"}, {q.question: [cut]})
-    table.retrieve = lambda *_, **__: [  # type: ignore[method-assign]
-        RetrievedPassage.model_validate({"index": 1, "source": q.gold[0].key, "title": "a", "text": cut.text})
-    ]
+    passage = RetrievedPassage(index=1, source=q.gold[0].key, title="a", text=cut.text)
+    table.retrieve = lambda *_, **__: SimpleNamespace(results=[passage])  # type: ignore[method-assign]
     [outcome] = ask_retrieved(table, "n", [q], Options(), progress=lambda: None)  # type: ignore[arg-type]
     assert outcome.found is False
     assert outcome.gold_recall == 1.0
@@ -138,12 +122,12 @@ class Shelf:
     def __init__(self, failed: int = 0) -> None:
         self.failed, self.texts, self.dropped = failed, [], []  # type: tuple[int, list[Any], list[str]]
 
-    def ingest(self, namespace: str, texts: list[dict[str, str]]) -> str:
+    def ingest_texts(self, texts: list[dict[str, str]], *, namespace: str) -> str:
         self.texts += texts
         return "job"
 
-    def wait(self, job: str) -> dict[str, Any]:
-        return {"state": "done", "counts": {"indexed": 1, "failed": self.failed}}
+    def wait(self, job: str) -> Any:
+        return SimpleNamespace(job_id=job, counts={"indexed": 1, "failed": self.failed})
 
     def drop_namespace(self, name: str) -> None:
         self.dropped.append(name)

@@ -1,0 +1,276 @@
+"""The REST API's calls: how each request is built and its reply is read, for both clients."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar, Unpack
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel
+
+from ragserve.answering.results import Answer
+from ragserve.api.views import (
+    ChunkList,
+    ChunkView,
+    DocumentList,
+    DocumentView,
+    Info,
+    JobDetail,
+    JobItemView,
+    JobList,
+    JobView,
+    NamespaceList,
+    NamespaceView,
+    RetrieveAnswer,
+)
+from ragserve.client.arguments import (
+    FileToIngest,
+    IngestArguments,
+    QueryArguments,
+    RetrieveArguments,
+    TextDocument,
+)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+Upload = tuple[str, bytes | BinaryIO]
+_PAGE = 1000
+_MAX_DOWNLOAD_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A request and how its reply is read.
+
+    ``options``: httpx's arguments. ``uploads`` opens the files to send, and closes them afterwards.
+    ``repeatable``: asking twice does no more than asking once."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    uploads: Callable[[], AbstractContextManager[Sequence[Upload]]] | None = None
+    repeatable: bool = False
+
+    @contextmanager
+    def sendable(self) -> Iterator[dict[str, Any]]:
+        """Yield httpx's arguments, with files that are open during the block."""
+        if self.uploads is None:
+            yield dict(self.options)
+        else:
+            with self.uploads() as uploads:
+                yield {**self.options, "files": [("files", upload) for upload in uploads]}
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A part of a list; ``following`` is the call for the next one."""
+
+    items: Sequence[T]
+    following: Call[Page[T]] | None
+
+
+def call(method: str, path: str, **options: Any) -> Call[Any]:
+    """Make any request, with httpx's arguments. Its reply is the JSON; None for an empty one."""
+    return Call(
+        method,
+        path,
+        lambda response: response.json() if response.content else None,
+        options,
+        repeatable=method in ("GET", "HEAD"),
+    )
+
+
+def info() -> Call[Info]:
+    """``GET /info``: versions, model, defaults and limits."""
+    return _get("/info", _model(Info))
+
+
+def query(question: str, **fields: Unpack[QueryArguments]) -> Call[Answer]:
+    """``POST /rag/query``: the answer with its citations, token counts and timings."""
+    return _post("/rag/query", _model(Answer), {"query": question, **fields}, repeatable=True)
+
+
+def streamed_query(question: str, **fields: Unpack[QueryArguments]) -> Call[None]:
+    """``POST /rag/query``, of which the events are read one by one."""
+    return _post(
+        "/rag/query", lambda response: None, {"query": question, **fields, "stream": True}, repeatable=True
+    )
+
+
+def retrieve(question: str, **fields: Unpack[RetrieveArguments]) -> Call[RetrieveAnswer]:
+    """``POST /rag/retrieve``: passages, best first, as a query would give them to the model."""
+    return _post("/rag/retrieve", _model(RetrieveAnswer), {"query": question, **fields}, repeatable=True)
+
+
+def ingest_texts(
+    texts: Sequence[TextDocument], *, namespace: str | None = None, warm: bool | None = None
+) -> Call[JobView]:
+    """``POST /rag/ingest`` of texts. Returns the job; `wait` waits for it."""
+    body = {"texts": [dict(text) for text in texts], "namespace": namespace, "warm": warm}
+    return _post("/rag/ingest", _model(JobView), body)
+
+
+def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments]) -> Call[JobView]:
+    """``POST /rag/ingest`` of files. Returns the job; `wait` waits for it."""
+
+    @contextmanager
+    def opened() -> Iterator[list[Upload]]:
+        with ExitStack() as stack:
+            uploads: list[Upload] = []
+            for file in files:
+                name, content = file if isinstance(file, tuple) else (Path(file).name, Path(file))
+                if isinstance(content, Path):
+                    content = stack.enter_context(content.open("rb"))
+                uploads.append((name, content))
+            yield uploads
+
+    return _form(opened, fields)
+
+
+def ingest_urls(
+    urls: Sequence[str], *, max_bytes: int = _MAX_DOWNLOAD_BYTES, **fields: Unpack[IngestArguments]
+) -> Call[JobView]:
+    """Download pages here, at most ``max_bytes`` each, and ingest them under their URLs; the server fetches
+    no address for a client. Nothing is ingested if one of them cannot be had.
+
+    Raises ``UnsupportedDocument`` (an HTTP error status), ``TooLarge`` or ``Unavailable``."""
+
+    @contextmanager
+    def downloaded() -> Iterator[list[Upload]]:
+        from ragserve.ingest.fetch import fetch
+
+        with ExitStack() as stack:
+            uploads: list[Upload] = []
+            for url in urls:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
+                page = fetch(url, folder, max_bytes=max_bytes)
+                uploads.append((url, stack.enter_context(page.path.open("rb"))))
+            yield uploads
+
+    return _form(downloaded, fields)
+
+
+def job(job_id: str) -> Call[JobDetail]:
+    """``GET /rag/jobs/{job_id}``: the job, with the first of its sources."""
+    return _get(_path("jobs", job_id), _model(JobDetail))
+
+
+def jobs(
+    *, namespace: str | None = None, state: str | None = None, limit: int | None = None
+) -> Call[list[JobView]]:
+    """``GET /rag/jobs``: the latest jobs, newest first."""
+    listed = _model(JobList)
+    return _get("/rag/jobs", lambda reply: listed(reply).jobs, namespace=namespace, state=state, limit=limit)
+
+
+def job_items(job_id: str, *, state: str | None = None) -> Call[Page[JobItemView]]:
+    """``GET /rag/jobs/{job_id}``: what became of each source."""
+    return _pages(_path("jobs", job_id), JobDetail, lambda page: (page.items, page.next), {"state": state})
+
+
+def cancel_job(job_id: str) -> Call[JobView]:
+    """``DELETE /rag/jobs/{job_id}``: it ends after the source at hand."""
+    return _delete(_path("jobs", job_id), JobView)
+
+
+def warm(namespace: str | None = None, documents: Sequence[str] | None = None) -> Call[JobView]:
+    """``POST /rag/cache/warm``: compute the KV of documents (doc_id or source; default: all). Returns the
+    job."""
+    body = {"namespace": namespace, "documents": None if documents is None else list(documents)}
+    return _post("/rag/cache/warm", _model(JobView), body)
+
+
+def documents(
+    namespace: str | None = None,
+    *,
+    filter: Mapping[str, Any] | None = None,
+    source_prefix: str | None = None,
+) -> Call[Page[DocumentView]]:
+    """``GET /rag/documents``: all of a namespace that match, ordered by doc_id."""
+    chosen = None if filter is None else json.dumps(filter)
+    params = {"namespace": namespace, "filter": chosen, "source_prefix": source_prefix}
+    return _pages("/rag/documents", DocumentList, lambda page: (page.documents, page.next), params)
+
+
+def document(doc_id: str, namespace: str | None = None) -> Call[DocumentView]:
+    """``GET /rag/documents/{doc_id}``: a document's entry in the registry."""
+    return _get(_path("documents", doc_id), _model(DocumentView), namespace=namespace)
+
+
+def chunks(doc_id: str, namespace: str | None = None) -> Call[Page[ChunkView]]:
+    """``GET /rag/documents/{doc_id}/chunks``: the pieces of a document that are searched, in its order."""
+    path = _path("documents", doc_id, "chunks")
+    return _pages(path, ChunkList, lambda page: (page.chunks, page.next), {"namespace": namespace})
+
+
+def remove_document(doc_id: str, namespace: str | None = None) -> Call[DocumentView]:
+    """``DELETE /rag/documents/{doc_id}``: remove a document and its KV."""
+    return _delete(_path("documents", doc_id), DocumentView, namespace=namespace)
+
+
+def namespaces() -> Call[list[NamespaceView]]:
+    """``GET /rag/namespaces``: those that the API key covers, by name."""
+    listed = _model(NamespaceList)
+    return _get("/rag/namespaces", lambda reply: listed(reply).namespaces)
+
+
+def namespace(name: str) -> Call[NamespaceView]:
+    """``GET /rag/namespaces/{name}``: size, version and embedder."""
+    return _get(_path("namespaces", name), _model(NamespaceView))
+
+
+def drop_namespace(name: str) -> Call[NamespaceView]:
+    """``DELETE /rag/namespaces/{name}``: delete all of its documents, at once and for good."""
+    return _delete(_path("namespaces", name), NamespaceView)
+
+
+def _get(path: str, read: Callable[[httpx.Response], T], **params: Any) -> Call[T]:
+    return Call("GET", path, read, {"params": _given(params)}, repeatable=True)
+
+
+def _pages(
+    path: str, kind: type[M], split: Callable[[M], tuple[Sequence[T], Any]], params: Mapping[str, Any]
+) -> Call[Page[T]]:
+    def read(response: httpx.Response) -> Page[T]:
+        items, after = split(_model(kind)(response))
+        return Page(items, None if after is None else _pages(path, kind, split, {**params, "after": after}))
+
+    return _get(path, read, limit=_PAGE, **params)
+
+
+def _post(
+    path: str, read: Callable[[httpx.Response], T], body: Mapping[str, Any], *, repeatable: bool = False
+) -> Call[T]:
+    return Call("POST", path, read, {"json": _given(body)}, repeatable=repeatable)
+
+
+def _form(
+    uploads: Callable[[], AbstractContextManager[Sequence[Upload]]], fields: Mapping[str, Any]
+) -> Call[JobView]:
+    data = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in _given(fields).items()
+    }
+    return Call("POST", "/rag/ingest", _model(JobView), {"data": data}, uploads)
+
+
+def _delete(path: str, kind: type[M], **params: Any) -> Call[M]:
+    return Call("DELETE", path, _model(kind), {"params": _given(params)})
+
+
+def _path(*parts: str) -> str:
+    return "/rag/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def _model(kind: type[M]) -> Callable[[httpx.Response], M]:
+    return lambda response: kind.model_validate_json(response.content)
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
