@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import aclosing, closing
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ragserve.client import Answer, AsyncClient, Client, DoneEvent, MessageEvent
 from tests.unit.api.scripted_server import DOCUMENTS, Live, eventually
 from tests.unit.client.either import both, opened
 from tests.unit.client.scripted_http import ScriptedHttp
+
+REPO = Path(__file__).resolve().parents[3]
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 ASIDE = "Leeks\u2028potatoes\u0085and\u001ccream are for the soup."  # what str.splitlines would cut
@@ -59,28 +62,27 @@ def test_texts_are_ingested_found_and_removed(live: Live, kind: str, monkeypatch
         assert client.info().embedder["name"] == "words"
 
 
-@both
-def test_files_and_pages_are_ingested(live: Live, scripted: ScriptedHttp, kind: str, tmp_path: Path) -> None:
+def test_files_and_pages_are_ingested(live: Live, scripted: ScriptedHttp, tmp_path: Path) -> None:
     path = tmp_path / "bell.txt"
     path.write_text(DOCUMENTS["bell"], encoding="utf-8")
-    page = f"<html><body><article><p>{DOCUMENTS['soup']}</p></article></body></html>".encode()
-    scripted.answers += [(200, page, {"Content-Type": "text/html"}), (404, b"")]
-    space = f"files-{kind}"
-    with opened(kind, live.url) as client:
-        files = [path, ("isles/skerryvore.md", DOCUMENTS["skerryvore"].encode())]
-        url = f"{scripted.url}/soup"
+    page = (200, DOCUMENTS["soup"].encode(), {"Content-Type": "text/plain"})
+    scripted.answers += [page, (404, b""), (404, b"")]
+    url, fields = f"{scripted.url}/soup", {"namespace": "files", "metadata": {"shelf": 3}}
+    with opened("threads", live.url) as client, opened("asyncio", live.url) as waiting:
         jobs = [
-            client.ingest_files(files, namespace=space, metadata={"shelf": 3}),
-            client.ingest_urls([url], namespace=space),
+            client.ingest_files([path, ("isles/skerryvore.md", DOCUMENTS["skerryvore"].encode())], **fields),
+            waiting.ingest_files([("again.txt", path)], **fields),
+            waiting.ingest_urls([url], namespace="files"),
         ]
         for job in jobs:
             client.wait(job)
-        found = {document.source: document for document in client.documents(space)}
-        assert set(found) == {"bell.txt", "isles/skerryvore.md", url}
-        assert found["bell.txt"].metadata["shelf"] == 3
-        assert found[url].mime == "text/html"
-        with pytest.raises(errors.UnsupportedDocument, match="404"):
-            client.ingest_urls([url], namespace=space)
+        found = {document.source: document for document in client.documents("files")}
+        assert set(found) == {"bell.txt", "isles/skerryvore.md", "again.txt", url}
+        assert found["again.txt"].metadata["shelf"] == 3
+        assert found[url].size_bytes == len(DOCUMENTS["soup"])
+        for each in (client, waiting):
+            with pytest.raises(errors.UnsupportedDocument, match="404"):
+                each.ingest_urls([url], namespace="files")
 
 
 @both
@@ -114,6 +116,20 @@ def test_a_stream_that_is_cut_is_no_answer(scripted: ScriptedHttp, kind: str) ->
     )
     with opened(kind, scripted.url) as client, pytest.raises(errors.Unavailable, match="before the answer"):
         list(client.stream(QUESTION))
+
+
+def test_the_documented_code_runs(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (REPO / "docs" / "clients.md").read_text(encoding="utf-8")
+    one, other = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for code in (one, other):
+        code = code.replace("http://127.0.0.1:30000", live.url).replace("norway.html", "iceland.md")
+        exec(compile(code.replace("examples/", f"{REPO}/examples/"), "docs/clients.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert said.startswith("2 indexed\n")
+    assert "Alan Stevenson [1].\n" in said
+    assert "namespace_not_found: There is no namespace 'nowhere'" in said
+    assert "['Alan Stevenson [1].', 'Alan Stevenson [1].']" in said
+    assert "'Iceland'" in said
 
 
 def test_closing_a_stream_aborts_the_answer(live: Live, docs: str) -> None:
