@@ -1,4 +1,4 @@
-"""`ragserve eval`: exact match, F1 and distance from full prefill over question sets, per strategy."""
+"""`ragserve eval`: quality of answers by strategy, over question sets or over one's own documents."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import enum
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -17,11 +18,13 @@ from ragserve.errors import InvalidRequest
 from ragserve.files import write_text
 
 if TYPE_CHECKING:
+    from ragserve.client import Client
     from ragserve.eval.parallel import Plan
     from ragserve.measuring.server import RunningServer
     from ragserve.strategy_spec import StrategySpec
 
 Line = dict[str, Any]
+_PASSAGES, _TOKENS = 5, 24  # for question sets
 
 
 class EvalMode(enum.StrEnum):
@@ -56,9 +59,27 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Questions of each set, spread evenly over it.")
     ] = None,
-    k: Annotated[int, typer.Option(min=1, max=64, help="Passages retrieved for a question.")] = 5,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace", "-n", help="Your own documents: ask this namespace, and judge passages, too."
+        ),
+    ] = None,
+    documents: Annotated[
+        Path | None,
+        typer.Option(help="Your own documents: ask a namespace made of this folder's files for the run."),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Passages retrieved for a question. Default: 5; of your own, the server's."
+        ),
+    ] = None,
     turns: Annotated[int, typer.Option(min=2, max=16, help="Questions of a dialogue of multiturn.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 24,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer in tokens. Default: 24; over your own, the server's."),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=256, help="Questions in flight in each worker.")] = 4,
     workers: Annotated[
         int,
@@ -84,6 +105,9 @@ def evaluate(
         Path | None,
         typer.Option("--json", help="File for the report; over REST, one file per set."),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="File for the report as a web page; with --namespace or --documents.")
+    ] = None,
     write_gate: Annotated[
         bool,
         typer.Option(
@@ -100,12 +124,17 @@ def evaluate(
 
     Answers are decoded greedily and scored as SQuAD does: exact match and F1. Without --url, `given` starts
     its own engines and compares each strategy's next-token distribution with that of full prefill,
-    `multiturn` does so turn by turn, and `retrieved` starts a server."""
+    `multiturn` does so turn by turn, and `retrieved` starts a server.
+
+    --namespace or --documents evaluates RAG over your own documents, through a server: what the search finds,
+    the answers, their citations, and the time. The questions' format is in docs/evaluation.md."""
     from ragserve.answering.auto import AUTO
     from ragserve.eval.data import find
+    from ragserve.eval.run import Options
     from ragserve.strategy_spec import parse
 
-    known = [name for name in get_args(StrategyName) if name != AUTO or url]
+    own = namespace is not None or documents is not None
+    known = [name for name in get_args(StrategyName) if name != AUTO or url or own]
     specs = parse(strategies, known)
     if url and model:
         raise InvalidRequest(
@@ -114,27 +143,39 @@ def evaluate(
     if model:
         settings = settings.model_copy(update={"model": model})
     paths = [find(name.strip(), sets) for part in data for name in part.split(",") if name.strip()]
-    if write_gate and (mode is not EvalMode.given or url is not None):
+    if write_gate and (mode is not EvalMode.given or url is not None or own):
         raise InvalidRequest(
-            "--write-gate needs the comparison with full prefill.", hint="Leave --url and --mode away."
+            "--write-gate needs the comparison with full prefill.",
+            hint="Leave --url, --mode, --namespace and --documents away.",
         )
-    if mode is EvalMode.given and url is None:
-        from ragserve.eval.parallel import Plan
-
-        plan = Plan(paths, specs, settings, limit, max_new_tokens, concurrency, workers)
-        lines = _engines(plan, work, out, write_gate=write_gate)
-    elif mode is EvalMode.multiturn and url is None:
-        lines = _dialogues(settings, paths, specs, turns, limit, max_new_tokens, out)
-    else:
-        from ragserve.client import Client
-        from ragserve.eval.rest import evaluate_set
-        from ragserve.eval.run import Options
+    if html and not own:
+        raise InvalidRequest(
+            "--html is for your own documents.", hint="Give --namespace or --documents, too."
+        )
+    if namespace and documents:
+        raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")
+    if own:
+        from ragserve.eval.own_report import OwnRun, evaluate_own, load_sets
 
         runs = [Options(spec.name, k, max_new_tokens, concurrency, spec.options) for spec in specs]
-        with contextlib.ExitStack() as stack:
-            if url is None:
-                url = stack.enter_context(_server(settings, api_key)).url
-            client = stack.enter_context(Client(url, api_key=api_key))
+        questions = load_sets(paths, limit)
+        with _client(settings, url, api_key, keeps_data=namespace is not None) as client:
+            lines = evaluate_own(client, questions, runs, OwnRun(namespace, documents, work, out, html))
+    elif mode is EvalMode.given and url is None:
+        from ragserve.eval.parallel import Plan
+
+        plan = Plan(paths, specs, settings, limit, max_new_tokens or _TOKENS, concurrency, workers)
+        lines = _engines(plan, work, out, write_gate=write_gate)
+    elif mode is EvalMode.multiturn and url is None:
+        lines = _dialogues(settings, paths, specs, turns, limit, max_new_tokens or _TOKENS, out)
+    else:
+        from ragserve.eval.rest import evaluate_set
+
+        runs = [
+            Options(spec.name, k or _PASSAGES, max_new_tokens or _TOKENS, concurrency, spec.options)
+            for spec in specs
+        ]
+        with _client(settings, url, api_key) as client:
             lines = []
             for path in paths:
                 report = _report_of(path, paths, out)
@@ -225,8 +266,25 @@ def _dialogues(
     return [{"set": set_name(path), **line} for path, lines in found.items() for line in lines]
 
 
-def _server(settings: Settings, api_key: str | None) -> contextlib.AbstractContextManager[RunningServer]:
-    """Start a server with the settings that were given."""
+@contextlib.contextmanager
+def _client(
+    settings: Settings, url: str | None, api_key: str | None, *, keeps_data: bool = False
+) -> Iterator[Client]:
+    """A client of the server at ``url``, or of one that is started for the block with the settings that were
+    given: on the data folder with ``keeps_data``, else on an empty one."""
+    from ragserve.client import Client
+
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            url = stack.enter_context(
+                _server(settings, api_key, settings.data_dir if keeps_data else None)
+            ).url
+        yield stack.enter_context(Client(url, api_key=api_key))
+
+
+def _server(
+    settings: Settings, api_key: str | None, data_dir: Path | None
+) -> contextlib.AbstractContextManager[RunningServer]:
     from ragserve.measuring.server import running_server
 
     given = (name for name in (*ENGINE_SETTINGS, "model") if name in settings.model_fields_set)
@@ -235,4 +293,4 @@ def _server(settings: Settings, api_key: str | None) -> contextlib.AbstractConte
         flags["engine_args"] = json.dumps(flags["engine_args"])
     if api_key:
         flags["api_key"] = api_key
-    return running_server(warm_ingested=False, **flags)
+    return running_server(warm_ingested=False, data_dir=data_dir, **flags)

@@ -9,11 +9,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ragserve.errors import InvalidRequest
 from ragserve.measuring.json_lines import json_lines
 from ragserve.measuring.metrics import contains_answer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ def load(path: Path, limit: int | None = None) -> list[Question]:
         raise InvalidRequest(
             f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py."
         )
+    return spread(rows, limit)
+
+
+def spread(rows: list[T], limit: int | None) -> list[T]:
+    """At most ``limit`` rows, spread evenly over all, the same ones each time."""
     if limit is None or limit >= len(rows):
         return rows
     return [rows[index * len(rows) // limit] for index in range(limit)]

@@ -50,8 +50,14 @@ class Options:
     def sent(self) -> dict[str, Any] | None:
         """The options to send: composed strategies are forced, because what is being evaluated is not
         verified yet."""
-        composed = self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
-        return {**self.strategy_options, FORCE: True} if composed else dict(self.strategy_options) or None
+        if self.is_composed:
+            return {**self.strategy_options, FORCE: True}
+        return dict(self.strategy_options) or None
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether the strategy composes contexts from cached documents."""
+        return self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
 
     @property
     def fields(self) -> QueryArguments:

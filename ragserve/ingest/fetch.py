@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from ragserve.errors import TooLarge, Unavailable, UnsupportedDocument
 from ragserve.ingest.robots import AGENT, Robots
+from ragserve.version import __version__
 
 if TYPE_CHECKING:
     import httpx

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 CONFIDENCE = 0.95
+_TWO_SIDED = (1 + CONFIDENCE) / 2
 
 
 def upper_bound(values: Sequence[float], worst: float) -> float:
@@ -25,14 +26,21 @@ def lower_bound(values: Sequence[float]) -> float:
     return max(0.0, _mean_and_error([*values, 0.0], -1)) if values else 0.0
 
 
-def _mean_and_error(values: Sequence[float], sign: int) -> float:
+def interval(values: Sequence[float], lowest: float = 0.0, highest: float = 1.0) -> tuple[float, float]:
+    """The two-sided 95 % confidence interval of the mean of values between ``lowest`` and ``highest``, of
+    which there must be some: as `upper_bound` on both sides, so that a few equal values are not certain."""
+    low = _mean_and_error([*values, lowest], -1, _TWO_SIDED)
+    return max(lowest, low), min(highest, _mean_and_error([*values, highest], 1, _TWO_SIDED))
+
+
+def _mean_and_error(values: Sequence[float], sign: int, confidence: float = CONFIDENCE) -> float:
     """The mean, and ``sign`` times what Student's t allows it to be off."""
     from scipy.special import stdtrit
 
     n = len(values)
     mean = math.fsum(values) / n
     spread = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
-    return mean + sign * float(stdtrit(n - 1, CONFIDENCE)) * math.sqrt(spread / n)
+    return mean + sign * float(stdtrit(n - 1, confidence)) * math.sqrt(spread / n)
 
 
 def answer_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:

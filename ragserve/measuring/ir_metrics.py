@@ -22,5 +22,10 @@ def recall(ranking: Sequence[str], judged: Mapping[str, int], k: int) -> float:
     return len(relevant & set(ranking[:k])) / len(relevant) if relevant else 0.0
 
 
+def reciprocal_rank(ranking: Sequence[str], judged: Mapping[str, int]) -> float:
+    """1 / the rank of the first relevant document (gain above 0); 0.0 if there is none."""
+    return next((1 / rank for rank, doc in enumerate(ranking, 1) if judged.get(doc, 0) > 0), 0.0)
+
+
 def _dcg(gains: Sequence[int]) -> float:
     return sum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, 1))

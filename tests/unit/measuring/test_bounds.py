@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ragserve.measuring.bounds import upper_bound
+from ragserve.measuring.bounds import interval, upper_bound
 
 
 def test_a_sample_without_a_loss_is_not_certain_of_none() -> None:
@@ -29,3 +29,20 @@ def test_rare_total_losses_are_covered(rare: float) -> None:
     samples = (draw.random((1000, 100)) < rare).astype(float)
     bounds = [upper_bound(sample.tolist(), 1.0) for sample in samples]
     assert np.mean(np.array(bounds) >= rare) >= 0.95
+
+
+def test_intervals_of_few_answers_are_not_certain() -> None:
+    low, high = interval([1.0] * 20)
+    assert (round(low, 2), high) == (0.85, 1.0)  # Clopper and Pearson's exact interval begins at 0.83
+    assert interval([0.0] * 20) == pytest.approx((0.0, 1 - low))
+    low, high = interval([0.0, 1.0] * 200)
+    assert (low, high) == pytest.approx((0.45, 0.55), abs=0.01)
+    assert interval([0.5]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_intervals_cover_the_truth(share: float) -> None:
+    draw = np.random.default_rng(7)
+    samples = (draw.random((1000, 40)) < share).astype(float)
+    covered = [low <= share <= high for low, high in map(interval, samples.tolist())]
+    assert np.mean(covered) >= 0.94

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import ndcg_score
 
-from ragserve.measuring.ir_metrics import ndcg, recall
+from ragserve.measuring.ir_metrics import ndcg, recall, reciprocal_rank
 
 
 def test_ndcg_by_hand() -> None:
@@ -41,3 +41,8 @@ def test_recall() -> None:
     assert recall(["x", "a"], {"a": 1, "b": 2, "c": 0}, 10) == 0.5
     assert recall(["x", "a"], {"a": 1}, 1) == 0.0
     assert recall(["x"], {"c": 0}, 10) == 0.0
+
+
+def test_reciprocal_rank_is_of_the_first_relevant_one() -> None:
+    assert reciprocal_rank(["a", "b", "c"], {"b": 1, "c": 2}) == 0.5
+    assert reciprocal_rank(["a", "b"], {"a": 0, "c": 1}) == 0.0
