@@ -252,6 +252,12 @@ def ask(wording: str, country: str) -> str:
     return wording.replace("{c}", country).replace("{p}", possessive)
 
 
+def file_of(country: str) -> str:
+    """The name of a country's file in the corpus."""
+    ending = next(ending for ending, titles in FORMATS.items() if country in titles)
+    return f"{country.lower().replace(' ', '-')}.{ending}"
+
+
 def value_of(text: str, start: str) -> str | None:
     """Return the value of the first field of a profile that starts with ``start``."""
     for lines in profile(text).values():
@@ -275,7 +281,13 @@ def questions(texts: dict[str, str]) -> list[dict[str, object]]:
                 chosen.append((country, list(dict.fromkeys(answers))))
         for i, (country, answers) in enumerate(chosen):
             question = ask(field.wordings[i % len(field.wordings)], country)
-            row = {"id": f"{field.name}-{i}", "question": question, "answers": answers, "country": country}
+            row = {
+                "id": f"{field.name}-{i}",
+                "question": question,
+                "answers": answers,
+                "country": country,
+                "documents": [file_of(country)],
+            }
             rows.append(row)
     return rows
 

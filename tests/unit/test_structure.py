@@ -326,6 +326,8 @@ def test_readme_tables_are_in_sync() -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
+        "docs/clients.md",
+        "docs/evaluation.md",
         "docs/testing.md",
         "docs/reliability.md",
         "examples/results/README.md",
