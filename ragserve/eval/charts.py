@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 from ragserve.eval.judging import METRICS
 from ragserve.eval.scoreboard import CAUSES, TIMES
 
-_WIDTH, _LEFT, _RIGHT, _ROW = 760, 190, 30, 18
+_WIDTH, _LEFT, _RIGHT, _ROW = 790, 220, 30, 18
 _COLOURS = 8  # classes c0 to c7 of the page's style
 Line = Mapping[str, Any]
 
