@@ -10,10 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from ragserve.answering.results import (
     RERANKING,
     SEARCHED_FOR,
+    Answer,
+    Citation,
     Reranking,
     RetrievalTimings,
     RetrievedPassage,
     SearchedFor,
+    SearchResults,
 )
 from ragserve.config import Retrieval
 
@@ -214,3 +217,14 @@ class ErrorBody(BaseModel):
     id."""
 
     error: ErrorDetail
+
+
+EVENTS: dict[str, type[BaseModel]] = {
+    "search_results": SearchResults,
+    "message": MessageEvent,
+    "citation": Citation,
+    "final_answer": Answer,
+    "done": DoneEvent,
+    "error": ErrorBody,
+}
+"""The events of a streamed query, by name."""

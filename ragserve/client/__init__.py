@@ -15,8 +15,16 @@ from ragserve.api.views import (
     MessageEvent,
     NamespaceView,
     RetrieveAnswer,
+    SessionView,
 )
-from ragserve.client.arguments import IngestArguments, QueryArguments, SearchArguments, TextDocument, Turn
+from ragserve.client.arguments import (
+    ContextDocument,
+    IngestArguments,
+    QueryArguments,
+    SearchArguments,
+    TextDocument,
+    Turn,
+)
 from ragserve.client.connections import AsyncClient, Client
 from ragserve.client.sse_reader import QueryEvent
 
@@ -26,6 +34,7 @@ __all__ = [
     "ChunkView",
     "Citation",
     "Client",
+    "ContextDocument",
     "DocumentView",
     "DoneEvent",
     "Info",
@@ -41,6 +50,7 @@ __all__ = [
     "RetrievedPassage",
     "SearchArguments",
     "SearchResults",
+    "SessionView",
     "TextDocument",
     "Turn",
 ]

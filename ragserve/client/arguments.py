@@ -37,7 +37,8 @@ class RetrieveArguments(SearchArguments, total=False):
 
 
 class QueryArguments(RetrieveArguments, total=False):
-    """How to answer; ``documents``: context to use instead of retrieval."""
+    """How to answer; ``documents``: context to use instead of retrieval; ``session``: ``new``, or the id of
+    one that goes on."""
 
     strategy: StrategyName | None
     strategy_options: Mapping[str, Any] | None
@@ -50,6 +51,7 @@ class QueryArguments(RetrieveArguments, total=False):
     system: str | None
     documents: Sequence[ContextDocument] | None
     documents_overflow: Overflow | None
+    session: str | None
 
 
 class Turn(TypedDict):

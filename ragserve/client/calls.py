@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,8 @@ from ragserve.api.views import (
     NamespaceList,
     NamespaceView,
     RetrieveAnswer,
+    SessionList,
+    SessionView,
 )
 from ragserve.client.arguments import (
     FileToIngest,
@@ -41,7 +42,6 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Upload = tuple[str, bytes | BinaryIO]
 _PAGE = 1000
-_MAX_DOWNLOAD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +135,16 @@ def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments
 
 
 def ingest_urls(
-    urls: Sequence[str], *, max_bytes: int = _MAX_DOWNLOAD_BYTES, **fields: Unpack[IngestArguments]
+    urls: Sequence[str],
+    *,
+    sitemap: bool | None = None,
+    other_hosts: bool | None = None,
+    **fields: Unpack[IngestArguments],
 ) -> Call[JobView]:
-    """Download pages here, at most ``max_bytes`` each, and ingest them under their URLs; the server fetches
-    no address for a client. Nothing is ingested if one of them cannot be had.
-
-    Raises ``UnsupportedDocument`` (an HTTP error status), ``TooLarge`` or ``Unavailable``."""
-
-    @contextmanager
-    def downloaded() -> Iterator[list[Upload]]:
-        from ragserve.ingest.fetch import fetch
-
-        with ExitStack() as stack:
-            uploads: list[Upload] = []
-            for url in urls:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
-                page = fetch(url, folder, max_bytes=max_bytes)
-                uploads.append((url, stack.enter_context(page.path.open("rb"))))
-            yield uploads
-
-    return _form(downloaded, fields)
+    """``POST /rag/ingest`` of URLs, which the server fetches; with ``sitemap`` the pages that their sites'
+    sitemaps name, with ``other_hosts`` also those elsewhere. Returns the job, whose sources are the pages."""
+    body = {"urls": list(urls), "sitemap": sitemap, "other_hosts": other_hosts, **fields}
+    return _post("/rag/ingest", _model(JobView), body)
 
 
 def job(job_id: str) -> Call[JobDetail]:
@@ -274,3 +264,14 @@ def _model(kind: type[M]) -> Callable[[httpx.Response], M]:
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def sessions() -> Call[list[SessionView]]:
+    """``GET /rag/sessions``: those of the API key, oldest first."""
+    listed = _model(SessionList)
+    return _get("/rag/sessions", lambda reply: listed(reply).sessions)
+
+
+def end_session(session_id: str) -> Call[SessionView]:
+    """``DELETE /rag/sessions/{id}``: end it and free its KV."""
+    return _delete(_path("sessions", session_id), SessionView)

@@ -127,6 +127,8 @@ class Client:
     namespaces = _blocking(calls.namespaces)
     namespace = _blocking(calls.namespace)
     drop_namespace = _blocking(calls.drop_namespace)
+    sessions = _blocking(calls.sessions)
+    end_session = _blocking(calls.end_session)
 
     def stream(self, question: str, **fields: Unpack[QueryArguments]) -> Generator[QueryEvent, None, None]:
         """``POST /rag/query``, event by event. Closing the generator aborts the answer.
@@ -220,6 +222,8 @@ class AsyncClient:
     namespaces = _awaitable(calls.namespaces)
     namespace = _awaitable(calls.namespace)
     drop_namespace = _awaitable(calls.drop_namespace)
+    sessions = _awaitable(calls.sessions)
+    end_session = _awaitable(calls.end_session)
 
     async def stream(
         self, question: str, **fields: Unpack[QueryArguments]

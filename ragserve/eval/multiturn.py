@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ragserve.client import Client
+from ragserve.client import Client, ContextDocument, Turn
 from ragserve.errors import InvalidRequest, NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.run import AnswerOutcome, Options, Progress, failed, outcome_of, summary
@@ -126,14 +126,14 @@ def _in_session(client: Client, dialogue: Sequence[DialogueTurn], options: Optio
     finally:
         with suppress(NotFound):
             if session != "new":
-                client.call("DELETE", f"/rag/sessions/{session}")
+                client.end_session(session)
 
 
 def _with_history(
     client: Client, dialogue: Sequence[DialogueTurn], options: Options
 ) -> Iterator[TurnOutcome]:
-    history: list[dict[str, str]] = []
-    documents: list[dict[str, str]] = []
+    history: list[Turn] = []
+    documents: list[ContextDocument] = []
     for number, turn in enumerate(dialogue, 1):
         documents = _sent(turn.documents) + documents
         try:
@@ -149,7 +149,7 @@ def _with_history(
 
 
 def _asked(
-    client: Client, turn: DialogueTurn, options: Options, documents: list[dict[str, str]], **fields: Any
+    client: Client, turn: DialogueTurn, options: Options, documents: list[ContextDocument], **fields: Any
 ) -> Any:
     return client.query(
         turn.question.question,
@@ -161,7 +161,7 @@ def _asked(
     )
 
 
-def _sent(documents: Sequence[GivenPassage]) -> list[dict[str, str]]:
+def _sent(documents: Sequence[GivenPassage]) -> list[ContextDocument]:
     return [{"title": each.title, "text": each.text} for each in documents]
 
 

@@ -62,27 +62,26 @@ def test_texts_are_ingested_found_and_removed(live: Live, kind: str, monkeypatch
         assert client.info().embedder["name"] == "words"
 
 
-def test_files_and_pages_are_ingested(live: Live, scripted: ScriptedHttp, tmp_path: Path) -> None:
+def test_files_and_pages_are_ingested(live: Live, tmp_path: Path) -> None:
     path = tmp_path / "bell.txt"
     path.write_text(DOCUMENTS["bell"], encoding="utf-8")
-    page = (200, DOCUMENTS["soup"].encode(), {"Content-Type": "text/plain"})
-    scripted.answers += [page, (404, b""), (404, b"")]
-    url, fields = f"{scripted.url}/soup", {"namespace": "files", "metadata": {"shelf": 3}}
+    url, fields = f"{live.url}/info", {"namespace": "files", "metadata": {"shelf": 3}}
     with opened("threads", live.url) as client, opened("asyncio", live.url) as waiting:
         jobs = [
             client.ingest_files([path, ("isles/skerryvore.md", DOCUMENTS["skerryvore"].encode())], **fields),
             waiting.ingest_files([("again.txt", path)], **fields),
-            waiting.ingest_urls([url], namespace="files"),
         ]
         for job in jobs:
             client.wait(job)
-        found = {document.source: document for document in client.documents("files")}
-        assert set(found) == {"bell.txt", "isles/skerryvore.md", "again.txt", url}
-        assert found["again.txt"].metadata["shelf"] == 3
-        assert found[url].size_bytes == len(DOCUMENTS["soup"])
         for each in (client, waiting):
-            with pytest.raises(errors.UnsupportedDocument, match="404"):
-                each.ingest_urls([url], namespace="files")
+            refused = client.wait(each.ingest_urls([url], namespace="files", sitemap=False))
+            assert [(item.source, item.state) for item in refused.items] == [(url, "failed")]
+            assert "RAGSERVE_URL_INGESTION" in str(refused.items[0].reason), (
+                "an address of the server's own machine"
+            )
+        found = {document.source: document for document in client.documents("files")}
+        assert set(found) == {"bell.txt", "isles/skerryvore.md", "again.txt"}
+        assert found["again.txt"].metadata["shelf"] == 3
 
 
 @both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,12 +67,11 @@ class Server:
             }
         )
 
-    def info(self) -> dict[str, Any]:
-        return {"model": "models/tiny"}
+    def info(self) -> SimpleNamespace:
+        return SimpleNamespace(model="models/tiny")
 
-    def call(self, method: str, path: str) -> None:
-        assert method == "DELETE"
-        self.ended.append(path.rpartition("/")[2])
+    def end_session(self, session_id: str) -> None:
+        self.ended.append(session_id)
 
 
 QUESTIONS = [question(number) for number in range(7)]
