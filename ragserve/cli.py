@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 import typer
 
@@ -33,6 +35,15 @@ _EPILOG = (
     "terminal, `ragserve query QUESTION`. `ragserve COMMAND --help` describes a command, `ragserve doctor` "
     "finds out why something fails. Settings are flags, RAGSERVE_* variables or lines of ragserve.toml."
 )
+_ELSEWHERE = "Free some space, or use another --data-dir."
+_ABOUT_FILES = {
+    errno.ENOSPC: _ELSEWHERE,
+    errno.EDQUOT: _ELSEWHERE,
+    errno.EROFS: "Make it writable, or use another --data-dir.",
+    errno.EACCES: "Make it readable and writable for this user, or use another --data-dir.",
+    errno.EPERM: "Make it readable and writable for this user, or use another --data-dir.",
+}
+"""What to do about an error of the file system, by its number."""
 app = typer.Typer(name="ragserve", no_args_is_help=True, add_completion=False, epilog=_EPILOG)
 
 
@@ -57,14 +68,24 @@ def _register() -> None:
 
 
 def main() -> None:
-    """Run the command line. A `RagserveError` prints message and hint, no traceback, and exits with 1."""
+    """Run the command line. A `RagserveError`, or a file that cannot be written or read, prints a message
+    that says what to do, no traceback, and exits with 1."""
     _register()
     try:
         with ended_by_signals():
             app()
     except RagserveError as error:
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:
+        hint = _ABOUT_FILES.get(error.errno or 0)
+        if hint is None:
+            raise
+        _fail(f"{error.filename or 'A file'}: {error.strerror}. {hint}")
+
+
+def _fail(text: str) -> NoReturn:
+    typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

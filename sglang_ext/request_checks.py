@@ -122,7 +122,7 @@ def install(manager: Any) -> None:
         # Before SGLang's own checks, which fail on other types with other exceptions.
         check_sampling(obj.sampling_params or {}, manager.model_config.vocab_size, manager.context_len)
         tokenized = create(obj, *args, **kwargs)
-        check_tokenized(tokenized, manager.model_config.vocab_size)
+        check_tokenized(tokenized, manager.model_config.vocab_size, obj.input_ids)
         return tokenized
 
     manager.generate_request, manager._create_tokenized_object = generate_checked, create_checked
@@ -281,9 +281,9 @@ def _check_grammar(name: str, text: Any) -> None:
             raise ValueError(f"{name} is not JSON: {error}") from None
 
 
-def check_tokenized(tokenized: Any, vocab_size: int) -> None:
+def check_tokenized(tokenized: Any, vocab_size: int, given: Any = None) -> None:
     """Check a request as it would be sent: the scheduler must be able to decode it, and the model to embed
-    each token.
+    each token. ``given``: ids that the client sent; with images, those that are sent on stand for them, too.
     """
     import msgspec
     import numpy as np
@@ -296,9 +296,12 @@ def check_tokenized(tokenized: Any, vocab_size: int) -> None:
         msgpack_decode(msgpack_encode(small))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"the request cannot be read: {error}") from None
-    if tokenized.mm_inputs is not None or getattr(tokenized, "input_embeds", None) is not None:
+    if getattr(tokenized, "input_embeds", None) is not None:
         return
-    ids = np.asarray(tokenized.input_ids, dtype=np.int64)
+    media = tokenized.mm_inputs is not None
+    if media and given is None:
+        return
+    ids = np.asarray(given if media else tokenized.input_ids, dtype=np.int64)
     if not len(ids):
         raise ValueError("the prompt has no tokens")
     bad = ids[(ids < 0) | (ids >= vocab_size)]

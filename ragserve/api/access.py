@@ -63,6 +63,9 @@ NEEDS: dict[str, Need] = {
     "POST /v1/rerank": "read",
     "POST /v1/messages": "read",
     "POST /v1/messages/count_tokens": "key",
+    "POST /invocations": "read",
+    "POST /api/chat": "read",
+    "POST /api/generate": "read",
 }
 _AUDITED = frozenset({"ingest", "delete", "operate"})
 

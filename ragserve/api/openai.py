@@ -125,8 +125,12 @@ async def without_retrieval(request: Request, caller: Caller) -> Response:
 
 
 _TEXT_ROUTES = ("completions", "responses", "embeddings", "classify", "score", "rerank")
-for _path in (*_TEXT_ROUTES, "messages", "messages/count_tokens"):
-    router.add_api_route(f"/v1/{_path}", without_retrieval, methods=["POST"], include_in_schema=False)
+WITHOUT_RETRIEVAL = (
+    *(f"/v1/{name}" for name in (*_TEXT_ROUTES, "messages", "messages/count_tokens")),
+    *("/invocations", "/api/chat", "/api/generate"),  # chats and completions under names of other servers
+)
+for _path in WITHOUT_RETRIEVAL:
+    router.add_api_route(_path, without_retrieval, methods=["POST"], include_in_schema=False)
 
 
 async def _check_text(data: Any, raw: bytes, svc: Services) -> None:

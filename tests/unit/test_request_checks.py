@@ -200,6 +200,12 @@ def tokenized(ids: list[int], fields: dict[str, Any] | None = None, **params: An
 def test_token_ids_that_the_model_does_not_have_are_refused(ids: list[int]) -> None:
     with pytest.raises(ValueError, match="token"):
         check_tokenized(tokenized(ids), VOCABULARY)
+    with_image = tokenized([1, 2**40])  # the ids that stand for it are SGLang's own
+    with_image.mm_inputs = object()
+    check_tokenized(with_image, VOCABULARY, given=[1, 2])
+    check_tokenized(with_image, VOCABULARY)
+    with pytest.raises(ValueError, match="token"):
+        check_tokenized(with_image, VOCABULARY, given=ids)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,21 @@ def test_routes_without_retrieval_refuse_the_models_of_namespaces(
     assert client.post(f"/v1/{route}", content=raw).json() == {"upstream": f"/v1/{route}", "size": len(raw)}
 
 
+@pytest.mark.parametrize("path", ["/invocations", "/api/chat", "/api/generate"])
+def test_chats_under_names_of_other_servers_are_checked_as_those_of_openai(
+    client: httpx.Client, live: Live, docs: str, path: str
+) -> None:
+    def code(**body: Any) -> tuple[int, str]:
+        response = client.post(path, json={"messages": MESSAGES, **body})
+        return response.status_code, response.json()["error"]["code"]
+
+    assert code(model="ragserve/docs") == (400, "unsupported_model")
+    assert code(model="gpt-4o") == (404, "model_not_found")
+    assert code(model="tiny", prompt="x" * 3_000_000) == (413, "too_large")
+    assert live.seen_upstream == []
+    assert client.post(path, json={"model": "tiny", "messages": MESSAGES}).json()["upstream"] == path
+
+
 @pytest.mark.parametrize("body", [{"model": 7}, {"model": ["tiny"]}, [], "x", 5])
 @pytest.mark.parametrize("route", OPENAI_ROUTES)
 def test_a_model_that_is_no_text_is_refused_with_the_documented_body(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,14 @@ def test_removals_by_command_are_audited(tmp_path: Path) -> None:
     run(docs, "docs", "drop", "acme", "--data-dir", str(tmp_path))
     told = [(one["what"], one["namespace"], one["documents"]) for one in audited(tmp_path)]
     assert told == [("ragserve docs rm", "acme", [stored.doc_id]), ("ragserve docs drop", "acme", 0)]
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do() -> None:
+    command = ["keys", "create", "app", "--right", "admin", "--data-dir", "/sys/ragserve"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ragserve.cli", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: /sys/ragserve")
+    assert "use another --data-dir" in done.stderr
+    assert "Traceback" not in done.stderr
