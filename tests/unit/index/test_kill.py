@@ -81,7 +81,7 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
         edition += 1
 
 
-@pytest.mark.parametrize("index_type", ["flat", "hnsw"])
+@pytest.mark.parametrize("index_type", ["flat", "hnsw"] if EXHAUSTIVE else ["hnsw"])
 def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
     """Kill at every line that a write and a save run through, or at every nineteenth in the short form."""
     make_old(tmp_path / "base", index_type)
