@@ -1,260 +1,197 @@
-"""SQLite: a pool of connections, read and write transactions, and its failures as our errors.
+"""The registry's database as the rest of the package sees it: transactions, the changes of others, and what
+SQL says differently in SQLite and Postgres.
 
-WAL with ``synchronous=FULL``: a commit that returned survives a power cut. NORMAL would save one fsync per
-commit, but may lose the last commits. A lost commit's version number could then be used for other content
-than an index file already holds, and a finished job whose upload is deleted could be forgotten. Documents are
-written in batches, so an fsync costs little beside embedding them."""
+SQL is written in what both understand, with ``?`` or ``?1`` for parameters, and takes the rest from the
+connection's :class:`Dialect`."""
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-import sqlite3
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
-from threading import Lock
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from ragserve.errors import InvalidRequest, RagserveError, StorageFull, Unavailable
-from ragserve_index.errors import RegistryDamaged, lexical_index_damaged
-from ragserve_index.locks import CommitMark
-from ragserve_index.schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
+from ragserve_index.structures.base import Ids
 
-log = logging.getLogger(__name__)
+_DOCUMENTS = 64  # read at a time when a lexical index is built
 
-BUSY_TIMEOUT_S = 60.0
-MAX_IDLE = 32
-_MIN_FREE_BYTES = 1 << 20
+Query = tuple[tuple[str, ...], ...]
+"""Words of which a chunk must have one of each group."""
 
 
-class _Connection(sqlite3.Connection):
-    writable = True
+class ResultRows(Protocol):
+    """What a statement returned."""
+
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
-class Database:
-    """The registry file. Thread-safe; a connection serves one thread at a time."""
+class Connection(Protocol):
+    """A connection in a transaction. ``stream`` reads rows as they are asked for, where there may be many."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises RegistryDamaged, StorageFull, Unavailable."""
-        self.path = path
-        self._idle: list[_Connection] = []  # list.append and list.pop are atomic
-        # threads of this process queue here instead of polling for the lock among processes
-        self._writing = Lock()
-        self._closed = False
-        self.mark = CommitMark(path.with_name("ragserve.commits"))
-        try:
-            with self.write() as connection:
-                self._prepare(connection)
-        except BaseException:
-            self.close()
-            raise
+    @property
+    def dialect(self) -> Dialect: ...
 
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if not tables:
-            for statement in TABLES.split(";\n"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif application != APPLICATION_ID:
-            raise RegistryDamaged(
-                f"{self.path} is an SQLite database, but not ragserve's.", hint="Use another --data-dir."
-            )
-        elif version in MIGRATIONS:
-            log.info("%s: migrating the registry to format %d", self.path, SCHEMA_VERSION)
-            for step in map(MIGRATIONS.__getitem__, range(version, SCHEMA_VERSION)):
-                if callable(step):
-                    step(connection)
-                else:
-                    for statement in step.split(";\n"):
-                        connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            log.info("%s: the registry was migrated from format %d to %d", self.path, version, SCHEMA_VERSION)
-        elif version != SCHEMA_VERSION:
-            raise RegistryDamaged(
-                f"{self.path} has registry format {version}, this ragserve reads format {SCHEMA_VERSION}.",
-                hint="Use the ragserve that wrote it, or another --data-dir and ingest again.",
-                code="registry_format",
-            )
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> ResultRows: ...
 
-    def _connect(self) -> _Connection:
-        connection = sqlite3.connect(
-            self.path,
-            timeout=BUSY_TIMEOUT_S,
-            isolation_level=None,
-            check_same_thread=False,
-            cached_statements=256,
-            factory=_Connection,
-        )
-        try:
-            # five vectors of 384 components to a page; without effect on an existing file
-            connection.execute("PRAGMA page_size = 8192")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
-            connection.execute("PRAGMA foreign_keys = ON")
-            connection.execute("PRAGMA temp_store = MEMORY")
-            connection.execute("PRAGMA journal_size_limit = 67108864")
-            # opened while the disk is read-only, it could only read for ever
-            connection.writable = os.access(self.path, os.W_OK)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
 
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        """A connection from the pool in a transaction. A failure closes it, which rolls back."""
-        if self._closed:
-            raise _closed()
-        connection: _Connection | None = None
-        failed = True
-        try:
-            with suppress(IndexError):
-                connection = self._idle.pop()
-            connection = connection or self._connect()
-            connection.execute(begin)
-            yield connection
-            connection.execute("COMMIT")
-            failed = False
-        except sqlite3.Error as error:
-            raise self._failure(error) from error
-        finally:
-            if connection is not None:
-                if failed or self._closed or not connection.writable or len(self._idle) >= MAX_IDLE:
-                    connection.close()
-                else:
-                    self._idle.append(connection)
+    def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]: ...
 
-    def read(self) -> AbstractContextManager[sqlite3.Connection]:
+
+def lexical_table(namespace_id: int) -> str:
+    """Name of the table with a namespace's words."""
+    return f"lexical_{int(namespace_id)}"
+
+
+class LexicalTables(ABC):
+    """Where the words are: a table for each namespace, which keeps the statistics of BM25, and with them the
+    scores, free of other namespaces. The transaction that writes chunks writes it, too."""
+
+    @abstractmethod
+    def create(self, connection: Connection, namespace_id: int) -> None:
+        """Create the empty index of a new namespace."""
+
+    @abstractmethod
+    def drop(self, connection: Connection, namespace_id: int) -> None:
+        """Drop the index of a namespace, if it has one."""
+
+    @abstractmethod
+    def add(self, connection: Connection, namespace_id: int, documents: Sequence[int]) -> None:
+        """Add the chunks of documents, given by row id."""
+
+    @abstractmethod
+    def remove(self, connection: Connection, namespace_id: int, documents: Sequence[int]) -> None:
+        """Remove the chunks of documents that are about to be deleted, given by row id."""
+
+    def build(self, connection: Connection, namespace_id: int) -> None:
+        """Build the index anew from the chunks, in bounded memory."""
+        self.drop(connection, namespace_id)
+        self.create(connection, namespace_id)
+        rows = connection.execute(
+            "SELECT id FROM documents WHERE namespace_id = ? ORDER BY first_id", (namespace_id,)
+        ).fetchall()
+        for start in range(0, len(rows), _DOCUMENTS):
+            self.add(connection, namespace_id, [row[0] for row in rows[start : start + _DOCUMENTS]])
+
+    @abstractmethod
+    def missing_and_extra(self, connection: Connection, namespace_id: int, expected: Ids) -> list[str]:
+        """Compare the indexed ids with those of the chunks; return what differs."""
+
+    @abstractmethod
+    def damage(self, connection: Connection, namespace_id: int) -> str | None:
+        """Check the index itself, in a write transaction; return what was found."""
+
+    @abstractmethod
+    def words(self, connection: Connection, text: str, limit: int) -> list[str]:
+        """The first ``limit`` distinct words of a text, as they are searched for."""
+
+    @abstractmethod
+    def count(self, connection: Connection, namespace_id: int, word: str) -> int:
+        """The number of chunks that have a word."""
+
+    @abstractmethod
+    def having(self, connection: Connection, namespace_id: int, query: Query) -> list[int]:
+        """Ids of all chunks that match."""
+
+    @abstractmethod
+    def scored(
+        self,
+        connection: Connection,
+        namespace_id: int,
+        query: Query,
+        counts: dict[str, int],
+        *,
+        among: str | None = None,
+        best: int | None = None,
+        rows: int | None = None,
+    ) -> list[tuple[int, float]]:
+        """Ids of chunks that match, with the BM25 of all of the query's words.
+
+        Args:
+            counts: Numbers of chunks that have a word.
+            among: Only of these chunks: a JSON array of ids.
+            best: This many at most, the best.
+            rows: This many at most, the first that are found."""
+
+
+class Dialect(ABC):
+    """What SQL says differently. ``integers`` and ``texts`` are tables with the elements of a JSON array,
+    their one parameter, in a column ``value``. ``skip_locked`` ends a query for a row to change.
+    ``stamps_kept``: versions behind a saved index whose stamps stay, for the index files of other servers."""
+
+    integers: str
+    texts: str
+    skip_locked: str
+    stamps_kept: int
+    lexical: LexicalTables
+
+    @abstractmethod
+    def reserve_chunks(self, connection: Connection, n: int) -> int:
+        """The first of ``n`` consecutive chunk ids that were never used."""
+
+    @abstractmethod
+    def one_of(self, field: str, values: tuple[Any, ...], out: list[Any]) -> str:
+        """The condition that a metadata field is one of the values, never NULL; parameters go to ``out``."""
+
+    @abstractmethod
+    def in_range(self, field: str, bounds: Sequence[tuple[str, int | float | str]], out: list[Any]) -> str:
+        """The same for bounds, (comparison, value) each, all numbers or all text."""
+
+
+class CommitClock(Protocol):
+    """Says without asking the registry that nothing was committed, where that can be known."""
+
+    def settled(self) -> int | None:
+        """A mark, or None if nothing can be known."""
+        ...
+
+    def is_still(self, mark: int) -> bool:
+        """True only if nothing was committed since the mark was read."""
+        ...
+
+
+class Database(ABC):
+    """The registry. Thread-safe; a connection serves one thread at a time.
+
+    ``name`` says in messages where it is; ``shared``: servers on other machines may use it. After one of
+    ``fatal``, errors of its driver, a transaction cannot go on."""
+
+    name: str
+    shared: bool
+    fatal: tuple[type[Exception], ...]
+    dialect: Dialect
+    mark: CommitClock
+
+    @abstractmethod
+    def read(self) -> AbstractContextManager[Connection]:
         """A read transaction: all statements see one commit, and nobody waits for it."""
-        return self._transaction("BEGIN")
 
-    @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    @abstractmethod
+    def write(self) -> AbstractContextManager[Connection]:
         """A write transaction, committed when the block ends and rolled back when it raises. One at a time
-        among all processes.
-        """
-        with self._writing:
-            if self._closed:
-                raise _closed()
-            try:
-                with (
-                    self.mark.changing(BUSY_TIMEOUT_S),
-                    self._transaction("BEGIN IMMEDIATE") as connection,
-                ):
-                    yield connection
-            except UnicodeEncodeError as error:
-                shown = error.object[max(0, error.start - 10) : error.start + 10]
-                raise InvalidRequest(
-                    f"Text with a lone surrogate cannot be stored: {shown!r}.",
-                    hint="Decode it with errors='replace'.",
-                    code="invalid_text",
-                ) from None
-            except TimeoutError:
-                raise self._busy() from None
-            except OSError as error:
-                if is_full(error):
-                    raise storage_full(self.path, error) from error
-                raise
+        among all processes: versions and the log of removed texts have one order."""
 
-    def _failure(self, error: sqlite3.Error) -> RagserveError:
-        """The user's error for an SQLite error."""
-        name = getattr(error, "sqlite_errorname", "") or ""
-        may_be_full = name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN"))
-        if name == "SQLITE_FULL" or (may_be_full and self._is_full()):
-            return storage_full(self.path, error)
-        if name == "SQLITE_CORRUPT_VTAB":
-            return lexical_index_damaged(self.path, error)
-        if "no such module: fts5" in str(error):
-            return Unavailable(
-                "SQLite of this Python has no FTS5, which lexical search needs.",
-                hint="Use a Python whose sqlite3 module has it; those of Linux distributions do.",
-                code="no_fts5",
-            )
-        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            return RegistryDamaged(
-                f"The registry {self.path} is damaged: {error}.",
-                hint="Restore it from a backup, or move the data directory away and ingest again. "
-                "`sqlite3 FILE .recover` may save part of it.",
-            )
-        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            return self._busy()
-        if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-            return Unavailable(
-                f"The registry {self.path} cannot be opened for writing: {error}.",
-                hint="Check the owner and the permissions of the data directory.",
-                code="registry_not_writable",
-            )
-        return Unavailable(
-            f"The registry {self.path} failed: {error} ({name or 'no code'}).",
-            hint="See the log.",
-            code="registry_failed",
-        )
+    @abstractmethod
+    def update(self) -> AbstractContextManager[Connection]:
+        """A write transaction over rows without such an order, as those of jobs; it need not wait for
+        documents that are written meanwhile."""
 
-    def _busy(self) -> Unavailable:
-        return Unavailable(
-            f"Another process has kept the registry {self.path} locked for {BUSY_TIMEOUT_S:.0f} s.",
-            hint="Try again when its ingestion step is done.",
-            code="registry_busy",
-        )
+    @abstractmethod
+    def changes(self) -> int | None:
+        """A mark that changes with every :meth:`write` of any process, if late by milliseconds; None if
+        nothing can be known. Costs microseconds."""
 
-    def _is_full(self) -> bool:
-        """Check for room, because SQLite reports some writes without it (of its -shm file, or over a size
-        limit) as input/output errors.
-        """
-        import resource
-
-        try:
-            stat = os.statvfs(self.path.parent)
-            if stat.f_bavail * stat.f_frsize < _MIN_FREE_BYTES:
-                return True
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            sizes = [
-                p.stat().st_size
-                for suffix in ("", "-wal", "-shm")
-                if (p := Path(f"{self.path}{suffix}")).exists()
-            ]
-        except OSError:
-            return False
-        return limit != resource.RLIM_INFINITY and any(size + _MIN_FREE_BYTES > limit for size in sizes)
-
+    @abstractmethod
     def quick_check(self) -> list[str]:
-        """SQLite's own integrity check; empty when the file is sound."""
-        try:
-            with self.read() as connection:
-                lines = [row[0] for row in connection.execute("PRAGMA quick_check(20)")]
-                broken = connection.execute("PRAGMA foreign_key_check").fetchmany(20)
-        except RegistryDamaged as error:
-            return [str(error)]
-        return [line for line in lines if line != "ok"] + [
-            f"{table} row {row} refers to no {parent}" for table, row, parent, _ in broken
-        ]
+        """The database's own integrity check; empty when it is sound."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close idle connections; others close after use. Waits for a write in progress. Idempotent."""
-        with self._writing:
-            if not self._closed:
-                self._closed = True
-                self.mark.close()
-        while self._idle:
-            self._idle.pop().close()
-
-
-def _closed() -> Unavailable:
-    return Unavailable("The index is closed.", code="index_closed")
-
-
-def storage_full(path: Path, error: Exception) -> StorageFull:
-    """The error for a disk without room."""
-    return StorageFull(
-        f"No room left on the disk of {path}: {error}.",
-        hint="This step was undone. Free some space, or use another --data-dir, and repeat.",
-    )
-
-
-def is_full(error: OSError) -> bool:
-    """True if the error means no space, quota exceeded or file too large."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,17 +1,17 @@
 """The log of removed texts whose KV may still be cached. The removing transaction writes it; the owners of
 caches read it.
 
-It is a log, not a queue: several servers may use one data directory, and each reads all of it. Acting on a
+It is a log, not a queue: several servers may use one registry, and each reads all of it. Acting on a
 row twice is harmless; `forget` deletes rows. A text that comes back in the same document deletes its row."""
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
-from ragserve_index.database import Database
+from ragserve_index.database import Connection, Database
 
 _ROW = "id, namespace, title, text, created_at"
 
@@ -36,18 +36,17 @@ class EvictionLog:
         self._database = database
 
     def mark(self) -> int | None:
-        """A mark that changes with every commit of any process; None during one. While it stays the same, the
-        log has nothing new. Costs 50 ns.
+        """A mark that changes with every commit of documents of any process; None if nothing can be known, as
+        during one. While it stays the same, the log has nothing new.
         """
-        return self._database.mark.settled()
+        return self._database.changes()
 
     def after(self, last_id: int, limit: int, *, before: float | None = None) -> list[Eviction]:
         """Rows behind ``last_id``, oldest first; with ``before`` only rows older than that time."""
         with self._database.read() as connection:
             rows = connection.execute(
-                f"SELECT {_ROW} FROM evictions WHERE id > ?1 AND (?2 IS NULL OR created_at < ?2)"
-                " ORDER BY id LIMIT ?3",
-                (last_id, before, limit),
+                f"SELECT {_ROW} FROM evictions WHERE id > ?1 AND created_at < ?2 ORDER BY id LIMIT ?3",
+                (last_id, _until(before), limit),
             )
             return [Eviction(*row) for row in rows]
 
@@ -55,7 +54,7 @@ class EvictionLog:
         """Delete rows up to an id (older than a time) and return their number. Does not write if there are
         none.
         """
-        condition, values = "id <= ?1 AND (?2 IS NULL OR created_at < ?2)", (up_to_id, before)
+        condition, values = "id <= ?1 AND created_at < ?2", (up_to_id, _until(before))
         with self._database.read() as connection:
             found = connection.execute(f"SELECT 1 FROM evictions WHERE {condition} LIMIT 1", values)
             if not found.fetchone():
@@ -68,7 +67,11 @@ class EvictionLog:
             return int(connection.execute("SELECT count(*) FROM evictions").fetchone()[0])
 
 
-def log_document(connection: sqlite3.Connection, namespace: str, namespace_id: int, doc_id: str) -> None:
+def _until(before: float | None) -> float:
+    return inf if before is None else before
+
+
+def log_document(connection: Connection, namespace: str, namespace_id: int, doc_id: str) -> None:
     """Log the texts of a document that is about to be deleted."""
     connection.execute(
         "INSERT INTO evictions (namespace, doc_id, title, text, created_at)"
@@ -78,9 +81,7 @@ def log_document(connection: sqlite3.Connection, namespace: str, namespace_id: i
     )
 
 
-def unlog_present(
-    connection: sqlite3.Connection, namespace: str, document: int, doc_id: str, title: str
-) -> None:
+def unlog_present(connection: Connection, namespace: str, document: int, doc_id: str, title: str) -> None:
     """Remove the texts of a document that was just written (row ``document``) from the log."""
     connection.execute(
         "DELETE FROM evictions WHERE namespace = ? AND doc_id = ? AND title = ?"
@@ -89,7 +90,7 @@ def unlog_present(
     )
 
 
-def log_namespace(connection: sqlite3.Connection, namespace: str) -> None:
+def log_namespace(connection: Connection, namespace: str) -> None:
     """Log a dropped namespace: one row stands for all of its texts."""
     connection.execute("DELETE FROM evictions WHERE namespace = ?", (namespace,))
     connection.execute(

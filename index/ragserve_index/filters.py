@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 from ragserve.errors import InvalidRequest
+from ragserve_index.database import Dialect
 
 MAX_DEPTH = 8
 MAX_NODES = 64
@@ -176,9 +177,8 @@ def parse_filter(data: object) -> AnyFilter:
         ) from None
 
 
-def compile_filter(node: AnyFilter) -> tuple[str, list[Any]]:
-    """Compile a filter to an SQL condition over the alias ``d`` (documents), 0 or 1 and never NULL, and its
-    parameters.
+def compile_filter(node: AnyFilter, dialect: Dialect) -> tuple[str, list[Any]]:
+    """Compile a filter to an SQL condition over the alias ``d`` (documents), never NULL, and its parameters.
 
     Only fixed text enters the SQL; names and values are parameters. Raises InvalidRequest for a tree over the
     limits, which models built in code may be."""
@@ -187,69 +187,41 @@ def compile_filter(node: AnyFilter) -> tuple[str, list[Any]]:
     except ValueError as error:
         raise InvalidRequest(f"{error}.", code="invalid_filter", param="filter") from None
     parameters: list[Any] = []
-    return _condition(node, parameters), parameters
+    return _condition(node, dialect, parameters), parameters
 
 
-def _condition(node: Any, out: list[Any]) -> str:
+def _condition(node: Any, dialect: Dialect, out: list[Any]) -> str:
     match node:
         case And(filters=children):
-            return "(" + " AND ".join(_condition(child, out) for child in children) + ")"
+            return "(" + " AND ".join(_condition(child, dialect, out) for child in children) + ")"
         case Or(filters=children):
-            return "(" + " OR ".join(_condition(child, out) for child in children) + ")"
+            return "(" + " OR ".join(_condition(child, dialect, out) for child in children) + ")"
         case Not(filter=child):
-            return f"(NOT {_condition(child, out)})"
+            return f"(NOT {_condition(child, dialect, out)})"
         case Eq(field=field, value=value):
-            return _one_of(field, (value,), out)
+            return _one_of(field, (value,), dialect, out)
         case In(field=field, values=values):
-            return _one_of(field, values, out)
+            return _one_of(field, values, dialect, out)
         case Range():
-            return _range(node, out)
+            return _range(node, dialect, out)
     raise InvalidRequest(f"{type(node).__name__} is not a filter.", code="invalid_filter", param="filter")
 
 
-def _one_of(field: str, values: tuple[Any, ...], out: list[Any]) -> str:
+def _one_of(field: str, values: tuple[Any, ...], dialect: Dialect, out: list[Any]) -> str:
+    if field not in COLUMNS:
+        return dialect.one_of(field, values, out)
     texts = [value for value in values if isinstance(value, str)]
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    truths = ["true" if value else "false" for value in values if isinstance(value, bool)]
-    if field in COLUMNS:
-        if not texts:
-            return "0"
-        out.append(json.dumps(texts, ensure_ascii=False))
-        return f"(d.{field} IN (SELECT value FROM json_each(?)))"
-    path = f'$."{field}"'
-    parts = []
-    for kinds, wanted in (("('text')", texts), ("('integer','real')", numbers)):
-        if wanted:
-            listed = json.dumps(wanted, ensure_ascii=False)
-            out += [path, path, listed, path, path, listed]
-            parts.append(
-                f"(json_type(d.metadata, ?) IN {kinds}"
-                f" AND json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?)))"
-                " OR (json_type(d.metadata, ?) = 'array'"
-                " AND EXISTS (SELECT 1 FROM json_each(d.metadata, ?) e"
-                f" WHERE e.type IN {kinds} AND e.value IN (SELECT value FROM json_each(?))))"
-            )
-    if truths:
-        out += [path, json.dumps(truths)]
-        parts.append("json_type(d.metadata, ?) IN (SELECT value FROM json_each(?))")
-    if None in values:
-        out.append(path)
-        parts.append("COALESCE(json_type(d.metadata, ?), 'null') = 'null'")
-    return f"COALESCE({' OR '.join(parts)}, 0)"
+    if not texts:
+        return "FALSE"
+    out.append(json.dumps(texts, ensure_ascii=False))
+    return f"(d.{field} IN (SELECT value FROM {dialect.texts} listed))"
 
 
-def _range(node: Range, out: list[Any]) -> str:
+def _range(node: Range, dialect: Dialect, out: list[Any]) -> str:
     bounds = node.bounds()
-    text = isinstance(bounds[0][1], str)
-    if node.field in COLUMNS:
-        if not text:
-            return "0"
-        out += [value for _, value in bounds]
-        return "(" + " AND ".join(f"d.{node.field} {sign} ?" for sign, _ in bounds) + ")"
-    path = f'$."{node.field}"'
-    kinds = "('text')" if text else "('integer','real')"
-    out.append(path)
-    for _, value in bounds:
-        out += [path, value]
-    compared = " AND ".join(f"json_extract(d.metadata, ?) {sign} ?" for sign, _ in bounds)
-    return f"COALESCE(json_type(d.metadata, ?) IN {kinds} AND {compared}, 0)"
+    if node.field not in COLUMNS:
+        return dialect.in_range(node.field, bounds, out)
+    if not isinstance(bounds[0][1], str):
+        return "FALSE"
+    out += [value for _, value in bounds]
+    return "(" + " AND ".join(f"d.{node.field} {sign} ?" for sign, _ in bounds) + ")"

@@ -1,21 +1,19 @@
-"""Integrity of one namespace: SQLite agrees with itself, and FAISS and FTS5 hold exactly what it does."""
+"""Integrity of one namespace: the registry agrees with itself, and both indexes hold exactly what it does."""
 
 from __future__ import annotations
 
-import sqlite3
-
 import numpy as np
 
-from ragserve_index import lexical_table, registry
-from ragserve_index.database import Database
+from ragserve_index import registry
+from ragserve_index.database import Connection, Database
 from ragserve_index.index.namespace_index import NamespaceIndex
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.types import IndexReport
 
 
 def check_namespace(database: Database, index: NamespaceIndex, lexical_damage: str | None) -> IndexReport:
-    """Check a namespace at one version; ``lexical_damage`` is what FTS5's own check found. The file is
-    checked before the index is opened, because opening replaces a damaged file in memory.
+    """Check a namespace at one version; ``lexical_damage`` is what the lexical index's own check found. The
+    file is checked before the index is opened, because opening replaces a damaged file in memory.
     """
     with index.updating, database.read() as connection:
         ns = registry.namespace_by_id(connection, index.namespace_id, index.name)
@@ -24,7 +22,7 @@ def check_namespace(database: Database, index: NamespaceIndex, lexical_damage: s
         problems, expected = _registry_problems(connection, ns)
         if lexical_damage is not None:
             problems.append(lexical_damage)
-        problems += lexical_table.missing_and_extra(connection, ns.id, expected)
+        problems += connection.dialect.lexical.missing_and_extra(connection, ns.id, expected)
         index.follow(connection)
         structure = index.structure
         n_indexed, tombstones, name = 0, 0, "none"
@@ -56,13 +54,12 @@ def check_namespace(database: Database, index: NamespaceIndex, lexical_damage: s
     )
 
 
-def _registry_problems(
-    connection: sqlite3.Connection, ns: registry.Namespace
-) -> tuple[list[str], registry.Ids]:
+def _registry_problems(connection: Connection, ns: registry.Namespace) -> tuple[list[str], registry.Ids]:
     """Return what disagrees, and the chunk ids that documents claim."""
     problems = []
     counted = connection.execute(
-        "SELECT count(*), coalesce(sum(n_chunks), 0), coalesce(sum(n_tokens), 0) FROM documents"
+        "SELECT count(*), CAST(coalesce(sum(n_chunks), 0) AS BIGINT),"
+        " CAST(coalesce(sum(n_tokens), 0) AS BIGINT) FROM documents"
         " WHERE namespace_id = ?",
         (ns.id,),
     ).fetchone()

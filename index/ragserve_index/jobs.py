@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound
+from ragserve_index.database import Connection
 from ragserve_index.store import IndexStore
 from ragserve_index.types import FINISHED, ITEM_STATES, JOB_STATES, Job, JobItem
 
@@ -37,7 +37,7 @@ class JobStore:
         now = time.time()
         job_id = f"job_{secrets.token_hex(12)}"
         encoded = json.dumps(spec, ensure_ascii=False)
-        with self._database.write() as connection:
+        with self._database.update() as connection:
             connection.execute(
                 "INSERT INTO jobs (job_id, namespace, state, spec, created_at, updated_at)"
                 " VALUES (?, ?, 'queued', ?, ?, ?)",
@@ -45,9 +45,8 @@ class JobStore:
             )
             _add_items(connection, job_id, sources)
             connection.execute(
-                "DELETE FROM jobs WHERE job_id IN"
-                f" (SELECT job_id FROM jobs WHERE state IN {FINISHED}"
-                " ORDER BY updated_at DESC LIMIT -1 OFFSET ?)",
+                f"DELETE FROM jobs WHERE state IN {FINISHED} AND job_id NOT IN"
+                f" (SELECT job_id FROM jobs WHERE state IN {FINISHED} ORDER BY updated_at DESC LIMIT ?)",
                 (KEEP_FINISHED,),
             )
             return _job(connection, job_id)
@@ -67,7 +66,7 @@ class JobStore:
     ) -> Jobs:
         """List up to ``limit`` jobs (of a namespace, in a state), newest first.
 
-        ``within``: only of namespaces that one of these patterns matches, as SQLite's GLOB does."""
+        ``within``: only of these namespaces, and of those that begin as one that ends with ``*``."""
         if state is not None and state not in JOB_STATES:
             raise InvalidRequest(
                 f"No job state {state!r}.", hint=f"States are: {', '.join(JOB_STATES)}.", param="state"
@@ -75,11 +74,10 @@ class JobStore:
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
         with self._database.read() as connection:
+            conditions, parameters = _chosen(connection, namespace, state, within)
             rows = connection.execute(
-                f"SELECT {_JOB} FROM jobs WHERE (?1 IS NULL OR namespace = ?1) AND (?2 IS NULL OR state = ?2)"
-                " AND (?4 IS NULL OR EXISTS (SELECT 1 FROM json_each(?4) WHERE namespace GLOB value))"
-                " ORDER BY created_at DESC, rowid DESC LIMIT ?3",
-                (namespace, state, limit, None if within is None else json.dumps(list(within))),
+                f"SELECT {_JOB} FROM jobs WHERE {conditions} ORDER BY created_at DESC, rowid DESC LIMIT ?",
+                (*parameters, limit),
             ).fetchall()
             return [_to_job(connection, row) for row in rows]
 
@@ -89,12 +87,13 @@ class JobStore:
 
         The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat."""
         now = time.time()
-        with self._database.write() as connection:
+        with self._database.update() as connection:
             row = connection.execute(
                 "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3"
                 " WHERE job_id = (SELECT job_id FROM jobs"
                 " WHERE (state = 'queued' OR (state = 'running' AND lease_until < ?3))"
-                " AND (?4 IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1) RETURNING job_id",
+                " AND (CAST(?4 AS TEXT) IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1"
+                f"{connection.dialect.skip_locked}) RETURNING job_id",
                 (worker, now + lease_s, now, job_id),
             ).fetchone()
             return _job(connection, row[0]) if row else None
@@ -102,7 +101,7 @@ class JobStore:
     def heartbeat(self, job_id: str, worker: str, lease_s: float) -> bool:
         """Extend the lease. False when the worker no longer has it and must stop."""
         now = time.time()
-        with self._database.write() as connection:
+        with self._database.update() as connection:
             cursor = connection.execute(
                 "UPDATE jobs SET lease_until = ?, updated_at = ?"
                 " WHERE job_id = ? AND worker = ? AND state = 'running'",
@@ -112,7 +111,7 @@ class JobStore:
 
     def add_items(self, job_id: str, sources: Iterable[str]) -> None:
         """Add pending items; sources that the job already has are left as they are."""
-        with self._database.write() as connection:
+        with self._database.update() as connection:
             _job(connection, job_id)
             _add_items(connection, job_id, sources)
 
@@ -127,7 +126,7 @@ class JobStore:
                     hint=f"States are: {', '.join(ITEM_STATES)}.",
                     param="state",
                 )
-        with self._database.write() as connection:
+        with self._database.update() as connection:
             for item in outcomes:
                 cursor = connection.execute(
                     "UPDATE job_items SET state = ?2, reason = ?3, chunks = ?4, tokens = ?5, size_bytes = ?6,"
@@ -144,7 +143,8 @@ class JobStore:
         with self._database.read() as connection:
             _job(connection, job_id)
             rows = connection.execute(
-                f"SELECT {_ITEM} FROM job_items WHERE job_id = ?1 AND (?2 IS NULL OR state = ?2)"
+                f"SELECT {_ITEM} FROM job_items WHERE job_id = ?1"
+                " AND (CAST(?2 AS TEXT) IS NULL OR state = ?2)"
                 " ORDER BY item",
                 (job_id, state),
             )
@@ -158,24 +158,25 @@ class JobStore:
             raise InvalidRequest(
                 f"A job cannot end as {state!r}.", hint=f"It ends as: {', '.join(FINISHED)}.", param="state"
             )
-        with self._database.write() as connection:
+        owned, owner = ("", ()) if worker is None else (" AND worker = ? AND state = 'running'", (worker,))
+        with self._database.update() as connection:
+            ended = connection.execute(
+                "UPDATE jobs SET state = ?, error = ?, worker = NULL, lease_until = NULL, updated_at = ?"
+                f" WHERE job_id = ?{owned}",
+                (state, error, time.time(), job_id, *owner),
+            )
             job = _job(connection, job_id)
-            if worker is not None and (job.worker != worker or job.state != "running"):
+            if ended.rowcount == 0:
                 raise Conflict(
                     f"Job {job_id} is not {worker}'s any more.",
                     hint="Another worker took it over.",
                     code="job_lease_lost",
                 )
-            connection.execute(
-                "UPDATE jobs SET state = ?, error = ?, worker = NULL, lease_until = NULL, updated_at = ?"
-                " WHERE job_id = ?",
-                (state, error, time.time(), job_id),
-            )
-            return _job(connection, job_id)
+            return job
 
     def request_cancel(self, job_id: str) -> Job:
         """Cancel a queued job at once and ask a running one to stop; a finished job stays as it is."""
-        with self._database.write() as connection:
+        with self._database.update() as connection:
             connection.execute(
                 "UPDATE jobs SET cancel_requested = 1, updated_at = ?,"
                 " state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END"
@@ -204,26 +205,47 @@ def job_not_found(job_id: str) -> NotFound:
     )
 
 
-def _add_items(connection: sqlite3.Connection, job_id: str, sources: Iterable[str]) -> None:
+def _chosen(
+    connection: Connection, namespace: str | None, state: str | None, within: Sequence[str] | None
+) -> tuple[str, list[Any]]:
+    """The condition on jobs that are listed, and its parameters."""
+    parts, parameters = ["TRUE"], list[Any]()
+    for column, value in (("namespace", namespace), ("state", state)):
+        if value is not None:
+            parts.append(f"{column} = ?")
+            parameters.append(value)
+    if within is not None:
+        texts = connection.dialect.texts
+        parts.append(
+            f"(namespace IN (SELECT value FROM {texts} named) OR EXISTS (SELECT 1 FROM {texts} begun"
+            " WHERE substr(namespace, 1, length(begun.value)) = begun.value))"
+        )
+        begun = [pattern.removesuffix("*") for pattern in within if pattern.endswith("*")]
+        parameters += [json.dumps(list(within)), json.dumps(begun)]
+    return " AND ".join(parts), parameters
+
+
+def _add_items(connection: Connection, job_id: str, sources: Iterable[str]) -> None:
     connection.executemany(
-        "INSERT OR IGNORE INTO job_items (job_id, source) VALUES (?, ?)",
+        "INSERT INTO job_items (job_id, source) VALUES (?, ?) ON CONFLICT DO NOTHING",
         ((job_id, source) for source in sources),
     )
 
 
-def _job(connection: sqlite3.Connection, job_id: str) -> Job:
+def _job(connection: Connection, job_id: str) -> Job:
     row = connection.execute(f"SELECT {_JOB} FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
     if row is None:
         raise job_not_found(job_id)
     return _to_job(connection, row)
 
 
-def _to_job(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Job:
+def _to_job(connection: Connection, row: tuple[Any, ...]) -> Job:
     job_id, namespace, state, spec, error, cancel_requested, *rest = row
     counts = dict.fromkeys(ITEM_STATES, 0)
     totals = [0, 0, 0]
     rows = connection.execute(
-        "SELECT state, count(*), sum(chunks), sum(tokens), sum(size_bytes) FROM job_items"
+        "SELECT state, count(*), CAST(sum(chunks) AS BIGINT), CAST(sum(tokens) AS BIGINT),"
+        " CAST(sum(size_bytes) AS BIGINT) FROM job_items"
         " WHERE job_id = ? GROUP BY state",
         (job_id,),
     )

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Lock
 
+from ragserve.errors import explained
+
 _MARK = struct.Struct("=Q")
 
 
@@ -62,13 +64,15 @@ class ReadWriteLock:
 def file_lock(path: Path) -> Iterator[None]:
     """Exclusive among processes and threads; the kernel frees it when its holder dies. Waits without a limit,
     because a holder only reads or writes one file. On a read-only disk, where nobody writes, the file must be
-    there. Raises OSError.
+    there. Raises StorageFull or Unavailable, and OSError for what users cannot end.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno != errno.EROFS:
-            raise
+            if (said := explained(error)) is None:
+                raise
+            raise said from error
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

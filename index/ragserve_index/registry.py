@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -15,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
-from ragserve_index import lexical_table
 from ragserve_index.batch import Prepared
+from ragserve_index.database import Connection
 from ragserve_index.evictions import log_document, unlog_present
-from ragserve_index.schema import VECTORS_PER_ROW
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
-from ragserve_index.types import Chunk, Document, NamespaceInfo
+from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
 from sglang_ext.protocol import NAMESPACE
 
 _DOCUMENT = (
@@ -32,6 +30,8 @@ _CHUNK = (
     'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, '
     "d.source, d.title, d.metadata"
 )
+
+VECTORS_PER_ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ class Namespace(NamespaceInfo):
 _NAMESPACE = ", ".join(field.name for field in fields(Namespace))
 
 
-def namespaces(connection: sqlite3.Connection, where: str = "1", *parameters: object) -> list[Namespace]:
+def namespaces(connection: Connection, where: str = "TRUE", *parameters: object) -> list[Namespace]:
     """List all namespaces (that meet an SQL condition), by name."""
     rows = connection.execute(f"SELECT {_NAMESPACE} FROM namespaces WHERE {where} ORDER BY name", parameters)
     return [Namespace(*row) for row in rows]
 
 
-def find_namespace(connection: sqlite3.Connection, name: str) -> Namespace | None:
+def find_namespace(connection: Connection, name: str) -> Namespace | None:
     """The namespace of a name, or None."""
     return next(iter(namespaces(connection, "name = ?", name)), None)
 
 
-def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
+def namespace(connection: Connection, name: str) -> Namespace:
     """Raises NotFound."""
     found = find_namespace(connection, name)
     if found is None:
@@ -70,7 +70,7 @@ def namespace(connection: sqlite3.Connection, name: str) -> Namespace:
     return found
 
 
-def namespace_by_id(connection: sqlite3.Connection, namespace_id: int, name: str) -> Namespace:
+def namespace_by_id(connection: Connection, namespace_id: int, name: str) -> Namespace:
     """The namespace of an id. Raises NotFound, which calls it ``name``, once it was dropped."""
     found = namespaces(connection, "id = ?", namespace_id)
     if not found:
@@ -88,7 +88,7 @@ def namespace_not_found(name: str) -> NotFound:
 
 
 def create_namespace(
-    connection: sqlite3.Connection, name: str, embedder: str, dim: int, index_type: str
+    connection: Connection, name: str, embedder: str, dim: int, index_type: str
 ) -> Namespace:
     """Raises InvalidRequest for a bad name or dimension."""
     if not NAMESPACE.fullmatch(name):
@@ -108,17 +108,17 @@ def create_namespace(
     )
     created = namespace(connection, name)
     connection.execute("INSERT INTO versions VALUES (?, 0, ?)", (created.id, _stamp()))
-    lexical_table.create(connection, created.id)
+    connection.dialect.lexical.create(connection, created.id)
     return created
 
 
-def set_index_type(connection: sqlite3.Connection, ns: Namespace, index_type: str) -> None:
+def set_index_type(connection: Connection, ns: Namespace, index_type: str) -> None:
     """Change the type in a version of its own, so that other processes notice."""
     connection.execute("UPDATE namespaces SET index_type = ? WHERE id = ?", (index_type, ns.id))
     _commit_version(connection, ns)
 
 
-def stamp_of(connection: sqlite3.Connection, namespace_id: int, version: int) -> int | None:
+def stamp_of(connection: Connection, namespace_id: int, version: int) -> int | None:
     """The random stamp of a version; None for one that the registry never had, or has pruned."""
     row = connection.execute(
         "SELECT stamp FROM versions WHERE namespace_id = ? AND version = ?", (namespace_id, version)
@@ -136,15 +136,14 @@ def to_document(namespace_name: str, row: tuple[Any, ...]) -> Document:
     return Document(*columns)
 
 
-def write_documents(
-    connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared]
-) -> list[Document]:
+def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepared]) -> list[Document]:
     """Write the batch as version ``ns.version + 1``, replacing documents of the same sources."""
     now = time.time()
     version = ns.version + 1
     documents = chunks = tokens = changed = 0  # differences to the version before
     written, rows = [], []
-    lexical_table.remove(connection, ns.id, _rows_of(connection, ns, [item.doc_id for item in batch]))
+    lexical = connection.dialect.lexical
+    lexical.remove(connection, ns.id, _rows_of(connection, ns, [item.doc_id for item in batch]))
     for item in batch:
         old = _delete(connection, ns, version, item.doc_id)
         if old is not None:
@@ -164,59 +163,59 @@ def write_documents(
             now,
             item.metadata,
         )
-        last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'").fetchone()
-        first_id = last[0] + 1 if last else 1
-        cursor = connection.execute(
+        first_id = connection.dialect.reserve_chunks(connection, n)
+        (document,) = connection.execute(
             "INSERT INTO documents"
             " (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at,"
             " updated_at, metadata, namespace_id, first_id)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
             (*row, ns.id, first_id),
-        )
-        rows.append(cursor.lastrowid or 0)
-        _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)
-        unlog_present(connection, ns.name, cursor.lastrowid or 0, item.doc_id, item.document.title)
+        ).fetchone()
+        rows.append(document)
+        _insert_chunks(connection, ns, version, document, first_id, item)
+        unlog_present(connection, ns.name, document, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
         written.append(to_document(ns.name, row))
-    lexical_table.add(connection, ns.id, rows)
+    lexical.add(connection, ns.id, rows)
     _commit_version(connection, ns, changed, documents, chunks, tokens)
     return written
 
 
 def unchanged(
-    connection: sqlite3.Connection, ns: Namespace, batch: Sequence[Prepared], as_read: Iterable[Document]
+    connection: Connection, ns: Namespace, batch: Sequence[Prepared], as_read: Iterable[Document]
 ) -> list[Prepared]:
     """Select the documents of a batch that nobody has written or removed since they were read."""
     versions = {(document.doc_id, document.updated_at) for document in as_read}
     rows = connection.execute(
         "SELECT doc_id, updated_at FROM documents"
-        " WHERE namespace_id = ? AND doc_id IN (SELECT value FROM json_each(?))",
+        f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
         (ns.id, json.dumps([item.doc_id for item in batch])),
     )
     same = {row[0] for row in rows if row in versions}
     return [item for item in batch if item.doc_id in same]
 
 
-def delete_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
+def delete_document(connection: Connection, ns: Namespace, doc_id: str) -> Document:
     """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id)
-    lexical_table.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
+    connection.dialect.lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
     _delete(connection, ns, ns.version + 1, doc_id)
     _commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed
 
 
-def _rows_of(connection: sqlite3.Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:
+def _rows_of(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:
     """Row ids of the documents that exist."""
     rows = connection.execute(
-        "SELECT id FROM documents WHERE namespace_id = ? AND doc_id IN (SELECT value FROM json_each(?))",
+        "SELECT id FROM documents"
+        f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
         (ns.id, json.dumps(doc_ids)),
     )
     return [row[0] for row in rows]
 
 
 def _delete(
-    connection: sqlite3.Connection, ns: Namespace, version: int, doc_id: str
+    connection: Connection, ns: Namespace, version: int, doc_id: str
 ) -> tuple[int, int, float] | None:
     """Remove a document if it exists, except from the lexical index. Returns its (chunks, tokens,
     created_at)."""
@@ -235,10 +234,10 @@ def _delete(
 
 
 def _insert_chunks(
-    connection: sqlite3.Connection,
+    connection: Connection,
     ns: Namespace,
     version: int,
-    document: int | None,
+    document: int,
     first_id: int,
     item: Prepared,
 ) -> None:
@@ -268,7 +267,7 @@ def _insert_chunks(
 
 
 def _commit_version(
-    connection: sqlite3.Connection,
+    connection: Connection,
     ns: Namespace,
     changed: int = 0,
     documents: int = 0,
@@ -284,7 +283,7 @@ def _commit_version(
     connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, ns.version + 1, _stamp()))
 
 
-def get_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> Document:
+def get_document(connection: Connection, ns: Namespace, doc_id: str) -> Document:
     """Raises NotFound."""
     row = connection.execute(
         f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)
@@ -299,7 +298,7 @@ def get_document(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> 
 
 
 def list_documents(
-    connection: sqlite3.Connection,
+    connection: Connection,
     ns: Namespace,
     condition: tuple[str, list[Any]],
     limit: int,
@@ -322,32 +321,47 @@ def to_chunk(row: Any) -> Chunk:
     return Chunk(*[*row[:10], json.loads(row[10])])
 
 
-def chunks_by_id(connection: sqlite3.Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
+def chunks_by_id(connection: Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
     """The chunks that exist and belong to the namespace, by id."""
     rows = connection.execute(
         # CROSS JOIN keeps this order: left to itself, SQLite reads all chunks of the namespace
-        f"SELECT {_CHUNK} FROM json_each(?) wanted CROSS JOIN chunks c ON c.chunk_id = wanted.value"
-        " CROSS JOIN documents d ON d.id = c.document WHERE d.namespace_id = ?",
+        f"SELECT {_CHUNK} FROM {connection.dialect.integers} wanted"
+        " CROSS JOIN chunks c CROSS JOIN documents d"
+        " WHERE c.chunk_id = wanted.value AND d.id = c.document AND d.namespace_id = ?",
         (json.dumps(list(chunk_ids)), ns.id),
     )
     return {row[0]: to_chunk(row) for row in rows}
 
 
+def added_since(
+    connection: Connection, ns: Namespace, after: Position, most: int
+) -> list[tuple[int, int, int]]:
+    """The next runs of chunks in the change log, (version, first id, length) each: of at most ``most`` chunks
+    together, or the first run alone."""
+    rows = connection.execute(
+        "SELECT version, first_id, n FROM vectors WHERE namespace_id = ? AND (version, first_id) > (?, ?)"
+        " ORDER BY version, first_id LIMIT ?",
+        (ns.id, *after, most),
+    ).fetchall()
+    total = np.cumsum([row[2] for row in rows])
+    return [tuple(row) for row in rows[: max(1, int((total <= most).sum()))]]
+
+
 def sentence_vectors(
-    connection: sqlite3.Connection, ns: Namespace, chunk_ids: Iterable[int]
+    connection: Connection, ns: Namespace, chunk_ids: Iterable[int]
 ) -> dict[int, SentenceVectors]:
     """The embedded sentences of the namespace's chunks that have some, by chunk id."""
     rows = connection.execute(
-        "SELECT s.chunk_id, s.data FROM json_each(?) wanted"
-        " CROSS JOIN sentences s ON s.chunk_id = wanted.value"
-        " CROSS JOIN chunks c ON c.chunk_id = s.chunk_id CROSS JOIN documents d ON d.id = c.document"
-        " WHERE d.namespace_id = ?",
+        f"SELECT s.chunk_id, s.data FROM {connection.dialect.integers} wanted"
+        " CROSS JOIN sentences s CROSS JOIN chunks c CROSS JOIN documents d"
+        " WHERE s.chunk_id = wanted.value AND c.chunk_id = s.chunk_id AND d.id = c.document"
+        " AND d.namespace_id = ?",
         (json.dumps(list(chunk_ids)), ns.id),
     )
     return {chunk_id: SentenceVectors.decode(data, ns.dim) for chunk_id, data in rows}
 
 
-def document_chunks(connection: sqlite3.Connection, ns: Namespace, doc_id: str) -> list[Chunk]:
+def document_chunks(connection: Connection, ns: Namespace, doc_id: str) -> list[Chunk]:
     """A document's chunks in text order. Raises NotFound."""
     get_document(connection, ns, doc_id)
     rows = connection.execute(
@@ -367,7 +381,7 @@ def expand(ranges: Sequence[tuple[int, int]]) -> Ids:
     return np.repeat(first - starts, n) + np.arange(int(n.sum()), dtype=np.int64)
 
 
-def selected_ids(connection: sqlite3.Connection, ns_id: int, condition: tuple[str, list[Any]]) -> Ids:
+def selected_ids(connection: Connection, ns_id: int, condition: tuple[str, list[Any]]) -> Ids:
     """Ids of all chunks whose document meets the condition, ascending."""
     sql, parameters = condition
     rows = connection.execute(

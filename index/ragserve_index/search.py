@@ -7,22 +7,22 @@ moving is the search repeated inside a transaction."""
 from __future__ import annotations
 
 import operator
-import sqlite3
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index import lexical_search, registry
-from ragserve_index.database import Database
-from ragserve_index.errors import lexical_index_damaged
+from ragserve_index.database import Connection, Database, Dialect
+from ragserve_index.errors import RegistryDamaged, lexical_index_damaged
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.fusion import DEPTH, Ranked, by_mean_score, by_standard_scores
 from ragserve_index.index.namespace_index import Behind, NamespaceIndex
 from ragserve_index.index.pool import IndexPool
+from ragserve_index.lexical_indexes import LexicalIndexes
 from ragserve_index.selection_cache import SelectionCache
 from ragserve_index.structures.base import Floats, Ids, IdSelection
 from ragserve_index.types import Hit, SearchResult
@@ -41,9 +41,10 @@ Condition = tuple[str, list[Any]]
 class Searcher:
     """Thread-safe."""
 
-    def __init__(self, database: Database, pool: IndexPool) -> None:
+    def __init__(self, database: Database, pool: IndexPool, lexical: LexicalIndexes) -> None:
         self._database = database
         self._pool = pool
+        self._lexical = lexical
         self._selections = SelectionCache()
         self._counts = lexical_search.WordCounts()
         # namespace -> (commit mark, time of the check, index, version): right while the mark is the same
@@ -61,7 +62,11 @@ class Searcher:
             index = self._pool.of(registry.namespace(connection, namespace))
         with index.updating, self._database.read() as connection:
             scores, ids, version = self._search_pinned(
-                connection, index, _checked(queries, index.dim), _checked_k(k), _compile(filter)
+                connection,
+                index,
+                _checked(queries, index.dim),
+                _checked_k(k),
+                _compile(filter, self._database.dialect),
             )
             hits = _hits(connection, namespace, scores, ids)
         if hits is None:
@@ -73,7 +78,7 @@ class Searcher:
     def search_ids(self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None) -> Scored:
         """See :meth:`IndexStore.search_ids`."""
         k = _checked_k(k)
-        condition = _compile(filter)
+        condition = _compile(filter, self._database.dialect)
         for _ in range(_TRIES):
             index, version, selection = self._locate(namespace, condition)
             checked = _checked(queries, index.dim)
@@ -95,9 +100,20 @@ class Searcher:
     ) -> SearchResult:
         """See :meth:`IndexStore.search_text`; ``texts`` are the text and its variants.
 
-        FTS5 is read at the version of a transaction, so the dense search is repeated until it is of that
-        version, and at last made inside the transaction."""
-        k, condition = _checked_k(k), _compile(filter)
+        The lexical index is read at the version of a transaction, so the dense search is repeated until it
+        is of that version, and at last made inside the transaction."""
+        with self._not_found_if_dropped(namespace):
+            return self._search_text(namespace, texts, k, filter, vector)
+
+    def _search_text(
+        self,
+        namespace: str,
+        texts: Sequence[str],
+        k: int,
+        filter: AnyFilter | None,
+        vector: np.ndarray | None,
+    ) -> SearchResult:
+        k, condition = _checked_k(k), _compile(filter, self._database.dialect)
         depth = max(k, DEPTH)
         queries = None if vector is None else np.atleast_2d(vector)
         dense: Scored | None = None
@@ -117,9 +133,26 @@ class Searcher:
                 dense = self._search_pinned(connection, index, _checked(queries, index.dim), depth, condition)
             return self._fused(connection, ns, texts, k, condition, queries, dense)
 
+    def word_counts(self, namespace: str, words: Sequence[str]) -> dict[str, int]:
+        """See :meth:`IndexStore.word_counts`."""
+        with self._not_found_if_dropped(namespace), self._database.read() as connection:
+            ns = registry.namespace(connection, namespace)
+            return lexical_search.word_counts(connection, ns, words, self._counts)
+
+    @contextmanager
+    def _not_found_if_dropped(self, namespace: str) -> Iterator[None]:
+        """Raise NotFound instead of RegistryDamaged if the namespace was dropped meanwhile: in Postgres its
+        lexical table is gone at once, also for transactions that began before."""
+        try:
+            yield
+        except RegistryDamaged:
+            with self._database.read() as connection:
+                registry.namespace(connection, namespace)
+            raise
+
     def _fused(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         ns: registry.Namespace,
         texts: Sequence[str],
         k: int,
@@ -127,13 +160,11 @@ class Searcher:
         queries: np.ndarray | None,
         dense: Scored | None,
     ) -> SearchResult:
-        """Search FTS5 in this transaction, fuse with the dense search of the same version, read the rows.
+        """Search by words in this transaction, fuse with the dense search of the same version, read the rows.
         Raises Behind if the index has moved on since."""
         selection = None if condition is None else self._select(connection, ns, condition)
         depth = k if dense is None and len(texts) == 1 else max(k, DEPTH)
-        rankings = [
-            lexical_search.search(connection, ns, text, depth, selection, self._counts) for text in texts
-        ]
+        rankings = [self._by_words(connection, ns, text, depth, selection) for text in texts]
         found = by_mean_score(rankings)[:depth]
         if dense is None or queries is None:
             ranked = [Ranked(chunk, score, None, score) for chunk, score in found[:k]]
@@ -145,9 +176,22 @@ class Searcher:
             ranked = by_standard_scores(cosines, dict(found))[:k]
         rows = registry.chunks_by_id(connection, ns, [one.chunk_id for one in ranked])
         if len(rows) < len(ranked):
-            raise lexical_index_damaged(self._database.path, "it has a chunk that is gone")
+            raise lexical_index_damaged(self._database.name, "it has a chunk that is gone")
         hits = [Hit(rows[one.chunk_id], one.score, one.cosine, one.bm25) for one in ranked]
         return SearchResult([hits], ns.version)
+
+    def _by_words(
+        self,
+        connection: Connection,
+        ns: registry.Namespace,
+        text: str,
+        k: int,
+        selection: IdSelection | None,
+    ) -> lexical_search.Scored:
+        found = self._lexical.search(connection, ns, text, k, selection)
+        if found is None:
+            found = lexical_search.search(connection, ns, text, k, selection, self._counts)
+        return found
 
     def _cosines(self, ns: registry.Namespace, query: np.ndarray, ids: list[int]) -> dict[int, float]:
         """Cosines of chunks that only the lexical search found."""
@@ -156,12 +200,12 @@ class Searcher:
         try:
             own = self._pool.of(ns).cosines(query, np.array(ids, dtype=np.int64), ns.version)
         except RuntimeError as error:  # FAISS does not have one of them
-            raise lexical_index_damaged(self._database.path, "it has a chunk that is gone") from error
+            raise lexical_index_damaged(self._database.name, "it has a chunk that is gone") from error
         return dict(zip(ids, own.tolist(), strict=True))
 
     def _search_pinned(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         index: NamespaceIndex,
         queries: Floats,
         k: int,
@@ -202,9 +246,7 @@ class Searcher:
                 index, version = self._pool.of(ns), ns.version
         return index, version, selection
 
-    def _select(
-        self, connection: sqlite3.Connection, ns: registry.Namespace, condition: Condition
-    ) -> IdSelection:
+    def _select(self, connection: Connection, ns: registry.Namespace, condition: Condition) -> IdSelection:
         key = (ns.id, ns.version, repr(condition))
         selection = self._selections.get(key)
         if selection is None:
@@ -213,7 +255,7 @@ class Searcher:
         return selection
 
 
-def _hits(connection: sqlite3.Connection, namespace: str, scores: Floats, ids: Ids) -> list[list[Hit]] | None:
+def _hits(connection: Connection, namespace: str, scores: Floats, ids: Ids) -> list[list[Hit]] | None:
     """The rows of ids [n, k] (-1: no result) with their scores; None when a row is gone."""
     wanted = {i for row in ids.tolist() for i in row if i >= 0}
     ns = registry.find_namespace(connection, namespace)
@@ -226,8 +268,8 @@ def _hits(connection: sqlite3.Connection, namespace: str, scores: Floats, ids: I
     ]
 
 
-def _compile(filter: AnyFilter | None) -> Condition | None:
-    return None if filter is None else compile_filter(filter)
+def _compile(filter: AnyFilter | None, dialect: Dialect) -> Condition | None:
+    return None if filter is None else compile_filter(filter, dialect)
 
 
 def _checked_k(k: int) -> int:

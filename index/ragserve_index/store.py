@@ -10,27 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable, explained
 from ragserve_index import batch as batches
-from ragserve_index import lexical_table, registry, structures
-from ragserve_index.database import Database, is_full, storage_full
-from ragserve_index.errors import RegistryDamaged
+from ragserve_index import registry, structures
+from ragserve_index.errors import RegistryDamaged, is_full, storage_full
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
 from ragserve_index.gpu import ON_GPU, GpuMirror
 from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_namespace
+from ragserve_index.lexical_indexes import LexicalIndexes
+from ragserve_index.opening import open_database
 from ragserve_index.search import Searcher
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.types import (
+    AddedChunks,
     Chunk,
     Document,
     IndexReport,
     NamespaceInfo,
     NewChunk,
     NewDocument,
+    Position,
     SearchResult,
 )
 
@@ -40,11 +43,19 @@ class IndexStore:
 
     Raises the errors of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
     ``chunk_not_found``), InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and
-    RegistryDamaged when SQLite cannot read its file."""
+    RegistryDamaged when the registry cannot be read."""
 
-    def __init__(self, data_dir: Path, *, index_type: str = "flat", device: str = "cpu") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        index_type: str = "flat",
+        device: str = "cpu",
+        registry_url: str | None = None,
+    ) -> None:
         """Open ``data_dir``, creating it if absent. ``index_type`` is for new namespaces; ``device`` is cpu
-        or gpu.
+        or gpu. ``registry_url``: keep the registry in that Postgres database instead of the folder's SQLite
+        file; the folder then holds this process's indexes, made from it.
         """
         structures.check_type(index_type)
         if device not in ("cpu", "gpu"):
@@ -63,7 +74,7 @@ class IndexStore:
         self._directory = self.data_dir / "indexes"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self.database = Database(self.data_dir / "ragserve.sqlite3")
+            self.database = open_database(self.data_dir, registry_url)
             try:
                 file_format.remove_leftovers(self._directory, self._known_files)
             except BaseException:
@@ -72,13 +83,15 @@ class IndexStore:
         except OSError as error:
             if is_full(error):
                 raise storage_full(self._directory, error) from error
+            said = explained(error)
             raise Unavailable(
                 f"The data directory {self.data_dir} cannot be used: {error}.",
-                hint="Check its owner and permissions.",
+                hint=said.hint if said else "Check its owner and permissions.",
                 code="data_dir",
             ) from error
         self._pool = IndexPool(self.database, self._directory, gpu)
-        self._searcher = Searcher(self.database, self._pool)
+        self._lexical = LexicalIndexes(self.database, self._directory)
+        self._searcher = Searcher(self.database, self._pool, self._lexical)
         self._closed = False
 
     def _known_files(self) -> set[Path]:
@@ -125,14 +138,21 @@ class IndexStore:
         """Raises NotFound."""
         return self._namespace(name).info()
 
+    def made_at(self) -> dict[str, float]:
+        """When each namespace was made, in Unix seconds, by name: later for one that was dropped and made
+        again."""
+        with self.database.read() as connection:
+            return dict(connection.execute("SELECT name, created_at FROM namespaces").fetchall())
+
     def drop_namespace(self, name: str) -> NamespaceInfo:
         """Remove a namespace with all its documents and return what it was. Raises NotFound."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, name)
             log_namespace(connection, name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
-            lexical_table.drop(connection, ns.id)
+            connection.dialect.lexical.drop(connection, ns.id)
         self._pool.forget(ns.id)
+        self._lexical.remove(ns.id)
         file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
         return ns.info()
 
@@ -202,7 +222,7 @@ class IndexStore:
         """List up to ``limit`` documents in the order of doc_id, starting behind ``after``."""
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
-        condition = compile_filter(filter) if filter is not None else ("1", [])
+        condition = compile_filter(filter, self.database.dialect) if filter is not None else ("TRUE", [])
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
             return registry.list_documents(connection, ns, condition, limit, after, source_prefix)
@@ -243,6 +263,17 @@ class IndexStore:
             if i in found and near in found and found[near].doc_id == found[i].doc_id
         }
         return {near: found[near] for near in sorted(own)}
+
+    def added_chunks(self, namespace: str, after: Position, most: int) -> AddedChunks:
+        """The next chunks of the change log behind ``after``, at most ``most`` or one run of at most 1,024.
+        Raises NotFound."""
+        with self.database.read() as connection:
+            ns = registry.namespace(connection, namespace)
+            runs = registry.added_since(connection, ns, after, most)
+            ids = [first + i for _, first, n in runs for i in range(n)]
+            found = registry.chunks_by_id(connection, ns, ids)
+        position = (runs[-1][0], runs[-1][1]) if runs else after
+        return AddedChunks(ns.id, ns.n_chunks, list(found.values()), len(ids), position)
 
     def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
         """Return all chunks of a document, in text order. Raises NotFound."""
@@ -286,6 +317,11 @@ class IndexStore:
         InvalidRequest as :meth:`search`."""
         return self._searcher.search_text(namespace, (text, *variants), k, filter, vector)
 
+    def word_counts(self, namespace: str, words: Sequence[str]) -> dict[str, int]:
+        """The number of the namespace's chunks that have each word, as the lexical index compares words; of
+        frequent words about that. Raises NotFound."""
+        return self._searcher.word_counts(namespace, words)
+
     def search_ids(
         self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
     ) -> tuple[Floats, Ids, int]:
@@ -303,13 +339,13 @@ class IndexStore:
     # maintenance
 
     def check(self, namespace: str | None = None) -> list[IndexReport]:
-        """Check all namespaces (or one) for inconsistencies. Raises RegistryDamaged if SQLite's own check
-        fails.
+        """Check all namespaces (or one) for inconsistencies. Raises RegistryDamaged if the database's own
+        check fails.
         """
         lines = self.database.quick_check()
         if lines:
             raise RegistryDamaged(
-                f"The registry {self.database.path} is damaged: {'; '.join(lines)}.",
+                f"The registry {self.database.name} is damaged: {'; '.join(lines)}.",
                 hint="Restore it from a backup, or move the data directory away and ingest again.",
             )
         return [
@@ -319,12 +355,16 @@ class IndexStore:
 
     def _lexical_damage(self, ns: registry.Namespace) -> str | None:
         with self.database.write() as connection:
-            return lexical_table.damage(connection, ns.id)
+            damage = connection.dialect.lexical.damage(connection, ns.id)
+        return damage or self._lexical.problem(ns)
 
     def rebuild_lexical(self, namespace: str) -> None:
-        """Build the lexical index again from the chunks, in one transaction. Raises NotFound."""
+        """Build the lexical index again from the chunks, in one transaction, and that of tantivy, if there is
+        one, in the background. Raises NotFound."""
         with self.database.write() as connection:
-            lexical_table.build(connection, registry.namespace(connection, namespace).id)
+            ns = registry.namespace(connection, namespace)
+            connection.dialect.lexical.build(connection, ns.id)
+        self._lexical.remove(ns.id)
 
     def rebuild(self, namespace: str, *, index_type: str | None = None) -> NamespaceInfo:
         """Rebuild the index from the registry and save it, optionally as another type. Searches go on
@@ -340,10 +380,12 @@ class IndexStore:
         return self.namespace(namespace)
 
     def save(self, namespace: str | None = None) -> None:
-        """Bring the index of all namespaces (or one) up to date and write its file if that is older. Raises
-        StorageFull.
+        """Bring the indexes of all namespaces (or one) up to date and write those whose files are older.
+        Raises StorageFull.
         """
         for ns in self._chosen(namespace):
+            if self._lexical.serves(ns):
+                self._lexical.bring_up(ns)
             self._pool.of(ns).bring_up_and_save()
 
     def close(self) -> None:
@@ -352,6 +394,7 @@ class IndexStore:
         """
         if not self._closed:
             self._closed = True
+            self._lexical.close()
             self._pool.close()
             self.database.close()
 

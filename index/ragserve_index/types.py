@@ -144,6 +144,25 @@ class NamespaceInfo:
     n_tokens: int
 
 
+Position = tuple[int, int]
+"""A place in a namespace's change log: version and first chunk id. (0, 0) is its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedChunks:
+    """Chunks that were added to a namespace, as far as they are still there; ``n_added`` counts the others,
+    too.
+
+    ``namespace_id`` and ``n_chunks`` are those of the namespace; ``position`` is behind the last chunk. No
+    namespace ever has the id of a dropped one."""
+
+    namespace_id: int
+    n_chunks: int
+    chunks: list[Chunk]
+    n_added: int
+    position: Position
+
+
 @dataclass(frozen=True, slots=True)
 class IndexReport:
     """Result of :meth:`IndexStore.check` for one namespace; ``problems`` is empty when all is well."""

@@ -8,9 +8,11 @@ leads to a whole file; a killed process leaves only a temporary file, which the 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -19,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ragserve.errors import Unavailable
-from ragserve_index.database import is_full, storage_full
+from ragserve.errors import Unavailable, explained
+from ragserve_index.errors import is_full, storage_full
 from ragserve_index.locks import file_lock
 
 log = logging.getLogger(__name__)
@@ -112,7 +114,7 @@ def write(path: Path, footer: Footer, save: Callable[[Callable[[bytes], int]], N
 
 def read_footer(path: Path, *, verify: bool = False) -> Footer | None:
     """Read the footer from the file's end; None without a file. ``verify`` checks every byte of the file.
-    Raises Damaged.
+    Raises Damaged, and Unavailable where the process has no file descriptor left.
     """
     try:
         with path.open("rb") as file:
@@ -123,6 +125,8 @@ def read_footer(path: Path, *, verify: bool = False) -> Footer | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE) and (said := explained(error)):
+            raise said from error
         raise Damaged(f"unreadable: {error}") from error
 
 
@@ -163,7 +167,7 @@ def _check_payload(file: BinaryIO, footer: Footer) -> None:
 
 
 def remove_leftovers(directory: Path, list_known: Callable[[], set[Path]]) -> None:
-    """Remove temporary files of killed processes, and index files of dropped namespaces. Waits for a save in
+    """Remove temporary files of killed processes, and indexes of dropped namespaces. Waits for a save in
     progress.
     """
     with file_lock(directory / ".lock"):
@@ -171,8 +175,12 @@ def remove_leftovers(directory: Path, list_known: Callable[[], set[Path]]) -> No
         for path in [
             *directory.glob("ns-*.tmp"),
             *(p for p in directory.glob("ns-*.faiss") if p not in known),
+            *(p for p in directory.glob("ns-*.words") if p.with_suffix(".faiss") not in known),
         ]:
             log.warning(
                 "removing %s, left by a process that was killed or a namespace that was dropped", path
             )
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

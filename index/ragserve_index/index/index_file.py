@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from pathlib import Path
 
 from ragserve.errors import StorageFull
 from ragserve_index import registry, structures
-from ragserve_index.database import Database
+from ragserve_index.database import Connection, Database
 from ragserve_index.index import file_format
 from ragserve_index.index.file_format import Damaged, Footer
 from ragserve_index.locks import file_lock
@@ -29,7 +28,7 @@ class IndexFile:
         self._dim = ns.dim
         self._database = database
 
-    def load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> tuple[Structure, Footer] | None:
+    def load(self, connection: Connection, ns: registry.Namespace) -> tuple[Structure, Footer] | None:
         """Read the saved structure; None without a file. Raises Damaged for a file that cannot be used."""
         with file_lock(self._lock):  # nobody replaces the file between its check and its reading
             footer = file_format.read_footer(self.path, verify=True)
@@ -46,7 +45,7 @@ class IndexFile:
             raise Damaged(f"its vectors have {structure.dim} components instead of {self._dim}")
         return structure, footer
 
-    def status(self, connection: sqlite3.Connection, ns: registry.Namespace) -> str:
+    def status(self, connection: Connection, ns: registry.Namespace) -> str:
         """Check every byte of the file. Returns `current`, `behind`, `missing`, or `damaged: reason`."""
         try:
             footer = file_format.read_footer(self.path, verify=True)
@@ -59,7 +58,7 @@ class IndexFile:
             return f"damaged: {error}"
         return "current" if footer.version == ns.version else "behind"
 
-    def _must_be_ours(self, footer: Footer, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+    def _must_be_ours(self, footer: Footer, connection: Connection, ns: registry.Namespace) -> None:
         """Raise Damaged unless the file holds a version of this namespace that the registry went through."""
         if footer.namespace_uid != ns.uid or footer.dim != ns.dim:
             raise Damaged("it is another namespace's")
@@ -108,12 +107,13 @@ class IndexFile:
     def _prune_log(self, version: int) -> None:
         """Indexes of other processes that are older than ``version`` compare ids from now on."""
         with self._database.write() as connection:
-            for statement in (
-                "DELETE FROM removals WHERE namespace_id = ?1 AND version <= ?2",
-                "DELETE FROM versions WHERE namespace_id = ?1 AND version < ?2",
-                "UPDATE namespaces SET log_floor = max(log_floor, ?2) WHERE id = ?1",
+            kept = version - connection.dialect.stamps_kept
+            for statement, until in (
+                ("DELETE FROM removals WHERE namespace_id = ?1 AND version <= ?2", version),
+                ("DELETE FROM versions WHERE namespace_id = ?1 AND version < ?2", kept),
+                ("UPDATE namespaces SET log_floor = ?2 WHERE id = ?1 AND log_floor < ?2", version),
             ):
-                connection.execute(statement, (self._namespace_id, version))
+                connection.execute(statement, (self._namespace_id, until))
 
     def ours_on_disk(self) -> Footer | None:
         """The footer if the file is this registry's, without reading the payload; None otherwise."""

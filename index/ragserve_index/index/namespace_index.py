@@ -12,7 +12,6 @@ order:
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from ragserve.errors import InvalidRequest
 from ragserve_index import registry, structures
-from ragserve_index.database import Database
+from ragserve_index.database import Connection, Database
 from ragserve_index.gpu import GpuMirror
 from ragserve_index.index import file_format, vectors
 from ragserve_index.index.file_format import Damaged
@@ -124,7 +123,7 @@ class NamespaceIndex:
         with self.updating, self._database.read() as connection:
             self.follow(connection)
 
-    def follow(self, connection: sqlite3.Connection) -> registry.Namespace:
+    def follow(self, connection: Connection) -> registry.Namespace:
         """Bring the index to the version of this read transaction and return the namespace's row.
 
         If the caller has held ``updating`` since before the transaction began, the index is exactly at that
@@ -139,13 +138,13 @@ class NamespaceIndex:
                 self._apply(connection, ns)
             return ns
 
-    def _install(self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+    def _install(self, structure: Structure, connection: Connection, ns: registry.Namespace) -> None:
         stamp = registry.stamp_of(connection, ns.id, ns.version)
         with self.lock.writing():
             self.structure, self.index_type, self._wanted_type = structure, ns.index_type, ns.index_type
             self.version, self.changed, self._stamp = ns.version, ns.changed, stamp
 
-    def _apply(self, connection: sqlite3.Connection, ns: registry.Namespace) -> None:
+    def _apply(self, connection: Connection, ns: registry.Namespace) -> None:
         """Apply all commits since the index's version: from the change log, or by comparing ids where the log
         does not reach back that far.
         """
@@ -187,7 +186,7 @@ class NamespaceIndex:
             self.file_unfit = True
 
     def _reconcile(
-        self, structure: Structure, connection: sqlite3.Connection, ns: registry.Namespace, version: int
+        self, structure: Structure, connection: Connection, ns: registry.Namespace, version: int
     ) -> bool:
         """Bring a structure of ``version`` to ``ns`` by comparing id sets. False when the structure is not an
         earlier state of the namespace.
@@ -205,7 +204,7 @@ class NamespaceIndex:
         _change(structure, gone, vectors.slabs(connection, ns, version))
         return structure.count == len(wanted)
 
-    def _build(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure:
+    def _build(self, connection: Connection, ns: registry.Namespace) -> Structure:
         structure = structures.create(
             ns.index_type, ns.dim, ns.n_chunks, lambda m: vectors.sample(connection, ns, m)
         )
@@ -277,7 +276,7 @@ class NamespaceIndex:
 
     # its file
 
-    def _load(self, connection: sqlite3.Connection, ns: registry.Namespace) -> Structure | None:
+    def _load(self, connection: Connection, ns: registry.Namespace) -> Structure | None:
         """Read the saved structure and catch up to ``ns``; None, with the reason logged, if it is
         unusable.
         """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 from ragserve.errors import NotFound, RagserveError
 from ragserve_index import registry
+from ragserve_index.background_work import BackgroundWork
 from ragserve_index.database import Database
 from ragserve_index.gpu import ON_GPU, GpuMirror
 from ragserve_index.index.namespace_index import NamespaceIndex
@@ -34,8 +35,7 @@ class IndexPool:
         self._gpu = gpu
         self._lock = Lock()
         self._indexes: dict[int, NamespaceIndex] = {}
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragserve-index")
-        self._scheduled: set[int] = set()
+        self._background = BackgroundWork("ragserve-index")
 
     def of(self, ns: registry.Namespace) -> NamespaceIndex:
         """The namespace's index, not necessarily loaded."""
@@ -71,23 +71,12 @@ class IndexPool:
 
     def after_search(self, index: NamespaceIndex) -> None:
         """Do the upkeep that catching up made due, in the background: a search does not wait for training."""
-        if not index.needs_upkeep() or index.namespace_id in self._scheduled:
-            return
-        with self._lock:
-            if index.namespace_id in self._scheduled:
-                return
-            self._scheduled.add(index.namespace_id)
-        try:
-            self._background.submit(self._upkeep_in_background, index)
-        except RuntimeError:
-            self._scheduled.discard(index.namespace_id)  # closing
+        if index.needs_upkeep():
+            self._background.start(index.namespace_id, partial(self._upkeep_in_background, index))
 
     def _upkeep_in_background(self, index: NamespaceIndex) -> None:
-        try:
-            with _tolerant(index.name, "upkeep of its index failed"):
-                self._upkeep(index, self._row(index.namespace_id, index.name))
-        finally:
-            self._scheduled.discard(index.namespace_id)
+        with _tolerant(index.name, "upkeep of its index failed"):
+            self._upkeep(index, self._row(index.namespace_id, index.name))
 
     def _upkeep(self, index: NamespaceIndex, ns: registry.Namespace) -> None:
         if index.structure is None:
@@ -98,7 +87,7 @@ class IndexPool:
 
     def close(self) -> None:
         """Save what changed: loaded indexes always, others if that is cheap or saves the next start much."""
-        self._background.shutdown(wait=True)
+        self._background.close()
         with self._lock:
             everything = list(self._indexes.values())
         for index in everything:

@@ -1,25 +1,23 @@
-"""Vectors read from SQLite, in slabs for FAISS's ``add``."""
+"""Vectors read from the registry, in slabs for FAISS's ``add``."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 
 import numpy as np
 
 from ragserve_index import registry
+from ragserve_index.database import Connection
 from ragserve_index.structures.base import Floats, Ids
 
 SLAB = 16_384  # vectors read at a time
 
 
-def slabs(
-    connection: sqlite3.Connection, ns: registry.Namespace, after: int = -1
-) -> Iterator[tuple[Ids, Floats]]:
+def slabs(connection: Connection, ns: registry.Namespace, after: int = -1) -> Iterator[tuple[Ids, Floats]]:
     """Yield ids [n], ascending, and vectors [n, dim] float32 that were written after version ``after`` and
     still exist.
     """
-    rows = connection.execute(
+    rows = connection.stream(
         # ids grow with versions: the order that the table's index gives is ascending in ids, too
         "SELECT first_id, n, data FROM vectors WHERE namespace_id = ? AND version > ?"
         " ORDER BY version, first_id",
@@ -39,7 +37,7 @@ def slabs(
         yield registry.expand(ranges), np.concatenate(parts)
 
 
-def sample(connection: sqlite3.Connection, ns: registry.Namespace, m: int) -> Floats:
+def sample(connection: Connection, ns: registry.Namespace, m: int) -> Floats:
     """Return at most ``m`` of the namespace's vectors [<= m, dim]: every stride-th row, deterministic
     for a content.
     """

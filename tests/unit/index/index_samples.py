@@ -5,15 +5,28 @@ them again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ragserve_index import IndexStore, MetadataValue, NewChunk, NewDocument
 
 DIM = 16
+REGISTRY = "TEST_REGISTRY_URL"
+"""Environment variable: where the registry is, if not in the data directory."""
+
+on_registries = pytest.mark.usefixtures("registry")
+"""For modules whose tests run on SQLite's registry, and in the exhaustive form on Postgres's, too."""
+on_both_registries = pytest.mark.parametrize("registry", ["sqlite", "postgres"], indirect=True)
+"""For tests of what the two do differently: on both in every run."""
+on_sqlite = pytest.mark.parametrize("registry", ["sqlite"], indirect=True)
+"""For tests of SQLite's file."""
+
 TYPES = ("flat", "sq8", "ivf", "hnsw")
 Item = tuple[NewDocument, list[NewChunk], np.ndarray]
 
@@ -48,9 +61,14 @@ def item(
     return document, chunks, vectors_of(source, edition, n=n_chunks, dim=dim)
 
 
+def open_store(data_dir: Path, **options: Any) -> IndexStore:
+    """An IndexStore on the registry of the test."""
+    return IndexStore(data_dir, registry_url=os.environ.get(REGISTRY), **options)
+
+
 def make(data_dir: Path, index_type: str = "flat", *, namespace: str = "n", dim: int = DIM) -> IndexStore:
     """A store with one empty namespace."""
-    store = IndexStore(data_dir)
+    store = open_store(data_dir)
     store.ensure_namespace(namespace, embedder="e", dim=dim, index_type=index_type)
     return store
 
@@ -82,6 +100,14 @@ def all_chunks(store: IndexStore, namespace: str = "n") -> dict[int, np.ndarray]
             edition, ordinal = rest.split(".")
             found[chunk.chunk_id] = vectors_of(source, int(edition), n=document.n_chunks)[int(ordinal)]
     return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread or server does."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def assert_clean(store: IndexStore) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ragserve_index import IndexStore
-from tests.unit.index.index_samples import item, texts, vectors_of
+from tests.unit.index.index_samples import item, open_store, texts, vectors_of
 
 DOCUMENTS, CHUNKS = 8, 25
 
 
 def main() -> None:
     data_dir, index_type, mode, start = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    store = IndexStore(data_dir)
+    store = open_store(data_dir)
     store.ensure_namespace("n", embedder="e", dim=16, index_type=index_type)
     print("ready", flush=True)
     for edition in range(start, start + 1_000_000):

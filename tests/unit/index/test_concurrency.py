@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 
 from ragserve.errors import NotFound, Unavailable
-from ragserve_index import Eq, IndexStore, database, search
+from ragserve_index import Eq, IndexStore, search
 from ragserve_index.locks import ReadWriteLock
+from ragserve_index.postgres import postgres_database
+from ragserve_index.sqlite import sqlite_database
 from ragserve_index.structures.base import IdSelection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
+from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import (
     TYPES,
     all_chunks,
@@ -29,13 +32,20 @@ from tests.unit.index.index_samples import (
     fill,
     item,
     make,
+    on_both_registries,
+    on_registries,
+    on_sqlite,
+    open_store,
     texts,
     vectors_of,
 )
 
-HERE = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
 DOCUMENTS, CHUNKS = 6, 10
+pytestmark = on_registries
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def write_edition(store: IndexStore, edition: int) -> int:
@@ -45,7 +55,11 @@ def write_edition(store: IndexStore, edition: int) -> int:
     return store.namespace("n").version
 
 
-@pytest.mark.parametrize("index_type", TYPES)
+@pytest.mark.parametrize(
+    ("registry", "index_type"),
+    [*(("sqlite", t) for t in TYPES), *([("postgres", "flat")] if EXHAUSTIVE else [])],
+    indirect=["registry"],
+)
 def test_searches_see_one_version_while_another_thread_writes(
     tmp_path: Path, index_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +106,7 @@ def test_searches_see_one_version_while_another_thread_writes(
         assert_clean(store)
 
 
+@on_sqlite
 def test_searches_go_on_while_the_type_changes(tmp_path: Path) -> None:
     done = Event()
     with make(tmp_path) as store:
@@ -111,9 +126,10 @@ def test_searches_go_on_while_the_type_changes(tmp_path: Path) -> None:
             assert {result for future in searches for result in future.result()} == {("d3#0.3",)}
 
 
+@on_both_registries
 def test_two_stores_see_each_other_at_once(tmp_path: Path) -> None:
     """Two stores stand for separate processes, without their start: they share nothing but the directory."""
-    with make(tmp_path) as one, IndexStore(tmp_path) as two:
+    with make(tmp_path) as one, open_store(tmp_path) as two:
         for edition in range(10):
             writer, reader = (one, two) if edition % 2 else (two, one)
             version = write_edition(writer, edition)
@@ -130,9 +146,8 @@ def test_two_stores_see_each_other_at_once(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from index_samples import item
-from ragserve_index import IndexStore
-with IndexStore(Path(sys.argv[1])) as store:
+from tests.unit.index.index_samples import item, open_store
+with open_store(Path(sys.argv[1])) as store:
     for line in sys.stdin:
         store.replace_documents("n", [item(f"d{i}", 10, edition=int(line)) for i in range(6)])
         print(store.namespace("n").version, flush=True)
@@ -146,7 +161,7 @@ def test_another_process_writes(tmp_path: Path) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env=environment(),
         )
         with process:
             assert process.stdin is not None
@@ -165,8 +180,9 @@ def test_another_process_writes(tmp_path: Path) -> None:
         assert_clean(store)
 
 
+@on_both_registries
 def test_many_threads_write(tmp_path: Path) -> None:
-    with make(tmp_path) as store, IndexStore(tmp_path) as other:
+    with make(tmp_path) as store, open_store(tmp_path) as other:
 
         def write(number: int) -> None:
             for edition in range(8):
@@ -184,6 +200,7 @@ def test_many_threads_write(tmp_path: Path) -> None:
         assert_clean(other)
 
 
+@on_sqlite
 def test_a_graph_search_needs_no_lock_against_other_searches() -> None:
     """FAISS searches of one index may run at once; each has its own parameters, whose selector IndexIDMap
     rewrites.
@@ -203,6 +220,7 @@ def test_a_graph_search_needs_no_lock_against_other_searches() -> None:
         assert all(threads.map(search, range(300)))
 
 
+@on_sqlite
 def test_a_waiting_writer_is_not_starved() -> None:
     lock = ReadWriteLock()
     stop, wrote = Event(), Event()
@@ -221,7 +239,7 @@ def test_a_waiting_writer_is_not_starved() -> None:
     readers = [Thread(target=read) for _ in range(3)]
     for thread in [*readers, Thread(target=write)]:
         thread.start()
-    assert wrote.wait(60)
+    assert wrote.wait(240)
     stop.set()
     for thread in readers:
         thread.join()
@@ -230,10 +248,9 @@ def test_a_waiting_writer_is_not_starved() -> None:
 _DIES = """
 import os, signal, sys
 from pathlib import Path
-from index_samples import item
-from ragserve_index import IndexStore
+from tests.unit.index.index_samples import item, open_store
 
-store, real, calls = IndexStore(Path(sys.argv[1])), os.pwrite, []
+store, real, calls = open_store(Path(sys.argv[1])), os.pwrite, []
 
 def pwrite(descriptor, data, offset):
     calls.append(data)
@@ -246,6 +263,7 @@ store.replace_documents("n", [item(f"d{i}", 10, edition=1) for i in range(6)])
 """
 
 
+@on_sqlite
 def test_a_writer_killed_before_it_could_say_so(tmp_path: Path) -> None:
     """Killed between its commit and setting the commit mark: who is searching sees the commit all the same,
     and the next ones.
@@ -253,15 +271,16 @@ def test_a_writer_killed_before_it_could_say_so(tmp_path: Path) -> None:
     with make(tmp_path) as reader:
         write_edition(reader, 0)
         reader.search("n", vectors_of("q"), 10)
-        done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], env=ENVIRONMENT, timeout=120)
+        done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], env=environment(), timeout=240)
         assert done.returncode == -signal.SIGKILL
         for edition in (1, 2, 3):
             result = reader.search("n", vectors_of("q"), 1000)
             assert {hit.chunk.text.split("#")[1].split(".")[0] for hit in result.hits[0]} == {str(edition)}
-            with IndexStore(tmp_path) as other:
+            with open_store(tmp_path) as other:
                 write_edition(other, edition + 1)
 
 
+@on_sqlite
 def test_a_commit_mark_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry is asked again after a quarter of a second at the latest, whatever the mark says."""
     monkeypatch.setattr(search, "RECHECK_S", 0.0)
@@ -269,16 +288,18 @@ def test_a_commit_mark_that_was_deleted(tmp_path: Path, monkeypatch: pytest.Monk
         write_edition(reader, 0)
         reader.search("n", vectors_of("q"), 10)
         (tmp_path / "ragserve.commits").unlink()
-        with IndexStore(tmp_path) as writer:
+        with open_store(tmp_path) as writer:
             version = write_edition(writer, 1)
         assert reader.search("n", vectors_of("q"), 10).version == version
 
 
+@on_both_registries
 def test_a_process_that_hangs_in_a_write_is_not_waited_for_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
-    with make(tmp_path) as store, IndexStore(tmp_path) as other:
+    for module in (sqlite_database, postgres_database):
+        monkeypatch.setattr(module, "BUSY_TIMEOUT_S", 0.05)
+    with make(tmp_path) as store, open_store(tmp_path) as other:
         with store.database.write(), pytest.raises(Unavailable, match="locked for") as caught:
             write_edition(other, 0)
         assert caught.value.code == "registry_busy"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ragserve.errors import InvalidRequest
 from ragserve_index import And, Eq, In, IndexStore, Not, Or, Range, parse_filter
 from tests.conftest import EXHAUSTIVE
-from tests.unit.index.index_samples import TYPES, exact, item, make, overlap, texts, vectors_of
+from tests.unit.index.index_samples import DIM, TYPES, exact, item, make, overlap, texts, vectors_of
 
 FIELDS = ("a", "b c", "ä.x", "$[0]", "source", "title")
 VALUES = [
@@ -113,9 +113,9 @@ filters = st.recursive(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
 def varied(
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[IndexStore, dict[str, dict[str, Any]]]]:
     """A store of documents that together have every value in every field, and what each has."""
     rng = np.random.default_rng(7)
@@ -128,7 +128,9 @@ def varied(
         }
         batch.append(item(f"d{i}", 1, metadata=metadata))
         known[f"d{i}"] = {**metadata, "source": f"d{i}", "title": f"title of d{i}"}
-    with make(tmp_path_factory.mktemp("varied")) as store:
+    url = None if request.param == "sqlite" else request.getfixturevalue("postgres").database()
+    with IndexStore(tmp_path_factory.mktemp("varied"), registry_url=url) as store:
+        store.ensure_namespace("n", embedder="e", dim=DIM)
         store.replace_documents("n", batch)
         yield store, known
 

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragserve.errors import Unavailable
 from ragserve_index import IndexStore
+from tests.campaigns.troubles import few_descriptors
 from tests.unit.index.index_samples import DIM, TYPES, assert_clean, fill, item, make, texts, vectors_of
 
 QUERY = vectors_of("d3", 0, n=10)[4]
@@ -246,3 +248,18 @@ def test_the_store_saves_by_itself_after_enough_changes(tmp_path: Path) -> None:
     with IndexStore(tmp_path) as store:
         assert store.check()[0].file == "current"
         assert np.isclose(store.search("n", vectors_of("c", 0, n=10)[3:4], 1).hits[0][0].score, 1, atol=1e-4)
+
+
+def test_a_file_that_no_descriptor_is_left_for_is_refused_and_read_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Building a large index again would take minutes, and its file is right."""
+    saved(tmp_path)
+    with IndexStore(tmp_path) as store:
+        with few_descriptors(0), pytest.raises(Unavailable, match=r"Too many open files.*ulimit -n"):
+            texts(store, QUERY, 1)
+        assert texts(store, QUERY, 1) == ["d3#0.4"]
+        assert store.check()[0].file == "current"
+    assert "rebuilding" not in caplog.text
+    with few_descriptors(1), pytest.raises(Unavailable, match=r"Too many open files.*ulimit -n"):
+        IndexStore(tmp_path)

@@ -15,12 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from ragserve_index import IndexStore
 from tests.conftest import EXHAUSTIVE
-from tests.unit.index.index_samples import TYPES, all_chunks, assert_clean, texts, vectors_of
+from tests.unit.index.index_samples import (
+    TYPES,
+    all_chunks,
+    assert_clean,
+    on_registries,
+    on_sqlite,
+    open_store,
+    texts,
+    vectors_of,
+)
 from tests.unit.index.killed_child import child_killed_at, make_old, old_or_new
 
 HERE = Path(__file__).parent
+pytestmark = on_registries
 
 
 def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s: float) -> int:
@@ -44,7 +53,14 @@ def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s
 
 
 @pytest.mark.parametrize(
-    ("index_type", "mode"), [*[(t, "save") for t in TYPES], ("flat", "replace"), ("hnsw", "remove")]
+    ("registry", "index_type", "mode"),
+    [
+        *[("sqlite", t, "save") for t in TYPES],
+        ("sqlite", "flat", "replace"),
+        ("sqlite", "hnsw", "remove"),
+        *([("postgres", "flat", "remove")] if EXHAUSTIVE else []),
+    ],
+    indirect=["registry"],
 )
 def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
     moments = random.Random(f"{index_type}{mode}")
@@ -53,7 +69,7 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
         committed = max(
             committed, run_and_kill(tmp_path, index_type, mode, edition, moments.uniform(0.005, 0.15))
         )
-        with IndexStore(tmp_path) as store:
+        with open_store(tmp_path) as store:
             assert_clean(store)
             documents = store.documents("n")
             editions = {int(document.content_hash.removeprefix("hash")) for document in documents}
@@ -81,6 +97,7 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
         edition += 1
 
 
+@on_sqlite
 @pytest.mark.parametrize("index_type", ["flat", "hnsw"] if EXHAUSTIVE else ["hnsw"])
 def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
     """Kill at every line that a write and a save run through, or at every nineteenth in the short form."""

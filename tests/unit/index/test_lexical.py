@@ -16,30 +16,28 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ragserve.errors import NotFound
-from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, lexical_search, lexical_table, search
+from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, lexical_search, search
 from ragserve_index.batch import document_id
 from ragserve_index.errors import RegistryDamaged
 from ragserve_index.fusion import by_standard_scores
+from ragserve_index.sqlite.fts5 import Fts5
 from ragserve_index.structures.ivf import Ivf
-from tests.unit.index.index_samples import DIM, TYPES, assert_clean, fill, item, make, vectors_of
-
-SYNTAX = (
-    '"',
-    "'",
-    "*",
-    "^",
-    "(",
-    ")",
-    "{title}:a",
-    "NEAR(a b, 2)",
-    "a AND",
-    "OR",
-    "NOT a",
-    "a + b",
-    "-a",
-    ":",
-    "\0",
+from tests.unit.index.index_samples import (
+    DIM,
+    TYPES,
+    assert_clean,
+    fill,
+    item,
+    make,
+    on_both_registries,
+    on_registries,
+    on_sqlite,
+    open_store,
+    vectors_of,
 )
+
+pytestmark = on_registries
+SYNTAX = (*"\"'*^():\0", "{title}:a", "NEAR(a b, 2)", "a AND", "OR", "NOT a", "a + b", "-a")
 
 
 def write(
@@ -63,6 +61,7 @@ def found(store: IndexStore, text: str, k: int = 10, *, namespace: str = "n", **
     return [hit.chunk.source for hit in store.search_text(namespace, text, k, **options).hits[0]]
 
 
+@on_both_registries
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from([*SYNTAX, "a", "lamp"])).map(" ".join)))
 @example("\ud800 lamp")
@@ -105,6 +104,7 @@ def test_scores_do_not_depend_on_other_namespaces(store: IndexStore) -> None:
     assert {hit.chunk.source for hit in before} == {"a", "b"}
 
 
+@on_both_registries
 def test_the_index_follows_the_documents(store: IndexStore) -> None:
     write(store, {"a": "lamp", "b": "lamp oil"})
     write(store, {"a": "water", "c": "lamp"})
@@ -114,7 +114,6 @@ def test_the_index_follows_the_documents(store: IndexStore) -> None:
     assert found(store, "lamp") == ["c"]
     assert_clean(store)
     store.drop_namespace("n")
-    assert format_of(store.database.path)[1] == 0
     with pytest.raises(NotFound):
         found(store, "lamp")
     store.ensure_namespace("n", embedder="e", dim=DIM)
@@ -122,7 +121,8 @@ def test_the_index_follows_the_documents(store: IndexStore) -> None:
     assert_clean(store)
 
 
-@pytest.mark.parametrize("listed", [0, 4096], ids=["ids compared here", "ids compared by SQLite"])
+@on_both_registries
+@pytest.mark.parametrize("listed", [0, 4096], ids=["ids compared here", "by the registry"])
 def test_filters(store: IndexStore, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lexical_search, "_LISTED", listed)
     write(store, {f"en{i}": "lamp oil" for i in range(3)}, lang="en")
@@ -142,6 +142,7 @@ def corpus(n: int) -> dict[str, str]:
     }
 
 
+@on_both_registries
 @pytest.mark.parametrize("selected", [False, True], ids=["all", "filtered"])
 def test_many_matches_are_scored_as_few_are(
     store: IndexStore, selected: bool, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +177,7 @@ def test_a_small_namespace_is_scored_exactly(store: IndexStore, monkeypatch: pyt
     assert exact == [(hit.chunk.chunk_id, hit.score) for hit in store.search_text("n", question, 50).hits[0]]
 
 
+@on_both_registries
 def test_frequent_words_count(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, {f"d{i}": "oil and water" if i % 3 == 0 else "a soup of leeks" for i in range(60)})
     write(store, {"dry": "a lamp of old brass", "lit": "a lamp with fresh oil"})
@@ -195,6 +197,7 @@ def test_common_words_alone_still_find_something(store: IndexStore, monkeypatch:
     assert found(store, "the oil") == ["oil"], "a word of all chunks says nothing"
 
 
+@on_sqlite
 def test_standard_scores_are_added() -> None:
     fused = by_standard_scores({1: 0.9, 2: 0.6, 3: 0.3}, {3: 9.0, 2: 6.0})
     # cosines: mean 0.6, deviation 0.1 * sqrt(6); BM25 0, 6 and 9: mean 5, deviation sqrt(14)
@@ -211,6 +214,7 @@ def test_standard_scores_are_added() -> None:
     ]
 
 
+@on_sqlite
 def test_equal_scores_say_nothing() -> None:
     assert [one.chunk_id for one in by_standard_scores({1: 0.5, 2: 0.5}, {2: 3.0})] == [2, 1]
     assert [one.chunk_id for one in by_standard_scores({1: 0.1, 2: 0.5}, {1: 3.0, 2: 3.0})] == [2, 1]
@@ -218,6 +222,7 @@ def test_equal_scores_say_nothing() -> None:
     assert by_standard_scores({}, {}) == []
 
 
+@on_sqlite
 @pytest.mark.parametrize("index_type", TYPES)
 def test_what_only_the_words_find_has_its_cosine(
     tmp_path: Path, index_type: str, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +246,7 @@ def test_what_only_the_words_find_has_its_cosine(
         assert best.chunk.source == "otter"
 
 
+@on_sqlite
 def test_a_search_that_tells_one_passage_apart_outvotes_one_that_tells_none() -> None:
     cosines = {i: 0.5 + 0.001 * i for i in range(9)}
     bm25 = dict.fromkeys(cosines, 1.0) | {0: 12.0}
@@ -270,7 +276,7 @@ def test_hybrid_searches_are_of_one_version(
 ) -> None:
     monkeypatch.setattr(search, "_TRIES", tries)
     done = Event()
-    with make(tmp_path) as store, IndexStore(tmp_path) as other:
+    with make(tmp_path) as store, open_store(tmp_path) as other:
 
         def write_editions() -> None:
             for edition in range(1, 40):
@@ -304,7 +310,7 @@ def old_format(data_dir: Path) -> Path:
     path = data_dir / "ragserve.sqlite3"
     with sqlite3.connect(path) as connection:
         for namespace_id in (1, 2):
-            lexical_table.drop(connection, namespace_id)
+            connection.execute(f"DROP TABLE lexical_{namespace_id}")
         connection.execute("DROP TABLE sentences")
         connection.execute("PRAGMA user_version = 2")
     connection.close()
@@ -323,7 +329,7 @@ def format_of(path: Path) -> tuple[int, int]:
 
 
 def assert_migrated(data_dir: Path) -> None:
-    with IndexStore(data_dir) as store:
+    with open_store(data_dir) as store:
         assert_clean(store)
         assert len(found(store, "d7", 400)) == 3
         assert found(store, "lamp", namespace="m") == ["lamp"]
@@ -331,17 +337,19 @@ def assert_migrated(data_dir: Path) -> None:
         assert len(found(store, "d7", 400)) == 2
 
 
+@on_sqlite
 def test_an_old_registry_is_migrated(tmp_path: Path) -> None:
     path = old_format(tmp_path)
     assert format_of(path) == (2, 0)
     assert_migrated(tmp_path)
 
 
+@on_sqlite
 def test_a_killed_migration_leaves_the_old_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = old_format(tmp_path)
     child = os.fork()
     if child == 0:
-        whole, calls = lexical_table.add, 0
+        whole, calls = Fts5.add, 0
 
         def add(*arguments: Any) -> None:
             nonlocal calls
@@ -350,14 +358,15 @@ def test_a_killed_migration_leaves_the_old_registry(tmp_path: Path, monkeypatch:
             if calls == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(lexical_table, "add", add)
-        IndexStore(tmp_path)
+        monkeypatch.setattr(Fts5, "add", add)
+        open_store(tmp_path)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert format_of(path) == (2, 0)
     assert_migrated(tmp_path)
 
 
+@on_sqlite
 def test_check_finds_damage_and_a_rebuild_mends_it(tmp_path: Path) -> None:
     with make(tmp_path) as store:
         write(store, {f"d{i}": f"lamp number{i}" for i in range(300)})
@@ -371,13 +380,14 @@ def test_check_finds_damage_and_a_rebuild_mends_it(tmp_path: Path) -> None:
             for statement in statements:
                 connection.execute(statement)
         connection.close()
-        with IndexStore(tmp_path) as store:
+        with open_store(tmp_path) as store:
             assert says in " ".join(store.check()[0].problems)
             store.rebuild_lexical("n")
             assert_clean(store)
             assert found(store, "number42") == ["d42"]
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     "damage",
     [
@@ -392,8 +402,35 @@ def test_a_damaged_index_says_what_to_do(tmp_path: Path, damage: str) -> None:
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
         connection.execute(damage)
     connection.close()
-    with IndexStore(tmp_path) as store:
+    with open_store(tmp_path) as store:
         with pytest.raises(RegistryDamaged, match="docs check --repair") as caught:
             found(store, "number42")
         assert caught.value.code == "lexical_index_damaged"
         assert store.search("n", vectors_of("d1", "lamp number1"), 1).hits[0][0].chunk.source == "d1"
+
+
+@on_both_registries
+def test_chunks_are_counted_by_word(store: IndexStore) -> None:
+    write(store, {"a": "lamps oil", "b": "a lamp", "c": "Lamp lamp oil Z\u00fcrich"})
+    wanted = {"lamps": 3, "LAMP": 3, "oil": 2, "tea": 0, "oil zurich": 1, "": 0, "'\\": 0}
+    assert store.word_counts("n", list(wanted)) == wanted
+    write(store, {"b": "tea"})
+    assert store.word_counts("n", ["lamp", "tea"]) == {"lamp": 2, "tea": 1}
+    with pytest.raises(NotFound):
+        store.word_counts("other", ["lamp"])
+
+
+@on_both_registries
+def test_added_chunks_are_read_in_the_order_of_the_log(store: IndexStore) -> None:
+    write(store, {"a": "one", "b": "two"})
+    write(store, {"c": "three"})
+    write(store, {"a": "four"})
+    read, position = [], (0, 0)
+    while (added := store.added_chunks("n", position, 2)).n_added:
+        assert added.n_added <= 2
+        assert added.n_chunks == 3
+        read.append({chunk.text for chunk in added.chunks})
+        position = added.position
+    assert read == [{"two", "three"}, {"four"}]
+    write(store, {"d": "five"})
+    assert [chunk.text for chunk in store.added_chunks("n", position, 2).chunks] == ["five"]

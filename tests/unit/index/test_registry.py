@@ -129,7 +129,7 @@ def fill_disk(data_dir: Path, limit: int) -> int:
         [sys.executable, "-c", textwrap.dedent(_FILLS), str(data_dir), str(limit)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])},
     )
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ types.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,13 +17,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from ragserve.errors import NotFound
-from ragserve_index import Eq, IndexStore
+from ragserve_index import Eq
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.ivf import Ivf
 from tests.conftest import EXHAUSTIVE
-from tests.unit.index.index_samples import TYPES, item, make, vectors_of
+from tests.unit.index.index_samples import (
+    REGISTRY,
+    TYPES,
+    item,
+    make,
+    on_registries,
+    open_store,
+    vectors_of,
+)
+from tests.unit.index.postgres_server import PostgresServer
 
 documents = st.tuples(st.integers(0, 40), st.sampled_from(["en", "de"]))
+pytestmark = on_registries
 SOURCES = [f"s{i}" for i in range(6)]
 # sq8 learns its ranges from the vectors that there are: later ones may lie outside
 TOLERANCE = {"flat": 1e-5, "sq8": 0.1, "ivf": 1e-5, "hnsw": 1e-5}
@@ -30,11 +41,14 @@ TOLERANCE = {"flat": 1e-5, "sq8": 0.1, "ivf": 1e-5, "hnsw": 1e-5}
 
 class Machine(RuleBasedStateMachine):
     index_type = "flat"
+    server: PostgresServer | None = None
 
     @initialize()
     def start(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="ragserve-index-"))
-        self.stores = [make(self.directory, self.index_type), IndexStore(self.directory)]
+        if self.server is not None:
+            os.environ[REGISTRY] = self.server.database()
+        self.stores = [make(self.directory, self.index_type), open_store(self.directory)]
         self.model: dict[str, tuple[int, int, str]] = {}  # source -> edition, chunks, language
         self.version = 0
         self.edition = 0
@@ -44,6 +58,8 @@ class Machine(RuleBasedStateMachine):
         for store in self.stores:
             store.close()
         shutil.rmtree(self.directory)
+        if self.server is not None:
+            self.server.give_back(os.environ[REGISTRY])
 
     @property
     def file(self) -> Path:
@@ -140,13 +156,13 @@ class Machine(RuleBasedStateMachine):
     @rule(who=st.integers(0, 1))
     def reopen(self, who: int) -> None:
         self.stores[who].close()
-        self.stores[who] = IndexStore(self.directory)
+        self.stores[who] = open_store(self.directory)
 
     @rule(who=st.integers(0, 1))
     def die(self, who: int) -> None:
         """As after SIGKILL: connections gone, nothing saved."""
         self.stores[who].database.close()
-        self.stores[who] = IndexStore(self.directory)
+        self.stores[who] = open_store(self.directory)
 
     @rule()
     def keep_the_file(self) -> None:
@@ -198,16 +214,25 @@ class Machine(RuleBasedStateMachine):
             self.stores[who].document("n", "doc_x")
 
 
-@pytest.mark.parametrize("index_type", TYPES)
-def test_stores_follow_the_model(index_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("registry", "index_type"),
+    [*(("sqlite", t) for t in TYPES), ("postgres", "flat")],
+    indirect=["registry"],
+)
+def test_stores_follow_the_model(
+    request: pytest.FixtureRequest, registry: str, index_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Thresholds so low that structures train, grow, shrink and are rebuilt within a sequence."""
     monkeypatch.setattr(Sq8, "TRAIN_FROM", 60)
     monkeypatch.setattr(Ivf, "TRAIN_FROM", 60)
-    machine: Any = type(f"Machine_{index_type}", (Machine,), {"index_type": index_type})
+    own: dict[str, Any] = {"index_type": index_type}
+    if registry == "postgres":
+        own["server"] = request.getfixturevalue("postgres")
+    machine: Any = type(f"Machine_{index_type}", (Machine,), own)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=100 if EXHAUSTIVE else 12,
+            max_examples=100 if EXHAUSTIVE else 12 if registry == "sqlite" else 4,
             stateful_step_count=50 if EXHAUSTIVE else 25,
             suppress_health_check=list(HealthCheck),
         ),

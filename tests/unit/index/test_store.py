@@ -20,11 +20,17 @@ from tests.unit.index.index_samples import (
     fill,
     item,
     make,
+    on_both_registries,
+    on_registries,
+    open_store,
     texts,
     vectors_of,
 )
 
+pytestmark = on_registries
 
+
+@on_both_registries
 def test_a_document_comes_back_as_it_went_in(store: IndexStore) -> None:
     metadata: dict[str, Any] = {
         "lang": "en",
@@ -58,6 +64,7 @@ def test_a_document_comes_back_as_it_went_in(store: IndexStore) -> None:
     assert hit.score == pytest.approx(1, abs=1e-5)
 
 
+@on_both_registries
 def test_the_same_source_replaces(store: IndexStore) -> None:
     (old,) = store.replace_documents("n", [item("a", 5)])
     store.replace_documents("n", [item("b", 1)])
@@ -71,6 +78,7 @@ def test_the_same_source_replaces(store: IndexStore) -> None:
     assert_clean(store)
 
 
+@on_both_registries
 def test_chunk_ids_are_never_used_twice(store: IndexStore) -> None:
     seen: set[int] = set()
     for edition in range(4):
@@ -91,6 +99,7 @@ def test_a_batch_is_one_version_and_an_empty_one_none(store: IndexStore) -> None
     assert store.search("n", vectors_of("q"), 3).version == 1
 
 
+@on_both_registries
 def test_removal(store: IndexStore) -> None:
     kept, gone = store.replace_documents("n", [item("a", 2), item("b", 2)])
     assert len(texts(store, vectors_of("q"), 10)) == 4
@@ -101,6 +110,7 @@ def test_removal(store: IndexStore) -> None:
     assert_clean(store)
 
 
+@on_both_registries
 def test_documents_are_listed_in_pages(store: IndexStore) -> None:
     fill(store, 25, 1)
     listed, after = [], None
@@ -208,6 +218,7 @@ def test_namespaces_do_not_see_each_other(store: IndexStore) -> None:
     assert len(texts(store, vectors_of("q"), 10)) == 2
 
 
+@on_both_registries
 def test_a_namespace_made_anew_is_empty(tmp_path: Path) -> None:
     with make(tmp_path) as store:
         fill(store, 3)
@@ -236,8 +247,8 @@ def test_names_that_are_none(store: IndexStore, name: str) -> None:
 @pytest.mark.parametrize("index_type", ["IVF16,Flat", "idmap", "", "FLAT"])
 def test_only_listed_types(tmp_path: Path, index_type: str) -> None:
     with pytest.raises(InvalidRequest, match="flat, sq8, ivf, hnsw"):
-        IndexStore(tmp_path / "a", index_type=index_type)
-    with IndexStore(tmp_path / "b") as store, pytest.raises(InvalidRequest):
+        open_store(tmp_path / "a", index_type=index_type)
+    with open_store(tmp_path / "b") as store, pytest.raises(InvalidRequest):
         store.ensure_namespace("n", embedder="e", dim=4, index_type=index_type or "x")
 
 
@@ -283,6 +294,7 @@ def test_a_source_twice_in_a_batch(store: IndexStore) -> None:
         store.replace_documents("n", [item("a"), item("a")])
 
 
+@on_both_registries
 def test_a_large_document(store: IndexStore) -> None:
     """More chunks than a row of vectors holds, and than a slab has room for."""
     store.replace_documents("n", [item("big", 20_000)])
@@ -300,9 +312,10 @@ def test_after_close_everything_says_so(tmp_path: Path) -> None:
         store.replace_documents("n", [item("a")])
 
 
+@on_both_registries
 def test_a_closed_store_leaves_no_file_descriptor_though_someone_still_refers_to_it(tmp_path: Path) -> None:
     make(tmp_path).close()
     before = sorted(os.listdir("/proc/self/fd"))
-    store = IndexStore(tmp_path)
+    store = open_store(tmp_path)
     store.close()
     assert sorted(os.listdir("/proc/self/fd")) == before

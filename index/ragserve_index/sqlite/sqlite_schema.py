@@ -1,12 +1,12 @@
-"""The registry's tables, with a comment on each. :mod:`ragserve_index.database` creates them, and
-:mod:`ragserve_index.lexical_table` one more for each namespace."""
+"""The registry's tables, with a comment on each. `sqlite_database` creates them, and
+:mod:`ragserve_index.sqlite.fts5` one more for each namespace."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 
-from ragserve_index import lexical_table
+from ragserve_index.database import Connection
+from ragserve_index.sqlite import fts5
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
 SCHEMA_VERSION = 4
@@ -95,12 +95,10 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _SENTENCES
 )
 
-MIGRATIONS: dict[int, str | Callable[[sqlite3.Connection], None]] = {
+MIGRATIONS: dict[int, str | Callable[[Connection], None]] = {
     1: _EVICTIONS,
-    2: lexical_table.build_all,
+    2: fts5.build_all,
     3: _SENTENCES,
 }
 """The statements, or the function, that bring a registry from one format to the next. All steps are one
 transaction: a migration that is killed leaves the old format."""
-
-VECTORS_PER_ROW = 1024

@@ -1,0 +1,1 @@
+"""The registry as an SQLite file in the data directory."""

@@ -1,0 +1,62 @@
+"""SQLite's side of what SQL says differently: JSON, ids, and filters on metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ragserve_index.database import Connection, Dialect
+from ragserve_index.sqlite.fts5 import Fts5
+
+
+class SqliteDialect(Dialect):
+    """Metadata is JSON text, read by SQLite's JSON functions."""
+
+    integers = texts = "json_each(?)"
+    skip_locked = ""
+    stamps_kept = 0
+    lexical = Fts5()
+
+    def reserve_chunks(self, connection: Connection, n: int) -> int:
+        last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'").fetchone()
+        return int(last[0]) + 1 if last else 1  # AUTOINCREMENT: inserting the chunks moves it
+
+    def one_of(self, field: str, values: tuple[Any, ...], out: list[Any]) -> str:
+        texts = [value for value in values if isinstance(value, str)]
+        numbers = [
+            value for value in values if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+        truths = ["true" if value else "false" for value in values if isinstance(value, bool)]
+        path = f'$."{field}"'
+        parts = []
+        for kinds, wanted in (("('text')", texts), ("('integer','real')", numbers)):
+            if wanted:
+                listed = json.dumps(wanted, ensure_ascii=False)
+                out += [path, path, listed, path, path, listed]
+                parts.append(
+                    f"(json_type(d.metadata, ?) IN {kinds}"
+                    f" AND json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?)))"
+                    " OR (json_type(d.metadata, ?) = 'array'"
+                    " AND EXISTS (SELECT 1 FROM json_each(d.metadata, ?) e"
+                    f" WHERE e.type IN {kinds} AND e.value IN (SELECT value FROM json_each(?))))"
+                )
+        if truths:
+            out += [path, json.dumps(truths)]
+            parts.append("json_type(d.metadata, ?) IN (SELECT value FROM json_each(?))")
+        if None in values:
+            out.append(path)
+            parts.append("COALESCE(json_type(d.metadata, ?), 'null') = 'null'")
+        return f"COALESCE({' OR '.join(parts)}, 0)"
+
+    def in_range(self, field: str, bounds: Sequence[tuple[str, int | float | str]], out: list[Any]) -> str:
+        path = f'$."{field}"'
+        kinds = "('text')" if isinstance(bounds[0][1], str) else "('integer','real')"
+        out.append(path)
+        for _, value in bounds:
+            out += [path, value]
+        compared = " AND ".join(f"json_extract(d.metadata, ?) {sign} ?" for sign, _ in bounds)
+        return f"COALESCE(json_type(d.metadata, ?) IN {kinds} AND {compared}, 0)"
+
+
+SQLITE = SqliteDialect()
