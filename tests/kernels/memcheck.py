@@ -1,4 +1,4 @@
-"""Every compose kernel over odd shapes in one plain process, for compute-sanitizer:
+"""Every compose and prefill kernel over odd shapes in one plain process, for compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=kernels compute-sanitizer --tool memcheck python -m
     tests.kernels.memcheck
@@ -18,9 +18,11 @@ if not torch.cuda.is_available():
 
 from tests.kernels import test_block_summary as bs
 from tests.kernels import test_gather_h2d as gh
+from tests.kernels import test_prefill_lists as sl
 from tests.kernels import test_prefix_rows_attention as pra
 from tests.kernels import test_rotate_gather as rg
 from tests.kernels import test_scatter_d2h as sd
+from tests.kernels import test_sparse_prefill as sp
 
 
 def main() -> None:
@@ -47,6 +49,11 @@ def main() -> None:
     pra.test_head_and_page_sizes(device, 256, 16)
     pra.test_rows_in_any_order_and_padding_rows(device)
     print("prefix_rows_attention done", flush=True)
+    sp.test_random_blocks_of_ragged_requests(device, 16, (32, 16))
+    sp.test_all_blocks_are_dense_attention(device, 256, [(63, 20), (130, 3)])
+    for dtype in (torch.bfloat16, torch.float32):
+        sl.test_block_scores_are_shares_of_the_attention(device, dtype)
+    print("sparse_prefill, prefill_lists done", flush=True)
     for dtype in (torch.bfloat16, torch.float32):
         bs.test_ragged_documents(device, dtype)
     bs.test_query_groups(device, (6, 2))

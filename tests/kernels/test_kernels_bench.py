@@ -196,7 +196,7 @@ def test_recorded_queries_and_keys_are_what_the_model_attends_with(tmp_path: Pat
     assert len(prompts) == 1
     assert len(prompts[0]) > 40, "the longer one"
     [got] = record(DEFAULT_MODEL, prompts, steps=2, device=torch.device("cpu"), dtype=torch.float32)
-    assert got.k.shape == (10, len(prompts[0]) + 2, 2, 64)
+    assert got.k.shape == (15, len(prompts[0]) + 2, 2, 64)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -108,6 +108,13 @@ def test_dtypes_and_head_sizes(device: torch.device, head_dim: int, dtype: torch
     Case(device, [500, 40], dtype=dtype, head_dim=head_dim, heads=3, kv_heads=1).check(budget_tokens=160)
 
 
+@pytest.mark.parametrize("page", [128] if GPU else [64])
+def test_the_keys_themselves(device: torch.device, page: int) -> None:
+    """A block of as many logical pages as tokens scores its largest q . k, of tokens that are there."""
+    case = Case(device, [1111, 63, 700], block_size=page, per_block=page, scoring="center")
+    case.check(budget_tokens=6 * page)
+
+
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 2), (0, 5)])
 def test_forced_blocks(device: torch.device, sink: int, recent: int) -> None:
     case = Case(device, [700, 17], heads=5, kv_heads=1)

@@ -70,6 +70,25 @@ def test_no_pages(device: torch.device) -> None:
     assert not stats.k_max.any()
 
 
+def test_statistics_kept_behind_those_of_the_pool(device: torch.device) -> None:
+    """They stay while pages of the pool are made again, and can be copied there."""
+    kv = make(device, torch.float32, 2, 16)
+    plain, wider = PageStats.zeros(kv, 16, 4), PageStats.zeros(kv, 16, 4, more=3)
+    pages = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    for stats in (plain, wider):
+        page_stats(kv, pages, stats, page_size=16)
+    behind = kv.slots // 16 + torch.tensor([2, 0], device=device)
+    wider.copy(pages, behind)
+    page_stats(kv, pages[:1], wider, page_size=16)
+    for name in ("k_min", "k_max", "k_center"):
+        own, more = getattr(plain, name), getattr(wider, name)
+        assert torch.equal(more[:, : own.shape[1]], own)
+        found, wanted = (
+            (behind.long(), pages.long()) if name == "k_center" else (wider.rows(behind), plain.rows(pages))
+        )
+        assert torch.equal(more[:, found], own[:, wanted])
+
+
 def test_bad_arguments(device: torch.device) -> None:
     kv = make(device, torch.float32, 2, 16)
     stats = PageStats.zeros(kv, 16, 8)

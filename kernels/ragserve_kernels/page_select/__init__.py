@@ -120,9 +120,9 @@ def page_select(
 
 def _check_keys(q: torch.Tensor, batch: PagedBatch, keys: KeySummary) -> None:
     per = keys.per_block
-    if per < 1 or batch.block_size % per or per & (per - 1) or per > 32:
+    if per < 1 or batch.block_size % per or per & (per - 1) or per > 128:
         raise ValueError(
-            f"per_block is {per}; expected a power of two up to 32 that divides the block size, "
+            f"per_block is {per}; expected a power of two up to 128 that divides the block size, "
             f"{batch.block_size}."
         )
     for name, summary in (("high", keys.high), ("low", keys.low)):

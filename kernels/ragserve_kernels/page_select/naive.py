@@ -79,9 +79,13 @@ def page_select(
         ),
         torch.zeros(shape, dtype=torch.int32, device=q.device),
     )
+    scored = batch  # rows that keep what they have cost nothing
+    if active is not None:
+        lens = batch.seq_lens * (active != 0)
+        scored = PagedBatch(batch.page_table, lens, batch.page_size, batch.block_size)
     for layer in range(len(q)):
         low = None if keys.low is None else keys.low[layer]
-        scores = block_scores(q[layer], batch, KeySummary(keys.high[layer], low, keys.per_block))
+        scores = block_scores(q[layer], scored, KeySummary(keys.high[layer], low, keys.per_block))
         for b in range(batch.size):
             if active is not None and not int(active[b]):
                 continue

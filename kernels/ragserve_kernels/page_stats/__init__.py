@@ -20,7 +20,7 @@ def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, *, page_size:
     Args:
         kv: the pool; all ``page_size`` slots of a page are read.
         pages: int32 ``[n]``: full pages, distinct; negative ones are skipped.
-        into: receives the statistics.
+        into: receives the statistics; may have pages behind those of ``kv``.
         page_size: tokens per page.
 
     Raises:
@@ -29,7 +29,7 @@ def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, *, page_size:
     check_page_size(page_size)
     check_head_dim(kv.head_dim)
     check("pages", pages, torch.int32, (None,), like=kv.k[0])
-    n_pages, heads = kv.slots // page_size, (kv.kv_heads, kv.head_dim)
+    n_pages, heads = kv.slots // page_size + into.more, (kv.kv_heads, kv.head_dim)
     for name, tensor, rows in (
         ("k_center", into.k_center, n_pages),
         ("k_min", into.k_min, n_pages * into.per_page),

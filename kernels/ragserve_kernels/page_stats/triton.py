@@ -57,7 +57,7 @@ def page_stats(kv: KVLayers, pages: torch.Tensor, into: PageStats, page_size: in
         into.k_max,
         into.k_center,
         kv.kv_heads,
-        kv.slots // page_size,
+        into.k_center.shape[1],
         D=kv.head_dim,
         PAGE=page_size,
         PER=into.per_page,

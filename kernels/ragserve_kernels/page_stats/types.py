@@ -20,15 +20,19 @@ class PageStats:
         k_min, k_max: ``[layers, pages * per_page, kv_heads, head_dim]``: of each logical page; the rows of
             page p begin at p * per_page.
         k_center: ``[layers, pages, kv_heads, head_dim]``: the centre of the page's bounding box.
+        more: how many of the pages, the last ones, are not the pool's.
     """
 
     k_min: torch.Tensor
     k_max: torch.Tensor
     k_center: torch.Tensor
+    more: int = 0
 
     @classmethod
-    def zeros(cls, kv: KVLayers, page_size: int, logical_size: int) -> PageStats:
+    def zeros(cls, kv: KVLayers, page_size: int, logical_size: int, more: int = 0) -> PageStats:
         """Return room for every whole page of ``kv``, with logical pages of ``logical_size`` tokens.
+
+        ``more``: pages behind those of ``kv``, whose statistics are kept after the pages themselves are gone.
 
         Raises:
             ValueError: ``logical_size`` is not a power of two up to the page.
@@ -39,11 +43,11 @@ class PageStats:
                 f"The logical page has {logical_size} tokens; expected a power of two up to the page, "
                 f"{page_size}."
             )
-        pages, shape = kv.slots // page_size, (kv.kv_heads, kv.head_dim)
+        pages, shape = kv.slots // page_size + more, (kv.kv_heads, kv.head_dim)
         rows = pages * (page_size // logical_size)
         k_min = torch.zeros(kv.layers, rows, *shape, dtype=kv.dtype, device=kv.device)
         center = torch.zeros(kv.layers, pages, *shape, dtype=kv.dtype, device=kv.device)
-        return cls(k_min, torch.zeros_like(k_min), center)
+        return cls(k_min, torch.zeros_like(k_min), center, more)
 
     @property
     def per_page(self) -> int:
@@ -54,6 +58,15 @@ class PageStats:
         """Return the rows of ``k_min`` and ``k_max`` of ``pages`` [n], int64 [n * per_page]."""
         within = torch.arange(self.per_page, device=pages.device)
         return (pages.long()[:, None] * self.per_page + within).flatten()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the statistics of pages ``source`` [n] to pages ``target`` [n], distinct from them."""
+        read, written = self.rows(source), self.rows(target)
+        for table in (self.k_min, self.k_max):
+            for layer in table:  # by layer: an indexed copy of all would take as much memory again
+                layer[written] = layer[read]
+        for layer in self.k_center:
+            layer[target.long()] = layer[source.long()]
 
     def store(self, layers: int | slice, pages: torch.Tensor, keys: torch.Tensor) -> None:
         """Make the statistics of ``pages``, int64 [n], from their ``keys``.

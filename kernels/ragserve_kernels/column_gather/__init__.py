@@ -1,0 +1,59 @@
+"""Load pages of chosen KV heads from host pages into pages of a KV pool, all layers in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from ragserve_kernels.column_gather.naive import column_gather_naive
+from ragserve_kernels.dispatch import check, use_triton
+from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
+
+__all__ = ["column_gather", "column_gather_naive"]
+
+
+def column_gather(
+    host: torch.Tensor,
+    dst: KVLayers,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Copy one KV head of one layer of host page ``source[l, h, i]`` into pool page ``target[l, h, i]``.
+
+    Nothing waits for the device, and the launch depends on shapes only.
+
+    Args:
+        host: ``[pages, 2 (K, V), layers, kv_heads, page, head_dim]`` in host memory, contiguous, pinned if
+            ``dst`` is on a GPU.
+        dst: the pool; its page p is slots p * page to (p + 1) * page.
+        source: int32 ``[layers, kv_heads, n]`` on the device of ``dst``: host pages. Negative entries are
+            skipped, fastest where they come last. Values are not checked.
+        target: like ``source``: pool pages, distinct in each layer and head.
+        programs: of the launch; default 3, which leave the rest of the chip to decode.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+    """
+    layers, kv_heads, head_dim, dtype = dst.layout
+    check("host", host, dtype, (None, 2, layers, kv_heads, None, head_dim), dense=True)
+    check_page_size(host.shape[4])
+    check_head_dim(head_dim)
+    if host.is_cuda:
+        raise TypeError(f"host is on {host.device}; expected host memory.")
+    if dst.k[0].is_cuda and not host.is_pinned():
+        raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+    if host.data_ptr() % 16:
+        raise ValueError("host must be aligned to 16 bytes.")
+    check("source", source, torch.int32, (layers, kv_heads, None), like=dst.k[0], dense=True)
+    check("target", target, torch.int32, source.shape, like=source, dense=True)
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}; expected at least 1.")
+    if not source.numel() or not len(host):
+        return
+    if use_triton(dst.k[0]):
+        from ragserve_kernels.column_gather import triton as kernels
+
+        kernels.column_gather(host, dst, source, target, programs=programs)
+    else:
+        column_gather_naive(host, dst, source, target)

@@ -1,0 +1,256 @@
+"""Vertical and slash lines (LoopServe, section 5.1 and algorithm 2), in units of key blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ragserve_kernels.prefill_lists.block_scores import block_lse, held_from
+from ragserve_kernels.sparse_prefill import PrefillBatch
+
+SEGMENT = 1024
+"""Query positions that share their lines, counted from position 0."""
+
+_CELLS = 2**24  # (head, query, key block) at once: 64 MB of float32
+
+
+class Lines(NamedTuple):
+    """Which lines are chosen: bool ``[segments, heads, key blocks]`` each. Vertical line j is key block j,
+    slash line o the blocks o before that of the query.
+    """
+
+    vertical: torch.Tensor
+    slash: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LineShape:
+    """What the lines of one or more segments cross.
+
+    Attributes:
+        own: int64 ``[segments, n]``: the key block of each sampled query's position.
+        vertical: float32 ``[segments, key blocks]``: the length of each vertical line: in how many query
+            blocks of the segment it is computed. 0: nowhere.
+        slash: the same of each slash line: how many (query block, key block) pairs it takes.
+    """
+
+    own: torch.Tensor
+    vertical: torch.Tensor
+    slash: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _SegmentGroup:
+    """Segments of one request that are chosen at once.
+
+    ``blocks``: their query blocks in the batch. ``positions``, ``weight``: of the sampled queries,
+    ``[segments, n]``; weight 0 for repetitions that fill the row. ``own``: the segment of each query block;
+    ``rows``: its positions in key blocks, int64 ``[query blocks, rows, 1]``."""
+
+    request: int
+    blocks: slice
+    positions: torch.Tensor
+    weight: torch.Tensor
+    shape: LineShape
+    own: torch.Tensor
+    rows: torch.Tensor
+
+    def crossed(self, lines: Lines) -> torch.Tensor:
+        """Return what the lines cross, bool ``[query blocks, heads, key blocks]``."""
+        width = lines.slash.shape[-1]
+        back = self.rows - torch.arange(width, device=self.rows.device)  # [query blocks, rows, key blocks]
+        seen = back >= 0
+        slash, vertical = lines.slash[self.own], lines.vertical[self.own]
+        crossed = vertical & seen.any(1)[:, None]
+        for row in range(back.shape[1]):  # of a query block: one or few
+            place = back[:, row, None].clamp_min(0).expand_as(slash)
+            crossed |= slash.gather(-1, place) & seen[:, row, None]
+        return crossed
+
+
+@dataclass(frozen=True, eq=False)
+class LinePlan:
+    """What the choice of lines knows before it sees a layer: which queries are sampled, and what lines cross.
+    Made by :meth:`of`, once for all layers of a pass."""
+
+    batch: PrefillBatch
+    observe: int
+    segment: int
+    groups: tuple[_SegmentGroup, ...]
+
+    @classmethod
+    def of(cls, batch: PrefillBatch, heads: int, *, observe: int = 64, segment: int = SEGMENT) -> LinePlan:
+        """Return the plan of a batch for so many query heads; see :func:`choose_lines`.
+
+        Raises:
+            ValueError: sizes that do not fit.
+        """
+        if segment % batch.block_q or batch.block_q % batch.block_k:
+            raise ValueError(
+                f"block_k {batch.block_k} must divide block_q {batch.block_q}, and that segment {segment}."
+            )
+        if not 1 <= observe <= segment:
+            raise ValueError(f"observe is {observe}; expected 1 to {segment}.")
+        groups = []
+        for request, span in enumerate(batch.spans()):
+            blocks = -(-(batch.prefix[request] + batch.new[request]) // batch.block_k)
+            at_once = max(1, _CELLS // (heads * observe * max(1, blocks)))
+            if span:
+                groups += [
+                    _group(batch, request, span.start, numbers, segment, observe)
+                    for numbers in _segments(batch, request, segment, at_once)
+                ]
+        return cls(batch, observe, segment, tuple(groups))
+
+
+def choose_lines(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: LinePlan,
+    *,
+    alpha: float,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Choose key blocks by lines that hold ``alpha`` of the sampled queries' attention, per head.
+
+    Each segment of ``segment`` positions samples ``observe`` queries at even distances, its last one among
+    them, or its last new one where the batch ends within it. So chunks that begin and end between segments
+    choose what the whole prompt does in one pass.
+
+    Args:
+        q: ``[batch.rows, query_heads, head_dim]``.
+        k: ``[pool slots, kv_heads, head_dim]``, with the new tokens.
+        plan: of the batch. Its ``block_k`` divides ``block_q``, which divides ``segment``.
+        alpha: the share, above 0 and up to 1.
+        scale: of the scores; default 1 / sqrt(head_dim).
+
+    Returns:
+        bool ``[query blocks, query_heads, key blocks]``; the first key block and the query block's own ones
+        are always chosen.
+
+    Raises:
+        ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
+    """
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha {alpha} must be above 0 and up to 1.")
+    batch = plan.batch
+    longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
+    width = -(-longest // batch.block_k)
+    mask = torch.zeros(batch.query_blocks, q.shape[1], width, dtype=torch.bool, device=q.device)
+    for group in plan.groups:
+        lse = block_lse(q, k, batch, group.request, group.positions.flatten(), scale=scale)
+        mass = (lse - lse.logsumexp(-1, keepdim=True)).exp()
+        mass = mass.unflatten(1, group.positions.shape).transpose(0, 1)  # [segments, heads, n, key blocks]
+        lines = greedy_lines(mass * group.weight[:, None, :, None], group.shape, alpha)
+        mask[group.blocks, :, : mass.shape[-1]] = group.crossed(lines)
+    return mask
+
+
+def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float) -> Lines:
+    """Take lines by weight per length until what they cross holds ``alpha`` of the weight, per head; all
+    lines for 1.
+
+    The first vertical and the first slash line come before all others. A cell that two lines cross counts
+    once in what is held, and in the weights of both.
+
+    Args:
+        mass: float32 ``[segments, heads, n, key blocks]``: attention of the sampled queries, 0 beyond them.
+        shape: what the lines cross.
+    """
+    width = mass.shape[-1]
+    back = shape.own[:, None, :, None] - torch.arange(width, device=mass.device)  # of cell j, and of slash o
+    seen = back >= 0
+    along = mass.gather(-1, back.clamp_min(0).expand_as(mass)) * seen
+    density = torch.cat(
+        (
+            mass.sum(2) / shape.vertical[:, None].clamp_min(1),
+            along.sum(2) / shape.slash[:, None].clamp_min(1),
+        ),
+        -1,
+    )
+    density[..., [0, width]] = torch.inf
+    order = density.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(2 * width, device=mass.device).expand_as(order)
+    )
+    vertical, slash = rank[..., :width], rank[..., width:]
+    # a cell is held from the first of its two lines on
+    crossing = slash[:, :, None].expand(*mass.shape[:3], width).gather(-1, back.clamp_min(0).expand_as(mass))
+    first = torch.minimum(vertical[:, :, None], crossing)
+    gained = torch.zeros_like(density).scatter_add_(-1, first.flatten(2), (mass * seen).flatten(2))
+    wanted = held_from(mass.sum((2, 3))[..., None], alpha)
+    count = ((gained.cumsum(-1) < wanted).sum(-1, keepdim=True) + 1).clamp_min(2)
+    return Lines(vertical < count, slash < count)
+
+
+def _segments(batch: PrefillBatch, request: int, segment: int, at_once: int) -> Iterator[range]:
+    first = batch.prefix[request] // segment
+    last = -(-(batch.prefix[request] + batch.new[request]) // segment)
+    for start in range(first, last, at_once):
+        yield range(start, min(start + at_once, last))
+
+
+def _sampled(
+    batch: PrefillBatch, request: int, numbers: range, segment: int, observe: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the sampled positions of each segment, and 1 for those, 0 for repetitions that fill the row."""
+    begin, end = batch.prefix[request], batch.prefix[request] + batch.new[request]
+    positions, weights = [], []
+    for number in numbers:
+        places = [number * segment + (i + 1) * segment // observe - 1 for i in range(observe)]
+        last = min(end, (number + 1) * segment) - 1
+        own = sorted({place for place in places if begin <= place < end} | {last})[-observe:]
+        positions.append(own + [last] * (observe - len(own)))
+        weights.append([1.0] * len(own) + [0.0] * (observe - len(own)))
+    return positions, weights
+
+
+def _query_blocks(batch: PrefillBatch, request: int, number: int, segment: int) -> range:
+    """Return the query blocks of a segment that have new tokens."""
+    begin, end = batch.prefix[request], batch.prefix[request] + batch.new[request]
+    first = max(begin, number * segment) // batch.block_q
+    return range(first, -(-min(end, (number + 1) * segment) // batch.block_q))
+
+
+def _group(
+    batch: PrefillBatch, request: int, first: int, numbers: range, segment: int, observe: int
+) -> _SegmentGroup:
+    """``first``: the request's first query block in the batch."""
+    device, ratio = batch.places.device, batch.block_q // batch.block_k
+    width = -(-(batch.prefix[request] + batch.new[request]) // batch.block_k)
+    sampled, weight = _sampled(batch, request, numbers, segment, observe)
+    of_segment = [_query_blocks(batch, request, number, segment) for number in numbers]
+    own = [i for i, blocks in enumerate(of_segment) for _ in blocks]
+    step = torch.arange(width)
+    # a query block in key blocks; past the request's end they repeat the last one
+    rows = torch.arange(of_segment[0].start * ratio, of_segment[-1].stop * ratio).view(-1, ratio, 1)
+    is_new = rows < width
+    seen = (rows.clamp_max(width - 1) >= step) & is_new  # [query blocks, rows, key blocks]
+    shape = torch.zeros(2, len(numbers), width)
+    shape[0].index_add_(0, torch.tensor(own), seen.any(1).float())
+    shape[1].index_add_(0, torch.tensor(own), seen.sum(1).float())
+    before = first - batch.prefix[request] // batch.block_q
+    positions = _sent(sampled, torch.int32, device)
+    vertical, slash = _to(shape, device).unbind(0)
+    return _SegmentGroup(
+        request,
+        slice(before + of_segment[0].start, before + of_segment[-1].stop),
+        positions,
+        _sent(weight, torch.float32, device),
+        LineShape(positions.long() // batch.block_k, vertical, slash),
+        _to(torch.tensor(own), device),
+        _to(rows.clamp_max(width - 1), device),
+    )
+
+
+def _sent(
+    rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return _to(torch.tensor(rows, dtype=dtype), device)
+
+
+def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

@@ -1,0 +1,53 @@
+"""The greedy choices as loops, step by step; the truth of ``greedy_lines`` and ``greedy_blocks``."""
+
+from __future__ import annotations
+
+import torch
+
+from ragserve_kernels.prefill_lists.lines import Lines, LineShape
+
+
+def greedy_lines_naive(mass: torch.Tensor, shape: LineShape, alpha: float) -> Lines:
+    """See :func:`ragserve_kernels.prefill_lists.greedy_lines`."""
+    segments, heads, _, width = mass.shape
+    chosen = torch.zeros(2, segments, heads, width, dtype=torch.bool)
+    for segment in range(segments):
+        own = shape.own[segment].tolist()
+        lengths = (shape.vertical[segment].tolist(), shape.slash[segment].tolist())
+        for head in range(heads):
+            cells = {
+                (i, j): float(mass[segment, head, i, j]) for i, at in enumerate(own) for j in range(at + 1)
+            }
+            weights = [[0.0] * width, [0.0] * width]
+            for (i, j), weight in cells.items():
+                weights[0][j] += weight
+                weights[1][own[i] - j] += weight
+            lines = [(kind, place) for kind in (0, 1) for place in range(width)]
+            lines.sort(key=lambda line: -weights[line[0]][line[1]] / max(1, lengths[line[0]][line[1]]))
+            lines = [(0, 0), (1, 0), *[line for line in lines if line not in ((0, 0), (1, 0))]]
+            total, held = sum(cells.values()), 0.0
+            for taken, (kind, place) in enumerate(lines):
+                if taken >= 2 and alpha < 1 and held >= alpha * total * (1 - 1e-6):
+                    break
+                chosen[kind, segment, head, place] = True
+                crossed = [(i, j) for i, j in cells if (j if kind == 0 else own[i] - j) == place]
+                held += sum(cells.pop(cell) for cell in crossed)
+    return Lines(*chosen.to(mass.device))
+
+
+def greedy_blocks_naive(
+    weight: torch.Tensor, reach: torch.Tensor, forced: torch.Tensor, alpha: float
+) -> torch.Tensor:
+    """See :func:`ragserve_kernels.prefill_lists.greedy_blocks`."""
+    chosen = forced[:, None].repeat(1, weight.shape[1], 1)
+    for block in range(weight.shape[0]):
+        for head in range(weight.shape[1]):
+            own = weight[block, head].tolist()
+            total = sum(own)
+            while True:
+                held = sum(own[j] for j in chosen[block, head].nonzero()[:, 0].tolist())
+                left = [j for j in range(int(reach[block])) if not chosen[block, head, j]]
+                if (alpha < 1 and held >= alpha * total * (1 - 1e-6)) or not left:
+                    break
+                chosen[block, head, max(left, key=lambda j: own[j])] = True
+    return chosen

@@ -1,0 +1,70 @@
+"""column_gather: pages of single heads from host pages into a pool, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragserve_kernels.column_gather import column_gather, column_gather_naive
+from ragserve_kernels.kv import KVLayers
+from tests.kernels.reference import poisoned
+
+GPU = torch.cuda.is_available()
+
+
+def pool(device: torch.device, pages: int, page: int, dtype: torch.dtype = torch.float32) -> KVLayers:
+    def layers() -> list[torch.Tensor]:
+        return [poisoned(pages * page, 2, 64, dtype=dtype, device=device) for _ in range(2)]
+
+    return KVLayers(layers(), layers())
+
+
+def host_pages(pages: int, page: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    host = torch.randn(pages, 2, 2, 2, page, 64).to(dtype)
+    return host.pin_memory() if GPU else host
+
+
+def lists(device: torch.device, n: int, host: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries -1 are skipped; a page may be wanted by several heads."""
+    source = torch.randint(-1, host, (2, 2, n), dtype=torch.int32)
+    target = torch.stack([torch.randperm(pages)[:n] for _ in range(4)]).view(2, 2, n).int()
+    return source.to(device), target.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("page", "n"), [(16, 5), (16, 40), (128, 3)])
+def test_pages_arrive_in_their_columns(device: torch.device, page: int, n: int, dtype: torch.dtype) -> None:
+    host = host_pages(7, page, dtype)
+    source, target = lists(device, n, 7, n + 3)
+    got, want = pool(device, n + 3, page, dtype), pool(device, n + 3, page, dtype)
+    column_gather(host, got, source, target)
+    for layer in range(2):
+        for head in range(2):
+            for i in range(n):
+                taken, place = int(source[layer, head, i]), int(target[layer, head, i])
+                if taken >= 0:
+                    rows = slice(place * page, (place + 1) * page)
+                    want.k[layer][rows, head] = host[taken, 0, layer, head].to(device)
+                    want.v[layer][rows, head] = host[taken, 1, layer, head].to(device)
+    for g, w in zip((*got.k, *got.v), (*want.k, *want.v), strict=True):
+        assert torch.equal(torch.isnan(g), torch.isnan(w)), "wrote another page, or left one out"
+        assert torch.equal(g.nan_to_num(), w.nan_to_num())
+    plain = pool(device, n + 3, page, dtype)
+    column_gather_naive(host, plain, source, target)
+    for g, w in zip((*plain.k, *plain.v), (*want.k, *want.v), strict=True):
+        assert torch.equal(g.nan_to_num(), w.nan_to_num())
+
+
+def test_arguments_are_checked(device: torch.device) -> None:
+    host, dst = host_pages(3, 16), pool(device, 4, 16)
+    source, target = lists(device, 2, 3, 4)
+    with pytest.raises(ValueError, match="host has shape"):
+        column_gather(host[:, :1], dst, source, target)
+    with pytest.raises(TypeError, match="host has dtype"):
+        column_gather(host.half(), dst, source, target)
+    with pytest.raises(ValueError, match="source has shape"):
+        column_gather(host, dst, source[:1], target)
+    with pytest.raises(ValueError, match="target has shape"):
+        column_gather(host, dst, source, target[..., :1])
+    with pytest.raises(ValueError, match="programs is 0"):
+        column_gather(host, dst, source, target, programs=0)

@@ -1,0 +1,111 @@
+"""Block lists of a sparse prefill: scores in the interpreter, greedy choices against loops, chunks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.prefill_lists import (
+    LinePlan,
+    LineShape,
+    block_lse,
+    choose_blocks,
+    choose_lines,
+    greedy_blocks,
+    greedy_blocks_naive,
+    greedy_lines,
+    greedy_lines_naive,
+)
+from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
+from tests.kernels.reference import assert_close, attention64
+from tests.kernels.test_sparse_prefill import Case, make
+
+
+def keys(case: Case, request: int) -> torch.Tensor:
+    batch = case.batch
+    token = torch.arange(batch.prefix[request] + batch.new[request])
+    slots = batch.page_table[request].cpu()[token // batch.page_size].long() * batch.page_size
+    return case.k[(slots + token % batch.page_size).to(case.k.device)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_block_scores_are_shares_of_the_attention(device: torch.device, dtype: torch.dtype) -> None:
+    case = make(device, [(40, 9), (77, 70)], heads=(6, 2), dtype=dtype)
+    positions = torch.tensor([77, 90, 146, 100], dtype=torch.int32, device=device)
+    k = keys(case, 1)
+    causal = torch.arange(147) <= positions.cpu()[:, None]
+    weights = attention64(case.q[9 + positions.long().cpu() - 77], k, k, causal)[1]
+    want = torch.nn.functional.pad(weights, (0, 13)).unflatten(-1, (10, 16)).sum(-1)
+    for naive in (False, True):
+        with forced_naive(naive):
+            lse = block_lse(case.q, case.k, case.batch, 1, positions)
+        assert lse.shape == (6, 4, 10)
+        assert (lse[:, 0, 5:] == -math.inf).all(), "beyond position 77"
+        assert_close((lse - lse.logsumexp(-1, keepdim=True)).exp(), want, dtype)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.955, 1.0])
+def test_greedy_lines_are_those_of_the_loop(alpha: float) -> None:
+    own = torch.randint(0, 12, (2, 7)).sort().values
+    mass = torch.rand(2, 3, 7, 12) ** 8 * (torch.arange(12) <= own[:, None, :, None])
+    mass /= mass.sum(-1, keepdim=True)
+    mass[1, :, 5:] = 0.0  # fewer samples
+    shape = LineShape(own, torch.randint(0, 9, (2, 12)).float(), torch.randint(1, 17, (2, 12)).float())
+    got, want = greedy_lines(mass, shape, alpha), greedy_lines_naive(mass, shape, alpha)
+    assert torch.equal(got.vertical, want.vertical)
+    assert torch.equal(got.slash, want.slash)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.955, 1.0])
+def test_greedy_blocks_are_those_of_the_loop(alpha: float) -> None:
+    reach = torch.tensor([3, 5, 11, 12], dtype=torch.int32)
+    possible = torch.arange(12) < reach[:, None]
+    weight = torch.rand(4, 3, 12) ** 6 * possible[:, None]
+    weight /= weight.sum(-1, keepdim=True)
+    forced = (torch.rand(4, 12) < 0.2) & possible
+    got = greedy_blocks(weight, reach, forced, alpha)
+    assert torch.equal(got, greedy_blocks_naive(weight, reach, forced, alpha))
+
+
+def lines(case: Case, alpha: float) -> torch.Tensor:
+    plan = LinePlan.of(case.batch, case.q.shape[1], observe=8, segment=64)
+    return choose_lines(case.q, case.k, plan, alpha=alpha)
+
+
+def blocks(case: Case, alpha: float) -> torch.Tensor:
+    return choose_blocks(case.q, case.k, case.batch, alpha=alpha, sink=1, local=1)
+
+
+@pytest.mark.parametrize("choose", [lines, blocks])
+def test_choices_hold_alpha_and_chunks_choose_as_the_whole(device: torch.device, choose: object) -> None:
+    assert callable(choose)
+    case = make(device, [(0, 30), (0, 200)])
+    case.q *= 4  # attention that is worth a choice
+    few, whole = choose(case, 0.6), choose(case, 1.0)
+    possible = mask_of(all_blocks(case.batch, 4), 13)
+    assert torch.equal(whole, possible)
+    assert (few <= possible).all()
+    assert few[:, :, 0].all(), "the first block"
+    last = possible.long().sum(-1, keepdim=True) - 1
+    assert few.gather(-1, last).all(), "the newest block"
+    assert few.sum() < 0.9 * possible.sum()
+    for first, end in ((0, 64), (64, 192), (192, 200)):
+        batch = PrefillBatch.of(case.batch.page_table[1:], 16, [first], [end - first], block_q=32, block_k=16)
+        part = choose(Case(case.q[30 + first : 30 + end], case.k, case.v, batch), 0.6)
+        of_whole = few[1 + first // 32 : 1 + -(-end // 32)]  # the first request has one query block
+        assert torch.equal(part, of_whole[:, :, : part.shape[2]])
+
+
+def test_bad_arguments_are_named(device: torch.device) -> None:
+    case = make(device, [(0, 30)])
+    with pytest.raises(ValueError, match="alpha 0 must be above 0"):
+        choose_blocks(case.q, case.k, case.batch, alpha=0)
+    with pytest.raises(ValueError, match=r"alpha 1\.5 must be above 0"):
+        choose_lines(case.q, case.k, LinePlan.of(case.batch, 4), alpha=1.5)
+    with pytest.raises(ValueError, match="observe is 65; expected 1 to 64"):
+        LinePlan.of(case.batch, 4, observe=65, segment=64)
+    with pytest.raises(ValueError, match="must divide block_q 32, and that segment 48"):
+        LinePlan.of(case.batch, 4, segment=48)
