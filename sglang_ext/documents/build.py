@@ -47,6 +47,7 @@ def create_cache(context: Any) -> Any:
             fingerprint=fingerprint,
             host_bytes=int(config.get("host_bytes", _DEFAULT_HOST_BYTES)) // context.tp_size,
             disk=_disk_config(config, context.tp_size),
+            remote=_remote_config(config, context.tp_size, context.tp_rank),
             pin=torch.device(runner.device).type == "cuda",
             rank=context.tp_rank,
             world=context.tp_size,
@@ -71,6 +72,8 @@ def create_cache(context: Any) -> Any:
         attention=current.attention,
         unsupported=reason,
     )
+    if reason is None and current.attention is not None:
+        current.attention.attach(tree, current.runtime.ranks)
     return cache
 
 
@@ -85,6 +88,24 @@ def _disk_config(config: dict[str, Any], ranks: int) -> Any:
         int(config.get("disk_bytes", 16 * 2**30)) // ranks,
         backend=config.get("backend", "file"),
         extra=config.get("extra"),
+    )
+
+
+def _remote_config(config: dict[str, Any], ranks: int, rank: int) -> Any:
+    """Configuration of a rank's remote tier; None without a shared store."""
+    from sglang_ext.documents.types import RemoteConfig
+
+    if not (remote := config.get("remote")):
+        return None
+    options = dict(remote["options"])
+    if "global_segment_size" in options:
+        options["global_segment_size"] //= ranks
+    return RemoteConfig(
+        remote["store"],
+        options,
+        journal=Path(remote["folder"]) / f"deletions-{rank}-of-{ranks}.json",
+        min_value=float(remote["min_value"]),
+        prefill_ms=None if remote.get("prefill_ms") is None else tuple(remote["prefill_ms"]),
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_ext.documents.radix import is_document_key
-from sglang_ext.protocol import composed_session_key, prefix_key, session_key
+from sglang_ext.prefill_options import exact_key
+from sglang_ext.protocol import FULL_KEY, composed_session_key, prefix_key, session_key
 
 _SWEEP_AT = 10_000  # namespaces remembered before those of evicted documents are forgotten
 
@@ -43,10 +44,10 @@ class DeviceDocuments:
         """Register an ordinary request. The prefix of its extra key, set by `ragserve.engine.stream.payload`,
         gives the strategy.
         """
-        kind, separator, _ = str(req.extra_key or "").partition(":")
-        if separator and kind in ("namespace", "session"):
+        key = str(req.extra_key or "")
+        if _may_hold_documents(key):
             self._caching.add(req)
-        elif separator and kind == "full":  # no other request has this key
+        elif key.startswith(FULL_KEY):  # no other request has this key
             req.ragserve_private = True
 
     def is_removed(self, key: str) -> bool:
@@ -68,21 +69,20 @@ class DeviceDocuments:
         on_device = self._tree.tokens_by_key()
         removed = 0
         for key in keys:
-            removed += bool(self._tiers.remove(key)) or key in on_device
+            removed += bool(self._tiers.remove(key, namespace)) or key in on_device
         self.on_removed(keys)
-        self._drop({prefix_key(namespace), *keys, *self._session_keys(session_key(namespace))})
+        beginning = session_key(namespace)
+        sessions = {key for key in self._known() if key.startswith(beginning)}
+        self._drop({prefix_key(namespace), *keys, *sessions})
         return removed
 
     def remove_session(self, key: str) -> None:
         """Drop the KV of a session, exact and composed."""
         self._drop({key, composed_session_key(key)})
 
-    def _session_keys(self, beginning: str) -> set[str]:
-        known = {*self._tree.tokens_by_key(), *(req.extra_key for req in self._caching)}
-        return {key for key in known if key is not None and key.startswith(beginning)}
-
     def _drop(self, gone: set[str]) -> None:
         """Free what is under these keys, and cache nothing more under them from running requests."""
+        gone |= {key for key in self._known() if exact_key(key) in gone}  # of sparse prefill
         for req in self._caching:
             if req.extra_key in gone:
                 req.ragserve_private = True
@@ -96,8 +96,11 @@ class DeviceDocuments:
         return max(below, self.remove(on_device, namespace))
 
     def clear(self) -> None:
-        """Remove all documents from every tier."""
-        self.evict(("device",))
+        """Remove all documents from every tier, and exact prefixes and sessions, which may contain them. What
+        running requests read stays."""
+        keys = [key for key in self._tree.tokens_by_key() if is_document_key(key) or _may_hold_documents(key)]
+        for key in (*keys, prefix_key("")):  # for any key, a tree that does not tell its keys drops all
+            self._tree.remove_key(key)
         self._tiers.clear()
         self.on_removed(None)
 
@@ -116,15 +119,21 @@ class DeviceDocuments:
     def sweep(self) -> None:
         """Free removed documents whose last reader has ended, and forget the namespaces of evicted ones."""
         self._free_removed()
-        known = {*self._tree.tokens_by_key(), *(req.extra_key for req in self._caching)}
+        known = self._known()
         self._namespaces = {key: owner for key, owner in self._namespaces.items() if key in known}
+
+    def _known(self) -> set[str]:
+        """Extra keys of what is cached, and of running requests whose KV will be."""
+        keys = {*self._tree.tokens_by_key(), *(req.extra_key for req in self._caching)}
+        return {key for key in keys if key is not None}
 
     def request_ended(self) -> None:
         """Free removed documents whose last reader has ended, and update the metrics."""
         self._free_removed()
         metrics = self._tiers.metrics
         metrics.bytes.labels("device").set(self._tree.document_tokens * self.slot_bytes)
-        metrics.evictions.labels("device").inc(self._tree.documents_evicted - self._evictions_counted)
+        evicted = self._tree.documents_evicted - self._evictions_counted
+        metrics.evictions.labels("device").inc(evicted * metrics.own)
         self._evictions_counted = self._tree.documents_evicted
 
     def _free_removed(self) -> None:
@@ -154,3 +163,8 @@ class DeviceDocuments:
         """Bytes of the KV pool. Some pools count K and V apart."""
         sizes = self._runner.token_to_kv_pool.get_kv_size_bytes()
         return int(sum(sizes) if isinstance(sizes, tuple) else sizes)
+
+
+def _may_hold_documents(extra_key: str) -> bool:
+    """True for the key of a namespace's exact prefixes, or of a session."""
+    return extra_key.startswith(("namespace:", "session:"))

@@ -23,7 +23,13 @@ from sglang_ext.documents.verification import read_document
 
 logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
+NO_DESCRIPTOR = "descriptor"  # why a load failed that may succeed later
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def lacks_descriptor(error: Exception) -> bool:
+    """Return whether this process had no file descriptor left: the file may be as it should."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class Faults:
@@ -49,6 +55,12 @@ class Faults:
             logger.warning(
                 "document cache, %s: %s (more of this kind within a minute are only counted)", reason, message
             )
+
+    def count(self, reason: str) -> None:
+        """Count a fault that is logged elsewhere."""
+        with self._lock:
+            self.counts[reason] += 1
+        self._on_count(reason)
 
     def note(self, error: PageError | OSError, action: str) -> None:
         """Count a failed read under its own reason, or `io`."""
@@ -103,8 +115,8 @@ class DiskTier:
     def read(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
     ) -> str:
-        """Fill the targets, unchecked. Returns an empty string, `missing` where the document is gone, or
-        `unreadable` for an error that has been counted.
+        """Fill the targets, unchecked. Returns an empty string, `missing` where the document is gone,
+        `unreadable` for an error that has been counted, or `NO_DESCRIPTOR`.
         """
         return "missing"
 
@@ -222,7 +234,7 @@ class FileTier(DiskTier):
             return "missing"
         except (PageError, OSError) as error:
             self.faults.note(error, f"reading document {record.key}")
-            return "unreadable"
+            return NO_DESCRIPTOR if lacks_descriptor(error) else "unreadable"
         return ""
 
     def remove(self, key: str, namespace: str, record: Record | None) -> bool:

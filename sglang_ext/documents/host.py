@@ -31,6 +31,7 @@ class HostEntry:
     removed: bool = False  # but still pinned or in flight: see HostTier.pending_removal
     loading: dict[int, LoadPart] = field(default_factory=dict)
     summary: bytes = b""  # the document's analysis, stored with its pages
+    lasting: bool = False  # may be stored below the host
     copied: Any = None  # torch.cuda.Event after which the pages hold what was put
 
     @property
@@ -86,7 +87,7 @@ class HostTier:
         self.scratch = list(range(self.capacity, self.capacity + scratch_pages))
         self._registered = pin and self.pool.numel() > 0
         if self._registered:
-            _register(self.pool)
+            pin_pool(self.pool)
         self._bytes = self.pool.view(len(self.pool), -1).view(torch.uint8) if len(self.pool) else None
 
     @property
@@ -239,7 +240,7 @@ class HostTier:
     def close(self) -> None:
         """Unregister the pool from CUDA."""
         if self._registered:
-            _unregister(self.pool)
+            _unpin_pool(self.pool)
             self._registered = False
 
     def _evict(self, entry: HostEntry) -> None:
@@ -257,7 +258,7 @@ def _absent(blocks: int) -> array[int]:
     return array("q", [_ABSENT]) * blocks
 
 
-def _register(pool: torch.Tensor) -> None:
+def pin_pool(pool: torch.Tensor) -> None:
     """Pin the pool's memory. ``pin_memory=True`` would round its size up to a power of two."""
     code = torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)
     if int(code) != 0:
@@ -267,7 +268,7 @@ def _register(pool: torch.Tensor) -> None:
         )
 
 
-def _unregister(pool: torch.Tensor) -> None:
+def _unpin_pool(pool: torch.Tensor) -> None:
     code = torch.cuda.cudart().cudaHostUnregister(pool.data_ptr())
     if int(code) != 0:
         logger.warning("cudaHostUnregister failed with %d; the memory is freed at exit", int(code))

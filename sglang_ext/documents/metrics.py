@@ -1,4 +1,5 @@
-"""Prometheus metrics of the document tiers, `ragserve_kv_*`, labelled by tier: device, host or disk.
+"""Prometheus metrics of the document tiers, `ragserve_kv_*`, labelled by tier: device, host, disk
+or remote.
 
 Created on first use, because SGLang sets prometheus_client's multi-process folder at server start."""
 
@@ -10,7 +11,13 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 
 
 class KvMetrics:
-    """Metrics of one process; use `kv_metrics`."""
+    """Metrics of one process; use `kv_metrics`.
+
+    ``own``: share of the documents that the process counts. Every tensor-parallel rank has its heads of every
+    document, and the first one counts them; bytes and faults are sums over ranks.
+    """
+
+    own = 1
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -26,11 +33,13 @@ class KvMetrics:
             "ragserve_kv_bytes", "Bytes of documents in a tier.", ["tier"], multiprocess_mode="livesum"
         )
         self.moved = Counter(
-            "ragserve_kv_moved_bytes", "Bytes moved: to_host, to_disk, from_disk.", ["direction"]
+            "ragserve_kv_moved_bytes",
+            "Bytes moved: to_host, to_disk, from_disk, to_remote, from_remote.",
+            ["direction"],
         )
         self.load_seconds = Histogram(
             "ragserve_kv_load_seconds",
-            "Seconds to bring blocks of a document from disk to host.",
+            "Seconds to bring blocks of a document from disk, or from the shared store, to host.",
             buckets=_SECONDS,
         )
         self.faults = Counter(
@@ -42,3 +51,25 @@ class KvMetrics:
 def kv_metrics() -> KvMetrics:
     """The process's metrics."""
     return KvMetrics()
+
+
+class RemoteMetrics:
+    """Metrics of the shared store, which only a process that has one shows; use `remote_metrics`."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Gauge
+
+        self.up = Gauge(
+            "ragserve_kv_remote_up", "1 while the shared store answers.", multiprocess_mode="livemin"
+        )
+        self.unconfirmed = Gauge(
+            "ragserve_kv_remote_unconfirmed_deletions",
+            "Deletions that the shared store has not confirmed.",
+            multiprocess_mode="livesum",
+        )
+
+
+@lru_cache(maxsize=1)
+def remote_metrics() -> RemoteMetrics:
+    """The process's metrics of the shared store."""
+    return RemoteMetrics()

@@ -44,7 +44,10 @@ class PageFile:
 class DocumentFiles:
     """The document files of one tensor-parallel rank. Thread-safe."""
 
-    def __init__(self, root: Path, *, rank: int, world: int) -> None:
+    def __init__(self, root: Path, *, rank: int, world: int, writer: str = "") -> None:
+        """``writer``: a name of this process's own, for a folder that it shares with processes of other
+        machines; by default the process id."""
+        self._writer = writer or str(os.getpid())
         self.folder = root / f"rank-{rank}-of-{world}"
         self._lock = threading.Lock()  # orders a rename into place against a removal
         # (namespace, key) of documents being written -> removed meanwhile
@@ -197,7 +200,7 @@ class DocumentFiles:
         """
         with self._lock:
             self._serial += 1
-            temporary = self.folder / ".tmp" / f"{key}.{os.getpid()}.{self._serial}"
+            temporary = self.folder / ".tmp" / f"{key}.{self._writer}.{self._serial}"
             self._writing.setdefault((namespace, key), False)
         try:
             temporary.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,15 @@
-"""Promotion: single blocks of documents from disk to host, in the IO threads."""
+"""Promotion: single blocks of documents from disk, or from the shared store, to host, in the IO threads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from sglang_ext.documents.disk import NO_DESCRIPTOR
 from sglang_ext.documents.host import HostEntry
 from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.remote.tier import LOAD_S
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import LoadPart, LoadTicket
 
@@ -17,20 +19,28 @@ _PART_BYTES = 2 * 2**20  # below this a second thread costs more than it saves
 class Promoter:
     """Promotes documents. Every method requires the store's lock; the reads themselves run without it."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, on_fetched: Callable[[HostEntry], None] | None) -> None:
+        """``on_fetched`` is called under the lock for a document of which all is on host now, and some of it
+        came from the shared store.
+        """
         self._tiers = tiers
+        self._on_fetched = on_fetched
 
     def load(self, key: str, blocks: Sequence[int] | None) -> LoadTicket:
         """Start loading blocks (None: all). Raises IndexError for a block the document does not have."""
         tiers, host = self._tiers, self._tiers.host
         entry = host.entries.get(key)
-        on_disk = tiers.find_on_disk(key, None) is not None
-        record = tiers.record(key) if on_disk and (entry is None or entry.missing()) else None
+        record, tier = None, "disk"
+        if entry is None or entry.missing():
+            record = tiers.record(key) if tiers.find_on_disk(key, None) is not None else None
+            if record is None:
+                record, tier = tiers.in_remote(key, None if entry is None else entry.namespace), "remote"
         if entry is None:
             if record is None:
                 return LoadTicket(reason="unknown")
             entry = host.add(key, record.namespace, record.token_ids)
-        ticket = self._load_entry(entry, record, blocks)
+            entry.lasting = True
+        ticket = self._load_entry(entry, record, tier, blocks)
         host.settle(entry)
         if key in host.entries:
             host.entries.move_to_end(key)
@@ -43,7 +53,7 @@ class Promoter:
                 self._end(entry, part, "closed")
 
     def _load_entry(
-        self, entry: HostEntry, record: Record | None, blocks: Sequence[int] | None
+        self, entry: HostEntry, record: Record | None, tier: str, blocks: Sequence[int] | None
     ) -> LoadTicket:
         tiers = self._tiers
         wanted = range(len(entry.pages)) if blocks is None else sorted(set(blocks))
@@ -65,35 +75,48 @@ class Promoter:
             return LoadTicket(reason="no_room")
         per_part = max(1, -(-len(missing) // 2), _PART_BYTES // tiers.shape.page_bytes)
         starts = range(0, len(missing), per_part)
-        own = [LoadPart(missing[at : at + per_part], pages[at : at + per_part]) for at in starts]
+        own = [LoadPart(missing[at : at + per_part], pages[at : at + per_part], tier=tier) for at in starts]
+        io = tiers.io
+        if tier == "remote" and tiers.remote is not None:
+            io = tiers.remote.io
+            for part in own:
+                part.late_at = time.monotonic() + LOAD_S
         ticket = LoadTicket([*parts, *own])
         for part in own:
             part.counted_by = ticket
             entry.in_flight += 1
             entry.loading.update(dict.fromkeys(part.blocks, part))
         for part in own:
-            if not tiers.io.read(partial(self._run, entry, part, record)):
+            if not io.read(partial(self._run, entry, part, record)):
                 self._end(entry, part, "closed")
         return ticket
 
     def _run(self, entry: HostEntry, part: LoadPart, record: Record) -> None:
         """An IO job."""
         tiers, started = self._tiers, time.perf_counter()
-        reason = "io"
+        remote = tiers.remote if part.tier == "remote" else None
+        tier, reason = remote or tiers.disk, "io"
         try:
             targets = [tiers.host.page_view(page) for page in part.pages]
-            reason = tiers.disk.load(record, part.blocks, targets, part.pages)
+            reason = tier.load(record, part.blocks, targets, part.pages)
         except OSError as error:
             tiers.faults("io", f"loading document {entry.key}: {error}")
         finally:
             tiers.metrics.load_seconds.observe(time.perf_counter() - started)
             with tiers.lock:
                 failed = bool(reason)
-                if reason == "missing" and not entry.removed:
+                if reason == "missing" and not entry.removed and remote is None:
                     tiers.faults("missing", f"document {entry.key} is gone from the disk")
                 self._end(entry, part, reason)
                 if not failed:
-                    tiers.disk.touch(entry.key, entry.namespace)
+                    tier.touch(entry.key, entry.namespace)
+                    whole = remote is not None and not entry.removed and not entry.missing()
+                    if whole and self._on_fetched is not None:
+                        self._on_fetched(entry)
+                elif remote is not None:
+                    (remote.broken if reason in ("missing", "crc") else remote.miss)(record)
+                elif reason == NO_DESCRIPTOR:
+                    pass  # the file may be read next time
                 elif not entry.removed and tiers.index.record(entry.key) is record:
                     tiers.forget(entry.key)
                 tiers.refresh()
@@ -112,7 +135,7 @@ class Promoter:
         else:
             host.attach(entry, part.blocks, part.pages)
             part.bytes_ = len(part.pages) * tiers.shape.page_bytes
-            tiers.count_moved("from_disk", part.bytes_)
+            tiers.count_moved(f"from_{part.tier}", part.bytes_)
         entry.in_flight -= 1
         part.reason = reason
         host.settle(entry)

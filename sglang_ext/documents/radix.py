@@ -50,12 +50,13 @@ class DocumentRadixCache(RadixCache):
     _evicting = False
 
     def match_prefix(self, params: Any) -> Any:
-        if params.req is not None and self.observer.is_composed(params.req):
+        req = params.req
+        if req is not None and (self.observer.is_composed(req) or getattr(req, "ragserve_on_host", False)):
             return self._empty_match_result
         return super().match_prefix(params)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if not self.observer.is_composed(req) and not _is_private(req):
+        if not self.observer.is_composed(req) and not _is_private(req) and not _is_hosted(req):
             super().cache_unfinished_req(req, chunked=chunked)
             return
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.extend_range.end]
@@ -64,6 +65,12 @@ class DocumentRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.observer.before_release(req, kv_len_to_handle)
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
+        if _is_hosted(req):
+            # its prompt is in the tree or gone, and what it decoded has no place there
+            (held, tail), req.ragserve_columns = req.ragserve_columns, None
+            self.token_to_kv_pool_allocator.free(torch.cat((held, slots[tail:].to(held.dtype))))
+            self.observer.on_finished()
+            return
         if self.observer.is_composed(req) and not self.observer.in_session(req):
             # One call: with pages the composed slots and the extended ones may share a page, which is freed
             # once per call.
@@ -172,6 +179,11 @@ def is_document_key(extra_key: str | None) -> bool:
 def _is_private(req: Any) -> bool:
     """True if the request's KV must not be cached, by its strategy or because it was removed before."""
     return bool(getattr(req, "ragserve_private", False))
+
+
+def _is_hosted(req: Any) -> bool:
+    """True if the request table names columns of the request, which hold any of its pages."""
+    return getattr(req, "ragserve_columns", None) is not None
 
 
 def _subtree(node: TreeNode) -> list[TreeNode]:

@@ -42,6 +42,10 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
         "faults": dict(tiers.faults.counts),
         "dropped_writes": tiers.counts["dropped_writes"],
     }
+    if tiers.remote is not None:
+        figures["hits"]["remote"] = tiers.counts["hits_remote"]
+        figures["moved_bytes"]["from_remote"] = tiers.moved["from_remote"]
+        figures["remote"] = tiers.remote.stat()
     if config is not None:
         block = tiers.shape.block
         spaces = _by_namespace(

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from sglang_ext.documents import page_format
+from sglang_ext.documents.disk import DiskTier
 from sglang_ext.documents.page_format import PageError, Record
 from sglang_ext.documents.tiers import Tiers
 
@@ -44,10 +45,13 @@ class Summaries:
         if key in self._replacing:
             return SummaryTicket.known(self._replacing[key])
         record = tiers.record(key) if tiers.find_on_disk(key, None) is not None else None
-        ticket = SummaryTicket()
+        tier, io, ticket = tiers.disk, tiers.io, SummaryTicket()
+        if record is None and tiers.remote is not None:
+            record, tier, io = tiers.remote.record(key, None), tiers.remote, tiers.remote.io
         if record is None or not record.summary_bytes:
             return SummaryTicket.known(None)
-        return ticket if tiers.io.read(lambda: self._read(record, ticket)) else SummaryTicket.known(None)
+        known = record
+        return ticket if io.read(lambda: self._read(tier, known, ticket)) else SummaryTicket.known(None)
 
     def put(self, key: str, data: bytes, *, unusable: bool = False) -> bool:
         """Keep a summary with a document; False if the document is in no tier. A file on disk is written anew
@@ -57,6 +61,8 @@ class Summaries:
         entry = tiers.host.entries.get(key)
         if entry is not None:
             entry.summary = data
+        if tiers.remote is not None:
+            tiers.remote.offer_summary(key, data)
         if tiers.find_on_disk(key, None) is None:
             return entry is not None
         record = tiers.record(key)
@@ -69,10 +75,10 @@ class Summaries:
             del self._replacing[key]
         return True
 
-    def _read(self, record: Record, ticket: SummaryTicket) -> None:
+    def _read(self, tier: DiskTier, record: Record, ticket: SummaryTicket) -> None:
         """An IO job."""
         try:
-            ticket.data = self._tiers.disk.load_summary(record)
+            ticket.data = tier.load_summary(record)
         finally:
             ticket.finished.set()
 

@@ -1,8 +1,9 @@
-"""The host and disk tiers of one tensor-parallel rank, as the scheduler sees them."""
+"""The tiers below the device of one tensor-parallel rank, as the scheduler sees them."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from sglang_ext.documents.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.page_files import PageFile
 from sglang_ext.documents.page_format import digest, token_array
 from sglang_ext.documents.promote import Promoter
+from sglang_ext.documents.remote.remote_build import remote_tier
+from sglang_ext.documents.removal import Removal
 from sglang_ext.documents.summaries import Summaries, SummaryTicket
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import (
@@ -29,6 +32,7 @@ from sglang_ext.documents.types import (
     IntegrityError,
     KvShape,
     LoadTicket,
+    RemoteConfig,
 )
 from sglang_ext.documents.verification import Verification, VerifyReport
 from sglang_ext.documents.writeback import WriteBack
@@ -39,7 +43,7 @@ _SCRATCH_PAGES = 3
 
 
 class TierStore:
-    """Documents' KV on host and disk, within a byte budget each.
+    """Documents' KV on host and disk, within a byte budget each, and in a store that engines share.
 
     Scheduler thread only; the store's own threads do everything slow. Only ``flush``, ``verify`` and
     ``close`` wait for the disk; ``host_pages`` and ``pin`` may read a record (4 KiB for most documents) that
@@ -54,16 +58,18 @@ class TierStore:
         fingerprint: str,
         host_bytes: int,
         disk: DiskConfig | None,
+        remote: RemoteConfig | None = None,
         pin: bool,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         """``pin`` registers the host pool with CUDA. Raises StoreInUse when another process owns the disk
-        folder.
+        folder, ValueError for wrong options of the shared store. One that is away raises nothing.
         """
         self.shape = shape
         self.fingerprint = fingerprint
         metrics = kv_metrics()
+        metrics.own = int(rank == 0)
         layout = shape.layout(fingerprint, rank, world)
         faults = Faults(lambda reason: metrics.faults.labels(reason).inc())
         scratch = _SCRATCH_PAGES if disk is not None and by_pool_index(disk) else 0
@@ -78,10 +84,12 @@ class TierStore:
             tier = BackendTier(disk, layout, faults, host, model_name=digest(fingerprint).hex()[:16])
         index.complete = not isinstance(tier, FileTier)
         self._tiers = Tiers(shape, layout, host, index, tier, faults, metrics)
+        self._tiers.remote = None if remote is None else remote_tier(remote, self._tiers)
         self._summaries = Summaries(self._tiers)
         queue_bytes = disk.queue_bytes if disk is not None else 0
         self._writes = WriteBack(self._tiers, queue_bytes=queue_bytes, late_summary=self._summaries.put)
-        self._promoter = Promoter(self._tiers)
+        self._promoter = Promoter(self._tiers, None if disk is None else self._writes.offer)
+        self._removal = Removal(self._tiers, self._writes)
         self._verification: Verification | None = None
         self._tiers.io.write(self._tiers.scan)  # before any other write, which then knows what is there
 
@@ -111,10 +119,11 @@ class TierStore:
     # finding
 
     def count(self, tier: str | None, documents: int = 1) -> None:
-        """Count documents as found in a tier (device, host, disk), or as misses with None."""
+        """Count documents as found in a tier (device, host, disk, remote), or as misses with None."""
         with self._tiers.open() as tiers:
             tiers.counts[f"hits_{tier}" if tier else "misses"] += documents
-            (tiers.metrics.hits.labels(tier) if tier else tiers.metrics.misses).inc(documents)
+            metrics = tiers.metrics
+            (metrics.hits.labels(tier) if tier else metrics.misses).inc(documents * metrics.own)
 
     def host_pages(self, key: str, token_ids: Sequence[int], namespace: str) -> npt.NDArray[np.int64] | None:
         """Find a document: the host page number of each block, -1 where only the disk has it.
@@ -131,9 +140,23 @@ class TierStore:
             entry.wait_copied()
             return np.array(entry.pages, dtype=np.int64)
 
+    def looks_for(self, key: str, namespace: str) -> bool:
+        """Look in the shared store for a document that this engine does not have whole. True while that is
+        worth waiting for; then ``host_pages`` or ``where`` tells."""
+        with self._tiers.open() as tiers:
+            return tiers.looks_for(key, namespace)
+
+    def retrieved(self, keys: Sequence[str], namespace: str) -> None:
+        """Count documents that a request was answered from: the shared store takes those that save it enough
+        prefill."""
+        with self._tiers.open() as tiers:
+            for key in keys:
+                tiers.retrieved(key, namespace)
+
     def where(self, key: str, namespace: str) -> tuple[bool, str]:
-        """Return whether all of the document is on host, and the lowest tier that has all of it: `disk`,
-        `writing` (in the write queue), `host` or `absent`. Does not count as a use.
+        """Return whether all of the document is on host, and the lowest tier of this engine that has all of
+        it: `disk`, `writing` (in the write queue), `remote` where neither has, `host` or `absent`. Does not
+        count as a use.
         """
         with self._tiers.open() as tiers:
             entry = tiers.host.entries.get(key)
@@ -144,6 +167,8 @@ class TierStore:
                 return on_host, "disk"
             if self._writes.has(key):
                 return on_host, "writing"
+            if tiers.in_remote(key, namespace) is not None:
+                return on_host, "remote"
             return on_host, "host" if on_host else "absent"
 
     def room(self) -> dict[str, Any]:
@@ -187,7 +212,7 @@ class TierStore:
         self._check(meta)
         token_ids = token_array(meta.token_ids)
         with self._tiers.open(changing=True) as tiers:
-            host, to_disk = tiers.host, to_disk and self._disk_config is not None
+            host, lasting, to_disk = tiers.host, to_disk, to_disk and self._disk_config is not None
             entry = host.revive(meta.key) or host.add(meta.key, meta.namespace, token_ids)
             if (entry.namespace, entry.token_ids) != (meta.namespace, token_ids):
                 host.settle(entry)
@@ -203,12 +228,14 @@ class TierStore:
                     self._writes.offer_aside(meta, token_ids, kv, summary)
             else:
                 entry.summary = summary or entry.summary
+                entry.lasting = entry.lasting or lasting
                 self._fill(entry, missing, pages, kv)
                 host.entries.move_to_end(meta.key)
                 if to_disk:
                     # on disk since before a restart: need not be written again
                     tiers.find_on_disk(meta.key, meta.namespace)
                     self._writes.offer(entry)
+                tiers.offer(meta.key, meta.namespace)
             if summary:
                 self._summaries.put(meta.key, summary)
             host.shrink()
@@ -242,7 +269,7 @@ class TierStore:
             return self._summaries.get(key)
 
     def load(self, key: str, blocks: Sequence[int] | None = None) -> LoadTicket:
-        """Start bringing these blocks (None: all) from disk to host; no others are read.
+        """Start bringing these blocks (None: all) from disk or the shared store to host; no others are read.
 
         Pin the document first, or it may be evicted again before it is used. Raises IndexError for a block
         that the document does not have.
@@ -258,8 +285,9 @@ class TierStore:
         """
         with self._tiers.open() as tiers:
             entry = tiers.host.entries.get(key)
-            if entry is None and tiers.find_on_disk(key, None) is not None:
-                record = tiers.record(key)
+            if entry is None:
+                on_disk = tiers.find_on_disk(key, None) is not None
+                record = tiers.record(key) if on_disk else tiers.in_remote(key, None)
                 entry = None if record is None else tiers.host.add(key, record.namespace, record.token_ids)
             if entry is None:
                 raise KeyError(f"document {key} is in no tier")
@@ -277,64 +305,30 @@ class TierStore:
 
     # removing
 
-    def remove(self, key: str) -> bool:
-        """Remove a document from host and disk; True if it was there. Pages that are pinned stay readable,
-        but no lookup finds them.
+    def remove(self, key: str, namespace: str | None = None) -> bool:
+        """Remove a document from every tier; True if it was on host or disk. Pages that are pinned stay
+        readable, but no lookup finds them. The shared store deletes it later (`unconfirmed`), if the
+        ``namespace`` is given or the document is on host or disk.
         """
         with self._tiers.open(changing=True):
-            return self._remove(key)
+            return self._removal.remove(key, namespace)
 
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace and return their number. On disk this is one rename."""
-        with self._tiers.open(changing=True) as tiers:
-            keys = self._keys(namespace)
-            try:
-                keys.update(tiers.disk.remove_namespace(namespace))
-            except OSError as error:
-                tiers.faults("io", f"removing namespace {namespace}: {error}")
-            for key in keys:
-                self._remove(key)
-            tiers.note_removal(namespace)
-            tiers.note_trash()
-            return len(keys)
+        with self._tiers.open(changing=True):
+            return self._removal.remove_namespace(namespace)
 
     def clear(self) -> None:
-        """Remove everything from host and disk, including what the scan has not reached."""
-        with self._tiers.open(changing=True) as tiers:
-            for key in self._keys(None):
-                self._remove(key)
-            try:
-                tiers.disk.clear()
-            except OSError as error:
-                tiers.faults("io", f"clearing the document folder: {error}")
-            tiers.note_trash()
+        """Remove everything from every tier, including what the scan has not reached."""
+        with self._tiers.open(changing=True):
+            self._removal.clear()
 
-    def _remove(self, key: str) -> bool:
-        tiers = self._tiers
-        entry = tiers.host.entries.get(key)
-        tiers.find_on_disk(key, entry.namespace if entry is not None else None)
-        if not tiers.disk.has_folder and key in tiers.index.entries:
-            tiers.record(key)  # other backends delete page by page
-        was_writing = self._writes.cancel(key)
-        known = entry or tiers.index.entries.get(key)
-        on_disk = tiers.forget(key)
-        if known is not None:
-            tiers.note_removal(known.namespace)
-        if entry is not None:
-            tiers.host.remove(entry)
-        return entry is not None or was_writing or on_disk
-
-    def _keys(self, namespace: str | None) -> set[str]:
-        """Documents (of a namespace) on host, in the queue or on disk. Other disk backends list only what
-        this process has met.
-        """
-        tiers = self._tiers
-        keys = {key for key, entry in tiers.host.entries.items() if namespace in (None, entry.namespace)}
-        keys.update(self._writes.keys(namespace))
-        keys.update(key for key, entry in tiers.index.entries.items() if namespace in (None, entry.namespace))
-        if isinstance(tiers.disk, FileTier) and not tiers.index.complete:
-            keys.update(found.key for found in tiers.disk.files.scan(namespace))
-        return keys
+    def unconfirmed(self, keys: Sequence[str] | None, namespace: str | None) -> tuple[int, bool]:
+        """How many of these deletions (without ``keys`` of a namespace, without either of everything) the
+        shared store has not confirmed, and whether it may do so soon: not while it is away. It is asked until
+        it has, by the next process if need be."""
+        with self._tiers.open() as tiers:
+            return (0, False) if tiers.remote is None else tiers.remote.left(keys, namespace)
 
     def drop_host(self, keys: Sequence[str] | None = None) -> int:
         """Evict every document (of ``keys`` only, if given) from host that nobody reads or writes, and return
@@ -405,13 +399,22 @@ class TierStore:
             tiers.host.shrink()  # what a smaller budget could not evict while it was being written
             tiers.host.check()
             tiers.index.check()
+            if tiers.remote is not None:
+                tiers.remote.index.check()
             self._writes.check()
 
+    def demote(self, keys: Sequence[str], namespace: str) -> bool:
+        """See `Tiers.demote`."""
+        with self._tiers.open(changing=True) as tiers:
+            return tiers.demote(keys, namespace)
+
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything queued is on disk and no load is in progress; False on timeout."""
-        with self._tiers.open():
-            pass
-        return self._writes.drain(timeout_s)
+        """Wait until everything queued is stored and no load is in progress; False on timeout."""
+        with self._tiers.open() as tiers:
+            remote = tiers.remote
+        until = time.monotonic() + timeout_s
+        drained = self._writes.drain(timeout_s)
+        return drained and (remote is None or remote.idle(max(0.0, until - time.monotonic())))
 
     def close(self) -> None:
         """Stop. Idempotent. What is not on disk yet is lost (see ``flush``); unfinished tickets end with
@@ -423,6 +426,8 @@ class TierStore:
                 return
             tiers.closed = True
         tiers.io.close()
+        if tiers.remote is not None:
+            tiers.remote.close()
         with tiers.lock:
             self._promoter.close()
             for entry in tiers.host.all_entries():

@@ -1,4 +1,4 @@
-"""State shared by the parts of the store: the tiers, the lock over them, and operations on both tiers."""
+"""State shared by the parts of the store: the tiers, the lock over them, and operations on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sglang_ext.documents.disk import DiskTier, Faults, FileTier
+from sglang_ext.documents.disk import DiskTier, Faults, FileTier, lacks_descriptor
 from sglang_ext.documents.disk_index import DiskEntry, DiskIndex
 from sglang_ext.documents.host import HostEntry, HostTier
 from sglang_ext.documents.io_pool import IoPool
@@ -20,13 +20,15 @@ from sglang_ext.documents.page_format import (
     valid_key,
     valid_namespace,
 )
+from sglang_ext.documents.remote.tier import RemoteTier
 from sglang_ext.documents.types import KvShape
 
 _SCAN_BATCH = 256
 
 
 class Tiers:
-    """The host and disk tiers. Every method but ``open``, ``scan`` and ``sweep`` requires ``lock``."""
+    """The host, disk and remote tiers. Every method but ``open``, ``scan`` and ``sweep`` requires
+    ``lock``."""
 
     def __init__(
         self,
@@ -44,11 +46,12 @@ class Tiers:
         self.host = host
         self.index = index
         self.disk = disk
+        self.remote: RemoteTier | None = None  # a store that engines share
         self.faults = faults
         self.metrics = metrics
         self.io = IoPool("ragserve-kv")
-        self.counts: Counter[str] = Counter()  # hits_device, hits_host, hits_disk, misses, dropped_writes
-        self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk
+        self.counts: Counter[str] = Counter()  # hits_<tier>, misses, dropped_writes
+        self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk, from_remote
         # documents whose file is being written: not to be found by path until then, or ever if removed
         self.writing: set[str] = set()
         self.closed = False
@@ -75,7 +78,8 @@ class Tiers:
         namespace."""
         entry = self.host.entries.get(key)
         on_disk = self.find_on_disk(key, namespace) is not None
-        record = self.record(key) if entry is None and on_disk else None
+        there = None if on_disk else self.in_remote(key, namespace)
+        record = self.record(key) if entry is None and on_disk else there
         known = entry or record
         if known is None or namespace != known.namespace:
             return None, False
@@ -90,7 +94,46 @@ class Tiers:
             self.host.entries.move_to_end(key)
         if on_disk:
             self.index.entries.move_to_end(key)
-        return entry, on_disk or (entry is not None and not entry.missing())
+        below = on_disk or there is not None
+        return entry, below or (entry is not None and not entry.missing())
+
+    def in_remote(self, key: str, namespace: str | None) -> Record | None:
+        """The record of a document that the shared store is known to have."""
+        return None if self.remote is None else self.remote.record(key, namespace)
+
+    def looks_for(self, key: str, namespace: str) -> bool:
+        """Look in the shared store for a document that no tier of this engine has whole. True while that is
+        worth waiting for."""
+        return self.remote is not None and self.remote.looks_for(key, namespace)
+
+    def retrieved(self, key: str, namespace: str) -> None:
+        """Count a retrieval, and offer the document to the shared store, which takes those worth it."""
+        if self.remote is None:
+            return
+        self.remote.values.note(key)
+        self.offer(key, namespace)
+
+    def offer(self, key: str, namespace: str, *, anyway: bool = False) -> bool:
+        """Offer a document to the shared store, ``anyway`` whatever its value; True while it is on its
+        way."""
+        if self.remote is None:
+            return False
+        if self.remote.lacks(key, namespace):
+            entry = self.host.entries.get(key)
+            if entry is not None and entry.lasting and not entry.missing():
+                self.remote.offer(entry, anyway=anyway)
+            elif self.find_on_disk(key, namespace) is not None and (record := self.record(key)) is not None:
+                self.remote.offer_from_disk(record, anyway=anyway)
+        return self.remote.stores(key)
+
+    def demote(self, keys: Sequence[str], namespace: str) -> bool:
+        """Store documents in the shared store, whatever their value, and forget them on disk; True while some
+        are on their way. For measurements."""
+        waits = [key for key in keys if self.offer(key, namespace, anyway=True)]
+        for key in () if waits else keys:
+            if self.in_remote(key, namespace) is not None:
+                self.forget(key)
+        return bool(waits)
 
     def find_on_disk(self, key: str, namespace: str | None) -> DiskEntry | None:
         """Find a document in the index, or by its path, without reading its file; other backends are queried.
@@ -123,12 +166,17 @@ class Tiers:
 
     def record(self, key: str) -> Record | None:
         """The checked record of a document in the index. A record that must not be used is a miss, and the
-        document is forgotten.
+        document is forgotten, unless no file descriptor was left to read it.
         """
         entry, record = self.index.entries.get(key), self.index.record(key)
         if entry is None or record is not None:
             return record
-        record = self._read_record(key, entry.namespace)
+        try:
+            record = self.disk.find(key, entry.namespace)
+        except (PageError, OSError) as error:
+            self.faults.note(error, f"reading the record of document {key}")
+            if lacks_descriptor(error):
+                return None
         if record is None:
             self.forget(key)
             return None
@@ -157,11 +205,11 @@ class Tiers:
         for key, _ in victims:
             self.forget(key)
             self.index.evictions += 1
-            self.metrics.evictions.labels("disk").inc()
+            self.metrics.evictions.labels("disk").inc(self.metrics.own)
         return True
 
     def count_moved(self, direction: str, bytes_: int) -> None:
-        """Count bytes moved `to_host`, `to_disk` or `from_disk`."""
+        """Count bytes moved `to_host`, `to_disk`, `from_disk` or `from_remote`."""
         self.moved[direction] += bytes_
         self.metrics.moved.labels(direction).inc(bytes_)
 
@@ -169,7 +217,8 @@ class Tiers:
         """Update the gauges and the host's eviction counter."""
         self.metrics.bytes.labels("host").set(self.host.used * self.shape.page_bytes)
         self.metrics.bytes.labels("disk").set(self.index.used)
-        self.metrics.evictions.labels("host").inc(self.host.evictions - self._host_evictions)
+        evicted = self.host.evictions - self._host_evictions
+        self.metrics.evictions.labels("host").inc(evicted * self.metrics.own)
         self._host_evictions = self.host.evictions
 
     def scan(self) -> None:

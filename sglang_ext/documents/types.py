@@ -6,7 +6,9 @@ the token ids as well."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,6 +119,26 @@ class DiskConfig:
             raise ValueError(f"the {self.backend} backend needs a folder: set DiskConfig.path")
 
 
+@dataclass(frozen=True)
+class RemoteConfig:
+    """The remote tier of one rank: a store that engines share."""
+
+    store: str
+    """`mooncake`, or `shared` for a folder."""
+    options: dict[str, Any]
+    """Of `mooncake_options`; ``folder`` and ``bytes`` of a folder."""
+    journal: Path | None = None
+    """File of the deletions that the store has not confirmed; None keeps them in memory."""
+    min_value: float = 1.0
+    """Threshold of `DocumentValues`, milliseconds per MiB."""
+    prefill_ms: tuple[float, float, float] | None = None
+    """Coefficients of exact prefill; None without a cost profile."""
+    queue_bytes: int = 256 * 2**20
+    """Limit of documents on their way to the store, in page bytes."""
+    retry_s: float = 1.0
+    """Seconds between two attempts to reach a store that is away."""
+
+
 class LoadTicket:
     """Progress of one ``load``. ``ok`` and ``bytes_`` are final once ``done()``."""
 
@@ -143,8 +165,19 @@ class LoadTicket:
         return self._reason or next((part.reason for part in self._parts if part.reason), "")
 
     @property
+    def late(self) -> bool:
+        """True for a load from the shared store that is not worth waiting for any longer."""
+        now = time.monotonic()
+        return any(now > part.late_at and not part.finished.is_set() for part in self._parts)
+
+    @property
+    def tier(self) -> str:
+        """The slowest tier that it reads: disk or remote."""
+        return "remote" if any(part.tier == "remote" for part in self._parts) else "disk"
+
+    @property
     def bytes_(self) -> int:
-        """Page bytes moved from disk for this ticket, without those that an earlier ticket requested."""
+        """Page bytes moved to host for this ticket, without those that an earlier ticket requested."""
         return sum(part.bytes_ for part in self._parts if part.counted_by is self)
 
 
@@ -158,6 +191,8 @@ class LoadPart:
     reason: str = ""
     bytes_: int = 0
     counted_by: LoadTicket | None = None
+    tier: str = "disk"
+    late_at: float = math.inf  # on the clock of time.monotonic
 
 
 def whole_pages(ids: array[int], page_size: int) -> array[int]:

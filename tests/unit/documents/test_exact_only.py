@@ -157,7 +157,13 @@ def test_plans_are_refused_with_the_reason_and_plain_requests_are_not() -> None:
     assert plain.extra_key == "namespace:n"
 
 
-def test_what_was_removed_leaves_the_prefix_cache() -> None:
+@pytest.mark.parametrize(
+    ("operation", "arguments", "says"),
+    [("remove", {"keys": ["0" * 32], "namespace": "n"}, {"removed": 0}), ("clear", {}, {})],
+)
+def test_what_was_removed_leaves_the_prefix_cache(
+    operation: str, arguments: dict[str, Any], says: dict[str, Any]
+) -> None:
     from array import array
 
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -168,7 +174,7 @@ def test_what_was_removed_leaves_the_prefix_cache() -> None:
     slots = context.params.token_to_kv_pool_allocator.alloc(3)
     cache.insert(InsertParams(key=RadixKey(array("q", [1, 2, 3]), extra_key="namespace:n"), value=slots))
     assert cache.evictable_size() == 3
-    assert asked("remove", keys=["0" * 32], namespace="n") == {"removed": 0}
+    assert asked(operation, **arguments) == says
     assert cache.evictable_size() == 0
     assert context.params.token_to_kv_pool_allocator.available_size() == 64
 

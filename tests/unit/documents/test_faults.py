@@ -16,6 +16,7 @@ import pytest
 from sglang_ext.documents import page_format
 from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
 from sglang_ext.documents.tier_store import TierStore
+from tests.campaigns.troubles import few_descriptors
 from tests.conftest import EXHAUSTIVE
 from tests.unit.documents.document_samples import (
     SHAPE,
@@ -263,6 +264,21 @@ def test_a_full_disk_is_counted_and_the_document_is_only_on_host(tmp_path: Path)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
     assert (said, os.waitpid(pid, 0)[1]) == (b"done", 0)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["record known", "record on disk"])
+def test_a_file_that_no_descriptor_is_left_for_is_served_later(tmp_path: Path, again: bool) -> None:
+    """Its document is not forgotten: nothing is wrong with the file."""
+    document = Sample(1, 18)
+    _stored(tmp_path, document)
+    with opened(tmp_path) as store:
+        assert again or document.found(store) is not None
+        with few_descriptors(0):
+            if again:
+                assert document.found(store) is None
+            else:
+                assert not document.load_and_check(store)
+        assert document.load_and_check(store)
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_documents_or_none(tmp_path: Path) -> None:

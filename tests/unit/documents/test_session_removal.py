@@ -35,7 +35,7 @@ def tree() -> Any:
 
 
 def documents_of(tree: Any) -> DeviceDocuments:
-    tiers: Any = SimpleNamespace(remove=lambda key: False)
+    tiers: Any = SimpleNamespace(remove=lambda key, namespace: False, clear=lambda: None)
     return DeviceDocuments(None, tree, tiers)
 
 
@@ -67,3 +67,12 @@ def test_a_removed_document_takes_the_sessions_of_its_namespace_along(tree: Any)
     documents.remove(["d" * 32], "acme")
     assert set(tree.tokens_by_key()) == {THEIRS}
     assert running.ragserve_private  # type: ignore[attr-defined]
+
+
+def test_an_emptied_cache_keeps_what_is_read_and_prompts_without_documents(tree: Any) -> None:
+    """Prefixes and sessions contain documents."""
+    for number, key in ((4, "d" * 32), (5, "key:other")):
+        insert(tree, array("q", range(8)), torch.arange(8) + 8 * number, key=key)
+    tree.inc_lock_ref(tree.document(array("q", range(8)), COMPOSED)[1])
+    documents_of(tree).clear()
+    assert set(tree.tokens_by_key()) == {COMPOSED, "key:other"}

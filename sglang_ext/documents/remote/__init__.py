@@ -1,0 +1,1 @@
+"""The remote tier: documents in a store that engines share."""

@@ -1,0 +1,82 @@
+"""Removal of documents from every tier below the device."""
+
+from __future__ import annotations
+
+from sglang_ext.documents.disk import FileTier
+from sglang_ext.documents.tiers import Tiers
+from sglang_ext.documents.writeback import WriteBack
+
+
+class Removal:
+    """Removes documents. Every method requires the store's lock, and returns when no lookup finds them any
+    more and their files are unlinked or moved aside; the shared store's keeper deletes there."""
+
+    def __init__(self, tiers: Tiers, writes: WriteBack) -> None:
+        self._tiers = tiers
+        self._writes = writes
+
+    def remove(self, key: str, namespace: str | None) -> bool:
+        """Remove a document; True if it was on host or disk."""
+        tiers = self._tiers
+        known = tiers.host.entries.get(key) or tiers.index.entries.get(key)
+        space = namespace if known is None else known.namespace
+        if tiers.remote is not None and space is not None:
+            tiers.remote.delete(space, key)
+        return self._here(key)
+
+    def remove_namespace(self, namespace: str) -> int:
+        """Remove all documents of a namespace and return their number."""
+        tiers = self._tiers
+        keys = self._keys(namespace)
+        try:
+            keys.update(tiers.disk.remove_namespace(namespace))
+        except OSError as error:
+            tiers.faults("io", f"removing namespace {namespace}: {error}")
+        for key in keys:
+            self._here(key)
+        if tiers.remote is not None:
+            tiers.remote.delete(namespace)
+        tiers.note_removal(namespace)
+        tiers.note_trash()
+        return len(keys)
+
+    def clear(self) -> None:
+        """Remove everything."""
+        tiers = self._tiers
+        for key in self._keys(None):
+            self._here(key)
+        try:
+            tiers.disk.clear()
+        except OSError as error:
+            tiers.faults("io", f"clearing the document folder: {error}")
+        if tiers.remote is not None:
+            tiers.remote.delete()
+        tiers.note_trash()
+
+    def _here(self, key: str) -> bool:
+        """Remove a document from host and disk; True if it was there."""
+        tiers = self._tiers
+        entry = tiers.host.entries.get(key)
+        tiers.find_on_disk(key, entry.namespace if entry is not None else None)
+        if not tiers.disk.has_folder and key in tiers.index.entries:
+            tiers.record(key)  # other backends delete page by page
+        was_writing = self._writes.cancel(key)
+        known = entry or tiers.index.entries.get(key)
+        on_disk = tiers.forget(key)
+        if known is not None:
+            tiers.note_removal(known.namespace)
+        if entry is not None:
+            tiers.host.remove(entry)
+        return entry is not None or was_writing or on_disk
+
+    def _keys(self, namespace: str | None) -> set[str]:
+        """Documents (of a namespace) on host, in the queue or on disk. Other disk backends list only what
+        this process has met.
+        """
+        tiers = self._tiers
+        keys = {key for key, entry in tiers.host.entries.items() if namespace in (None, entry.namespace)}
+        keys.update(self._writes.keys(namespace))
+        keys.update(key for key, entry in tiers.index.entries.items() if namespace in (None, entry.namespace))
+        if isinstance(tiers.disk, FileTier) and not tiers.index.complete:
+            keys.update(found.key for found in tiers.disk.files.scan(namespace))
+        return keys
