@@ -1,0 +1,61 @@
+"""A stream for copies beside the forward passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+COPIES_VARIABLE = "RAGSERVE_HOSTED_COPIES"
+"""Where ``in-step``, copies wait for the steps and steps for them: what others do, to measure against it."""
+
+
+class CopyStream:
+    """Copies between host and pool, in order, behind what the current stream has launched.
+
+    On a CPU they happen at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        in_step = os.environ.get(COPIES_VARIABLE) == "in-step"
+        self._stream = None if self._device is None or in_step else torch.cuda.Stream(device)
+
+    @contextmanager
+    def behind(self, *used: torch.Tensor) -> Iterator[None]:
+        """Work on this stream; ``used``: tensors of the current one that the work reads."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in used:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def event(self) -> Any:
+        """Return an event after the copies so far, within `behind`, which knows its time; None on a CPU."""
+        if self._device is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def await_on_current(self, event: Any, *made: torch.Tensor) -> None:
+        """Let the current stream wait for an event before what it launches next, which reads ``made``.
+
+        ``event``: None if there is nothing to wait for."""
+        if self._device is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        if event is not None:
+            current.wait_event(event)
+        for tensor in made:
+            tensor.record_stream(current)
+
+    def synchronize(self) -> None:
+        """Wait for all copies and forward passes, before a check."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)

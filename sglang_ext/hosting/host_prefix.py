@@ -1,0 +1,40 @@
+"""Prompts whose KV lies on host pages while their request waits in SGLang's queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_ext.hosting.hosted_row import HostedCounts
+
+
+@dataclass(eq=False, slots=True)
+class HostPrefix:
+    """KV of a waiting request on the host: it is admitted with columns and the tail only.
+
+    Attributes:
+        owner: of its host pages.
+        choice: pages of a choice, at most.
+        n_columns: columns that it is admitted with. fixed: their number never changes.
+        host: int32 [pages]: host pages of the prompt, on the device. numbers: the same, on the host.
+        tail: host pages of the tokens behind those, the last one not always full.
+        tokens: tokens whose KV is there, those of the tail included.
+        counts: the request's own, to go on with.
+    """
+
+    req: Any
+    owner: int
+    choice: int
+    n_columns: int
+    fixed: bool
+    host: torch.Tensor
+    numbers: list[int]
+    tail: list[int]
+    tokens: int
+    counts: HostedCounts
+
+    @property
+    def pages(self) -> int:
+        return len(self.numbers)

@@ -1,0 +1,367 @@
+"""The hosted requests of one rank: copies to the host, columns, and loads into them.
+
+Ranks decide by lengths, options and counts of free slots and pages, which are the same on all of them:
+nothing is voted on. What SGLang allocates and frees changes before it schedules (`before_schedule`), on its
+own stream; copies and loads are launched behind forward passes, on a stream beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ragserve_kernels.column_gather import column_gather
+from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.page_stats import PageStats
+from ragserve_kernels.paged import PageSelection
+from sglang_ext import stages
+from sglang_ext.documents.fill import DocumentKv, fill_pages
+from sglang_ext.documents.types import IntegrityError
+from sglang_ext.hosting.beside import CopyStream
+from sglang_ext.hosting.column_check import differing
+from sglang_ext.hosting.column_slots import ColumnSlots
+from sglang_ext.hosting.columns import EMPTY, ColumnTable, Loads
+from sglang_ext.hosting.host_pages import HostPages
+from sglang_ext.hosting.host_prefix import HostPrefix
+from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
+from sglang_ext.hosting.hosting_bounds import HostingBounds, resized
+from sglang_ext.ranks import Ranks
+
+STEP_BYTES = 128 * 2**20  # copied to the host beside one decode step: 3 ms of a link of 50 GB/s
+
+
+class HostedRows:
+    """Scheduler thread only. ``attach`` has to be called before the first request."""
+
+    def __init__(
+        self, pool: Any, req_to_token: torch.Tensor, page_size: int, pages: HostPages, statistics: PageStats
+    ) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self.kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
+        self.table = req_to_token
+        self.statistics = statistics
+        self.first_host = self.kv.slots // page_size  # statistics of host page p are those of page first + p
+        self.head_bytes = pages.shape.page_bytes // (self.kv.layers * self.kv.kv_heads)
+        self.copies = CopyStream(self.kv.device)
+        self._rows: dict[int, HostedRow] = {}  # by owner
+        self.waiting: dict[int, HostPrefix] = {}  # by owner, of requests that are in no batch
+        self._owners = 0
+        self.joins: list[Any] = []  # loads and copies of slots that are free again
+        self._tree: Any = None
+        self.bounds = HostingBounds()
+        self.statistics_of = torch.full(
+            (req_to_token.shape[0], -(-req_to_token.shape[1] // page_size)),
+            -1,
+            dtype=torch.int32,
+            device=self.kv.device,
+        )
+        """Where the statistics of a request's pages lie, by its row of the request table; -1: with the
+        page."""
+
+    def attach(self, tree: Any, ranks: Ranks) -> None:
+        """``tree``: SGLang's prefix cache, ours. ``ranks``: those that vote."""
+        self._tree = tree
+        self.slots = ColumnSlots(tree, self.table, self.page_size, self.copies)
+        self.bounds.ranks = ranks
+
+    @property
+    def layers(self) -> int:
+        return self.kv.layers
+
+    @property
+    def ready(self) -> bool:
+        """False where the prefix cache is not ours: nothing can be hosted then."""
+        return self._tree is not None
+
+    # behind a forward pass
+
+    def begin(
+        self, req: Any, tokens: int, choice: int, columns: int, counts: HostedCounts
+    ) -> HostedRow | None:
+        """Take a request in, and copy the statistics of its pages.
+
+        Args:
+            tokens: of the request in the step just launched, which writes the last of them.
+            choice: pages of a choice, at most.
+            columns: for each of them; 0: as many as its working set takes.
+            counts: its own, to go on with.
+
+        Returns:
+            None if the bounds do not allow it, or the prompt takes no more pages than its columns would.
+        """
+        pages, fixed = (tokens - 1) // self.page_size, columns > 0
+        columns = self.columns_of(choice, columns)
+        if pages <= columns:
+            return None
+        if not self.may_begin():
+            return None
+        owned = self.own(pages)
+        if owned is None:
+            return None
+        owner, numbers, host = owned
+        try:
+            slots = self.table[req.req_pool_idx, : pages * self.page_size].long()
+            self.statistics.copy(slots[:: self.page_size] // self.page_size, self.first_host + host)
+        except BaseException:  # nobody knows the row, so nobody would release it
+            self.pages.release(owner)
+            raise
+        row = HostedRow(
+            *(req, owner, req.req_pool_idx, choice, columns, fixed),
+            *(slots, host, numbers, self.head_bytes, counts, self.bounds.link),
+        )
+        self._rows[owner] = row
+        return row
+
+    def may_begin(self) -> bool:
+        """Return whether the link has room for the loads of one request more."""
+        if self.bounds.link_allows(self._rows.values()):
+            return True
+        self.bounds.waiting["link"] += 1
+        return False
+
+    def own(self, pages: int) -> tuple[int, list[int], torch.Tensor] | None:
+        """Return a new owner of so many host pages, and these, on the host and int32 on the device; None if
+        there are fewer."""
+        numbers = self.pages.allocate(self._owners, pages)
+        if numbers is None:
+            self.bounds.waiting["host"] += 1
+            return None
+        host = torch.tensor(numbers, dtype=torch.int32)
+        if self.kv.device.type == "cuda":
+            host = host.pin_memory().to(self.kv.device, non_blocking=True)
+        self._owners += 1
+        return self._owners - 1, numbers, host
+
+    def add(self, row: HostedRow) -> None:
+        """Take in a request that has moved already."""
+        self._rows[row.owner] = row
+
+    def remove(self, row: HostedRow) -> None:
+        """Undo `add`; whoever calls keeps the host pages."""
+        del self._rows[row.owner]
+
+    def copy(self) -> None:
+        """Launch the next copies to the host, oldest requests first, as many as go beside a step."""
+        left = max(1, STEP_BYTES // self.pages.shape.page_bytes)
+        for row in self._rows.values():
+            count = min(left, row.pages - row.copied)
+            if not count:
+                continue
+            blocks = list(range(row.copied, row.copied + count))
+            with self.copies.behind(row.slots):
+                kv = DocumentKv(self.kv.k, self.kv.v, row.slots)
+                numbers = row.numbers[row.copied : row.copied + count]
+                fill_pages(self.pages.pool, self.pages.shape, blocks, numbers, kv)
+            row.copied += count
+            left -= count
+            if not left:
+                return
+
+    def load(self, row: HostedRow, choice: PageSelection) -> PageSelection:
+        """Load what a choice misses, and return it with columns in place of hosted pages.
+
+        A request without columns keeps its prompt on the device, and its choice as it is."""
+        if row.table is None or row.column_pages is None:
+            return choice
+        blocks, counts = choice
+        with self.copies.behind(blocks, counts, row.host, row.column_pages, *row.table.tensors):
+            entry = torch.arange(blocks.shape[2], device=blocks.device)
+            is_hosted = (entry < counts[..., None]) & (blocks < row.pages)
+            found = row.table.assign(blocks.masked_fill(~is_hosted, EMPTY))
+            begun = self.copies.event()
+            self._gather(row, found.loads, row.column_pages)
+            # where `_place` puts its column
+            placed = torch.where(is_hosted, row.pages - 1 - found.columns, blocks)
+            count = found.counts
+            if count.is_cuda:
+                count = count.to("cpu", non_blocking=True)
+            row.loaded = self.copies.event()
+        row.arriving.append((begun, row.loaded, count))
+        row.late = found.late if row.n_columns < 2 * row.choice else None
+        row.has_load = True
+        return PageSelection(placed, counts)
+
+    def _gather(self, row: HostedRow, loads: Loads, column_pages: torch.Tensor) -> None:
+        column_gather(
+            self.pages.pool,
+            self.kv,
+            row.host[loads.pages.clamp_min(0).long()].masked_fill_(loads.pages < 0, EMPTY),
+            column_pages[loads.targets.clamp_min(0).long()],
+        )
+
+    def arrive(self, row: HostedRow, choice: PageSelection) -> bool:
+        """Let the step that reads a choice follow its loads.
+
+        Return False if it must not read it: the request was to move and could not, and ends with an error."""
+        if not row.has_load:
+            return True  # made when the request had no columns: of its pages on the device
+        self.copies.await_on_current(row.loaded, choice.blocks)
+        row.has_load = False
+        row.collect()
+        if not row.moved:
+            return False
+        if row.late is not None and row.table is not None and row.column_pages is not None:
+            # the choice before is not read any more
+            self.copies.await_on_current(row.loaded, *row.late, row.host, row.column_pages)
+            self._gather(row, row.late, row.column_pages)
+            with self.copies.behind(*row.late):
+                row.table.settle(row.late)
+            row.late = None
+        row.leave_after -= 1
+        return True
+
+    def _place(self, row: HostedRow) -> None:
+        """Write a request's columns into the request table: column c in place of its last prompt page but c.
+
+        Pages before them are the pool's dummy page. On the stream of the forward passes: steps that have been
+        launched and still wait there copy the table first."""
+        held, end = row.req.ragserve_columns
+        self.copies.await_on_current(None, held)
+        begin, page = end - len(held), self.page_size
+        self.table[row.request, begin:end] = held.to(self.table.dtype)
+        dummy = torch.arange(page, dtype=self.table.dtype, device=self.table.device)
+        self.table[row.request, :begin] = dummy.repeat(begin // page)
+        self.statistics_of[row.request, : row.pages] = self.first_host + row.host
+        row.placed = True
+
+    def join(self) -> None:
+        """Let the forward pass at hand follow loads into columns and copies of prompts that have been given
+        back, and put the columns of requests that have moved into the request table: it must not name pages
+        that others may get, and a prefill may come before their next step.
+        """
+        for event in self.joins:
+            self.copies.await_on_current(event)
+        self.joins.clear()
+        for row in self._rows.values():
+            if row.moved and not row.placed:
+                self._place(row)
+
+    # before SGLang schedules
+
+    def before_schedule(self, reads_next: Callable[[HostedRow], bool]) -> bool:
+        """Reserve columns and move requests. Return whether one has moved, which leaves room for others.
+
+        ``reads_next``: whether a row's next step is the first to read the choice that was loaded."""
+        moved = False
+        for row in self._rows.values():
+            if row.moved:
+                if row.leaving:
+                    stages.run_alike("hosting", stages.ending([row.req]), self.slots.give_back, row)
+            elif row.columns is None:
+                if row.copied == row.pages:
+                    stages.run_alike("hosting", stages.ending([row.req]), self._reserve, row)
+            elif row.has_load and reads_next(row):
+                stages.run_alike("hosting", stages.ending([row.req]), self._move, row)
+                moved = moved or row.moved
+        return moved
+
+    def release(self, row: HostedRow) -> None:
+        """Free what a request has; its columns, once it has moved, are freed with its other slots."""
+        self.leave(row)
+        self.pages.release(row.owner)
+
+    def leave(self, row: HostedRow) -> None:
+        """`release`, but for the host pages."""
+        row.collect()
+        if row.columns is not None and not row.moved:
+            row.req.cache_protected_len = row.protected
+            self._tree.token_to_kv_pool_allocator.free(row.columns)
+        if row.loaded is not None:
+            self.joins.append(row.loaded)
+        if row.request >= 0:  # else its first pass has failed on the way
+            self.statistics_of[row.request, : row.pages] = -1
+        del self._rows[row.owner]
+
+    def _reserve(self, row: HostedRow) -> None:
+        """Take columns out of the pool, if it has room: else the prompt stays, and asks again.
+
+        SGLang counts the slots behind ``cache_protected_len`` as the request's own: the columns, too.
+        """
+        columns = self.slots.take(row.n_columns)
+        if columns is None:
+            return
+        # noted before what may lack memory, because `release` gives it back
+        row.columns, row.protected = columns, row.req.cache_protected_len
+        row.req.cache_protected_len -= len(columns)
+        row.column_pages = (columns[:: self.page_size] // self.page_size).to(torch.int32)
+        layers, kv_heads = self.kv.layers, self.kv.kv_heads
+        row.table = ColumnTable(layers, kv_heads, row.n_columns, row.pages, self.kv.device)
+
+    def _move(self, row: HostedRow) -> None:
+        """Give the prompt up: its cached part may be evicted, its own part is freed.
+
+        The next forward pass may write to its slots, so it follows the copies that read them: a load comes
+        after those.
+        """
+        if row.columns is None:
+            raise IntegrityError("a request without columns is to move")
+        req, held = row.req, self.slots.in_order(row)
+        own = row.slots[row.protected :]
+        if len(own):
+            self._tree.token_to_kv_pool_allocator.free(own)
+        if req.last_node is not None:
+            self._tree.dec_lock_ref(req.last_node)
+        req.last_node = self._tree.root_node
+        self.slots.note(row, held)
+        self.joins.append(row.loaded)
+        row.moved = True
+
+    def resize(self, rows: Sequence[HostedRow | None], *, others_wait: bool) -> None:
+        """Let ranks agree on working sets, and give moved requests the columns that these take.
+
+        ``rows``: those of the running batch, in its order, which is the same on all ranks."""
+        sets = self.bounds.exchange(rows)
+        for row, pages in zip(rows, sets, strict=True):
+            if row is None or not pages or row.fixed or not row.moved:
+                continue
+            columns = resized(row.n_columns, pages, row.choice, others_wait=others_wait, settled=row.settled)
+            stages.run_alike("hosting", stages.ending([row.req]), self.slots.resize, row, columns)
+
+    def columns_of(self, choice: int, columns: int) -> int:
+        """Return the columns that a request begins with; arguments as those of `begin`."""
+        return columns * choice or self.bounds.first_columns(choice)
+
+    def begin_step(self, now: float) -> None:
+        """Count a step that has been launched at ``now``, in seconds, and who waits for columns in it."""
+        if any(row.moved for row in self._rows.values()):
+            self.bounds.link.step(now)
+        else:
+            self.bounds.link.pause()
+        short = sum(row.columns is None and row.copied == row.pages for row in self._rows.values())
+        self.bounds.waiting = Counter(device=short)
+
+    @property
+    def due_tokens(self) -> int:
+        """Slots to keep free for the columns of the next request that has none yet: the largest of them.
+
+        It leaves more than those to the one after it, when its prompt goes."""
+        pending = (row.n_columns for row in self._rows.values() if row.columns is None)
+        return self.page_size * max(pending, default=0)
+
+    # order
+
+    def check(self) -> None:
+        """Raise IntegrityError where a page is lost, or a column does not hold what its host page does."""
+        self.copies.synchronize()
+        self.pages.check({*self._rows, *self.waiting})
+        for row in self._rows.values():
+            if row.columns is not None and (bad := differing(row, self.kv, self.pages.pool)):
+                raise IntegrityError(f"{bad} columns of request {row.req.rid} differ from their host pages")
+
+    def describe(self) -> dict[str, Any]:
+        """Return counts of pages and requests, for the control channel."""
+        moved = sum(row.moved for row in self._rows.values())
+        return {
+            "bytes": self.pages.capacity * self.pages.shape.page_bytes,
+            "pages": self.pages.capacity,
+            "used": self.pages.used,
+            "requests": moved,
+            "copying": len(self._rows) - moved,
+            "retracted": len(self.waiting),
+            "columns": sum(row.n_columns for row in self._rows.values() if row.columns is not None),
+            "columns_due": self.due_tokens // self.page_size,
+            **self.bounds.describe(),
+        }

@@ -1,0 +1,37 @@
+"""Host pages belong to one request each, and come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_ext.documents.types import IntegrityError, KvShape
+from sglang_ext.hosting.host_pages import HostPages
+
+SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, dtype=torch.float32, block=16)
+
+
+def test_pages_are_given_once_and_come_back() -> None:
+    pages = HostPages(SHAPE, 5 * SHAPE.page_bytes + 1, pin=False)
+    assert pages.capacity == 5
+    assert pages.allocate(0, 3) == [0, 1, 2]
+    assert pages.allocate(1, 3) is None, "there are two"
+    assert pages.allocate(1, 2) == [3, 4]
+    pages.check({0, 1})
+    pages.release(0)
+    assert pages.used == 2
+    pages.check({1})
+    assert sorted(pages.allocate(2, 3) or []) == [0, 1, 2]
+
+
+def test_a_lost_page_and_a_forgotten_request_are_found() -> None:
+    pages = HostPages(SHAPE, 4 * SHAPE.page_bytes, pin=False)
+    own = pages.allocate(7, 2)
+    assert own is not None
+    with pytest.raises(IntegrityError, match="request 7 has"):
+        pages.allocate(7, 1)
+    with pytest.raises(IntegrityError, match=r"belong to requests \[7\], and hosted are \[\]"):
+        pages.check(set())
+    own.pop()
+    with pytest.raises(IntegrityError, match="3 host pages are free or owned"):
+        pages.check({7})
