@@ -1,4 +1,5 @@
 """The attention backend: prefill and dense steps run in the wrapped backend, sparse ones read chosen pages.
+An extend with sparse prefill runs in `sparse_prefill`.
 
 A step runs as one of the variants of `step_planner.Variant`, each a CUDA graph of its own where graphs are
 on, so that a batch without sparse rows costs what it costs without us. In the other variants all rows go
@@ -12,18 +13,23 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from ragserve_kernels.page_select import page_select
-from ragserve_kernels.paged import KVPair
+from ragserve_kernels.page_select import KeySummary, page_select
+from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import HeadKinds, sparse_decode
 from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.page_stats import PageStatistics
+from sglang_ext.attention.prompt_queries import PromptQueries
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
+from sglang_ext.attention.sparse_prefill import SparsePrefill
 from sglang_ext.attention.step_planner import FORCED_PAGES, IDLE, Step, Variant
 from sglang_ext.attention.streaming_heads import load_pattern
 from sglang_ext.attention.tables import StepTables, TableRows, TableShape
+from sglang_ext.protocol import DecodeOptions
 from sglang_ext.ranks import Ranks
 
+_CHOOSING = (Variant.SELECTED, Variant.REFRESHED, Variant.PROGRESSIVE)  # steps in which rows may choose pages
 _SCORE_BYTES = 2**25  # of the page scores: a launch chooses for as many layers as fit
 
 
@@ -77,12 +83,18 @@ class SparseDecodeBackend(AttentionBackend):
             page_size=page,
             head_dim=pool.head_dim,
             dtype=pool.dtype,
+            lags=config.hosted_bytes > 0,
+        )
+        self.hosted_statistics: torch.Tensor | None = (
+            None  # int32 [requests, pages]: see `StepTables.set_lengths`
         )
         self._captured: StepTables | None = None  # at the addresses that graphs read
         self._eager: StepTables | None = None  # for batches larger than any graph, or without graphs
         self._tables: StepTables | None = None  # of the latest decode pass that runs our kernels
         self._step = IDLE
+        self._asked = PromptQueries(self._shape, self._device)
         self._prefixes: torch.Tensor | None = None  # slots that the extend at hand reads and does not write
+        self.prefill: SparsePrefill | None = None  # of the extend at hand, if some request's is sparse
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped backend's attribute: SGLang looks for more than the base class has."""
@@ -103,12 +115,67 @@ class SparseDecodeBackend(AttentionBackend):
     def begin(self, step: Step) -> None:
         """Prepare the next forward pass; IDLE: it has been launched."""
         self._step = step
+        self._asked.begin(step.asked)
         self._prefixes = None
         if self._quantized:
             cached = [self._table[row, :tokens] for row, tokens in step.prefixes if tokens]
             self._prefixes = torch.cat(cached).long() if cached else None
+        self.prefill = None
+        if step.prefill:
+            self.prefill = SparsePrefill(step.prefill, self._table, self._shape.page_size, self._config)
         if step.rows and not self._is_wrapped(decode=True):
             self._tables_for(len(step.rows)).set_step(step)
+
+    def choose(self, queries: torch.Tensor, batch: PagedBatch, options: DecodeOptions) -> PageSelection:
+        """Choose pages of one request outside of a decode step, in all layers.
+
+        ``queries`` [layers, heads, head_dim]; ``batch``: where the statistics of its pages lie. Returns
+        [layers, kv_heads, capacity] and [layers, kv_heads], as `taken`."""
+        budgets = torch.tensor([self._limit(options)], dtype=torch.int32).to(self._device, non_blocking=True)
+        width, capacity = batch.page_table.shape[1], self._shape.capacity
+        sizes = self._shape.layers, 1, self._shape.kv_heads
+        blocks = torch.zeros(*sizes, capacity, dtype=torch.int32, device=self._device)
+        counts = torch.zeros(sizes, dtype=torch.int32, device=self._device)
+        at_once = max(1, _SCORE_BYTES // (4 * self._shape.kv_heads * width))
+        for first in range(0, self._shape.layers, at_once):
+            layers = slice(first, first + at_once)
+            page_select(
+                queries[layers, None],
+                batch,
+                self._statistics.tables.bounds(layers),
+                budget_tokens=capacity * self._shape.page_size,
+                budgets=budgets,
+                into=PageSelection(blocks[layers], counts[layers]),
+            )
+        return PageSelection(blocks[:, 0], counts[:, 0])
+
+    def _limit(self, options: DecodeOptions) -> int:
+        return min(options.budget // self._shape.page_size, self._shape.capacity - 1)
+
+    def widened(self, selection: PageSelection, state: DecodeState) -> PageSelection:
+        """Return a choice with the page that has begun since, if one has, as `place` would put it."""
+        if not state.widened:
+            return selection
+        blocks, counts, count = selection.blocks.clone(), selection.counts, self._limit(state.options)
+        blocks[..., count] = state.newest
+        return PageSelection(blocks, torch.full_like(counts, count + 1))
+
+    def place(self, row: int, selection: PageSelection, opened: int | None) -> None:
+        """Let a row of the step at hand read these pages: see `StepTables.place`."""
+        self._tables_for(len(self._step.rows)).place(row, selection, opened)
+
+    def taken(self, row: int, *, wanted: bool) -> PageSelection:
+        """Return what a row of the step just launched reads or has chosen: see `StepTables.taken`."""
+        return self._tables_for(len(self._step.rows)).taken(row, wanted=wanted)
+
+    def observed(self, row: int) -> torch.Tensor:
+        """Return a copy of what a row of the latest decode step is to choose pages by.
+
+        [layers, heads, head_dim]."""
+        if self._tables is None:
+            raise RuntimeError("there was no decode step that chooses pages")
+        with self._statistics.on_forward_stream():
+            return self._tables.queries[:, row].clone()
 
     def progressive_use(self, n: int) -> torch.Tensor:
         """Return what the rows of the step just launched read by threshold, float [2, n] on the device.
@@ -132,7 +199,9 @@ class SparseDecodeBackend(AttentionBackend):
                 larger.adopt(self._eager)
             if self._step.rows and self._tables is not None:  # a batch padded beyond its requests
                 larger.set_rows(self._step.rows, tuple(range(len(self._step.rows))))
-                larger.set_active(self._step.active)
+                larger.set_active(self._step)
+                larger.set_shares(self._step.shares)
+                larger.set_lagged(self._step.lagged)
             self._eager = larger
         return self._eager
 
@@ -176,7 +245,15 @@ class SparseDecodeBackend(AttentionBackend):
         if self._is_wrapped(decode):
             if self._prefixes is not None and not decode:
                 self._pool.prepare(layer.layer_id, self._prefixes)
+            if not decode:
+                self._asked.observe(q, layer.layer_id)
+            if self.prefill is not None and not decode:
+                return self._sparse_extend(
+                    self.prefill, q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+                )
             out: torch.Tensor = self.wrapped.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            if self._step.apart and not decode:
+                self._attend_apart(q, out, layer)
             return out
         return self._sparse(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
@@ -195,7 +272,32 @@ class SparseDecodeBackend(AttentionBackend):
         if not self._is_wrapped(decode=True):
             self._tables = self._tables_for(n)
             longest = None if lens_cpu is None else int(lens_cpu[:n].max())
-            self._tables.set_lengths(self._table, rows, lens, longest)
+            hosted = self.hosted_statistics if any(self._step.lagged) else None
+            self._tables.set_lengths(self._table, rows, lens, longest, hosted)
+
+    def _sparse_extend(
+        self,
+        prefill: SparsePrefill,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run one layer of an extend with sparse prefill: q [tokens, heads * head_dim]."""
+        if kwargs:
+            raise NotImplementedError(
+                f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs))}, and sparse prefill knows "
+                "plain attention only: leave prefill out"
+            )
+        number, pool = layer.layer_id, self._pool
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        q = q.reshape(len(q), layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
+        return prefill.attend(q, keys, values, layer.scaling).flatten(1)
 
     def _sparse(
         self,
@@ -227,10 +329,10 @@ class SparseDecodeBackend(AttentionBackend):
             if save_kv_cache and k is not None:
                 pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
             kv = pool.get_key_buffer(number), pool.get_value_buffer(number)
+        rows.queries[number].lerp_(q, rows.shares)
         if self.variant in (Variant.SELECTED, Variant.PROGRESSIVE):
-            self._choose(rows, q, number)
-        elif self.variant is Variant.REFRESHED:
-            rows.queries[number].copy_(q)
+            self._choose(rows, slice(number, number + 1))
+        for_later = self.variant is Variant.REFRESHED or (self._shape.lags and self.variant in _CHOOSING)
         out = sparse_decode(
             q,
             kv,
@@ -241,24 +343,60 @@ class SparseDecodeBackend(AttentionBackend):
         )
         if self.variant is Variant.PROGRESSIVE:
             self._add_progressive(out, rows, q, kv, number, layer.scaling)
-        elif self.variant is Variant.REFRESHED and number == self._shape.layers - 1:
-            # for the steps that follow, in all layers, by the queries of this one
-            at_once = max(1, _SCORE_BYTES // (4 * n * self._shape.kv_heads * self._shape.pages))
-            for first in range(0, self._shape.layers, at_once):
-                layers = slice(first, first + at_once)
-                self._choose(rows, rows.queries[layers], layers)
+        if for_later and number == self._shape.layers - 1:
+            self._choose_for_later(rows, n)
         return out.view(n, -1)
 
-    def _choose(self, rows: TableRows, q: torch.Tensor, layers: int | slice) -> None:
-        """Choose the pages of the active rows, in one layer or several."""
+    def _attend_apart(self, q: torch.Tensor, out: torch.Tensor, layer: Any) -> None:
+        """Overwrite what tokens got that attend apart: in the request table their prompt is not there."""
+        number = layer.layer_id
+        kv = self._pool.get_key_buffer(number), self._pool.get_value_buffer(number)
+        shape = -1, layer.tp_q_head_num, layer.qk_head_dim
+        for part in self._step.apart:
+            part.attend(q.view(shape), out.view(shape), kv, number, layer.scaling)
+
+    def _choose_for_later(self, rows: TableRows, n: int) -> None:
+        """Choose pages for the steps that follow, in all layers, by what has been observed so far."""
+        at_once = max(1, _SCORE_BYTES // (4 * n * self._shape.kv_heads * self._shape.pages))
+        for first in range(0, self._shape.layers, at_once):
+            layers = slice(first, first + at_once)
+            if self.variant is Variant.REFRESHED:
+                self._choose(rows, layers)
+            if self._shape.lags:
+                bounds = self._statistics.tables.bounds(layers)
+                into = rows.wanted_selection(layers)
+                self._select(rows, layers, rows.scored, bounds, rows.lagged, into)
+
+    def _choose(self, rows: TableRows, layers: slice) -> None:
+        """Choose the pages of the active rows: by their bounds, or by the keys themselves, layer by layer.
+
+        A graph is captured without rows, and serves rows of both kinds."""
+        bounds = self._statistics.tables.bounds(layers)
+        self._select(rows, layers, rows.batch, bounds, rows.active, rows.selection(layers))
+        if self._quantized or (self._step.rows and not any(row.exact for row in self._step.rows)):
+            return
+        for layer in range(self._shape.layers)[layers]:
+            one = slice(layer, layer + 1)
+            keys = KeySummary(self._pool.get_key_buffer(layer)[None], None, self._shape.page_size)
+            self._select(rows, one, rows.batch, keys, rows.exact, rows.selection(one))
+
+    def _select(
+        self,
+        rows: TableRows,
+        layers: slice,
+        batch: PagedBatch,
+        keys: KeySummary,
+        active: torch.Tensor,
+        into: PageSelection,
+    ) -> None:
         page_select(
-            q,
-            rows.batch,
-            self._statistics.tables.bounds(layers),
+            rows.queries[layers],
+            batch,
+            keys,
             budget_tokens=self._shape.capacity * self._shape.page_size,
             budgets=rows.budgets,
-            active=rows.active,
-            into=rows.selection(layers),
+            active=active,
+            into=into,
         )
 
     def _add_progressive(

@@ -8,14 +8,16 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from sglang_ext.request_options import DecodeOptions, RequestOptions
 
 
 class AttentionConfig(RequestOptions):
-    """Sparse decoding of one server."""
+    """Sparse decoding and sparse prefill of one server."""
 
     options: DecodeOptions = Field(default=DecodeOptions(), description="Defaults of requests.")
+    prefill: PrefillOptions = Field(default=PrefillOptions(), description="The same of prefill.")
     logical_page: int = Field(default=16, ge=1, description="Tokens that share one min and max key.")
     max_budget: int = Field(
         default=4096, ge=1, description="Tokens: the largest budget of a request. Page tables are that wide."
@@ -25,6 +27,9 @@ class AttentionConfig(RequestOptions):
     local_tokens: int = Field(default=256, ge=0, description="Latest tokens that streaming heads attend to.")
     kv_bits: Literal[16, 8, 4] = Field(
         default=16, description="Bits of the KV pool; 8 and 4: `sglang_ext.attention.quantized_pool`."
+    )
+    hosted_bytes: int = Field(
+        default=0, ge=0, description="Host memory of all ranks for the KV of hosted requests; 0: none are."
     )
     bound: Literal["lowest", "round"] = Field(
         default="round", description="progressive: assumed weight of unread pages, see `progressive_decode`."

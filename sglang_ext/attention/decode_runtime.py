@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,17 @@ import torch
 
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.metrics import decode_metrics
+from sglang_ext.attention.decode_state import DecodeState, Row
+from sglang_ext.attention.hosted_extends import HostedExtends
+from sglang_ext.attention.hosted_requests import HostedRequests
+from sglang_ext.attention.lagged_choices import LaggedChoices
+from sglang_ext.attention.metrics import decode_metrics, prefill_metrics
 from sglang_ext.attention.page_stats import PageStatistics
-from sglang_ext.attention.step_planner import IDLE, DecodeState, Row, Step, StepPlanner, Variant
-from sglang_ext.protocol import DECODE_FIELD, PlanError
+from sglang_ext.attention.prefill_planner import PrefillPlanner
+from sglang_ext.attention.step_planner import IDLE, Step, StepPlanner, Variant
+from sglang_ext.hosting.hosted_rows import HostedRows
+from sglang_ext.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
+from sglang_ext.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -42,45 +49,148 @@ class DecodeRuntime:
         planner: StepPlanner,
         statistics: PageStatistics,
         backend: SparseDecodeBackend,
+        hosted: HostedRows | None = None,
     ) -> None:
+        """``hosted``: None where no KV of requests is kept on the host, and no choice has a lag."""
         self.backend = backend
         self._config = config
         self._planner = planner
+        self._prefill = PrefillPlanner(config)
         self._statistics = statistics
         self._page = statistics.page_size
         self._spans: list[tuple[int, int, int]] = []  # of the extend at hand
         self._step: Step | None = None  # the decode step at hand
         self._decoding: list[Any] = []  # requests of the latest decode step
         self._pending: deque[_Pending] = deque()
+        self._hosted = hosted
+        self._lagged = self._extends = None
+        if hosted is not None:
+            self._lagged = LaggedChoices(backend, hosted, self._page)
+            self._extends = HostedExtends(planner, backend, hosted, self._lagged, statistics)
+        self._requests: HostedRequests | None = None
+        self._shown: Any = None  # of the latest step, in the metrics
+        self._mixes: bool | None = None  # SGLang's setting
         log.info("page statistics take %.1f MiB", statistics.bytes / 2**20)
+
+    def attach(self, tree: Any, ranks: Ranks) -> None:
+        """``tree``: SGLang's prefix cache, if it is ours; nothing is hosted otherwise. ``ranks``: those that
+        vote."""
+        if self._hosted is not None:
+            self._hosted.attach(tree, ranks)
+            self._requests = HostedRequests(self._planner, self.backend, self._hosted, tree)
 
     def on_request(self, req: Any) -> str | None:
         """Read a new request's options. Return the reason to refuse it, or None."""
         try:
             self._planner.admit(req)
+            self._prefill.admit(req)
         except PlanError as error:
             return str(error)
+        hosted = self._hosted
+        if hosted is None or not self._planner.state(req).options.hosted:
+            return None
+        if not hosted.ready:
+            return "hosted decoding: the prefix cache of this model is not ragserve's"
+        pages, most = len(req.origin_input_ids) // self._page, hosted.pages.capacity
+        wanted = self._planner.state(req).options.hosted
+        # a composed prompt keeps less
+        if pages > most and wanted is True and getattr(req, "ragserve", None) is None:
+            return (
+                f"hosted decoding: the prompt takes {pages} host pages and kv_hosted_bytes holds "
+                f"{most}: raise it, or ask with hosted=false"
+            )
         return None
+
+    def before_schedule(self, scheduler: Any, running_batch: Any) -> None:
+        """Let hosted requests change what they hold, before SGLang decides on its next batch.
+
+        A decode row in a prefill batch would be dense: rows whose prompt is not there are not mixed."""
+        if self._lagged is None:
+            return
+        if self._requests is not None:
+            self._requests.drop_gone([*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue])
+        if self._mixes is None:
+            self._mixes = bool(scheduler.is_mixed_chunk)
+        lagging = any(self._planner.state(req).options.lag_steps for req in running_batch.reqs)
+        scheduler.is_mixed_chunk = self._mixes and not lagging
+        # SGLang asks no further once a request found no room; more than so many it does not run anyway
+        waiting = running_batch.batch_is_full and len(scheduler.waiting_queue) > 0
+        short = waiting and len(running_batch.reqs) < scheduler.max_running_requests
+        rows = [self._planner.state(req).hosted for req in running_batch.reqs] if lagging else []
+        if self._lagged.before_schedule(rows, short=short):
+            running_batch.batch_is_full = False
+
+    def due_tokens(self, reqs: Iterable[Any]) -> int:
+        """Return the slots to keep free for the columns of the next of these requests that will be hosted."""
+        hosted = self._hosted
+        if hosted is None or not hosted.ready:
+            return 0
+        most = hosted.due_tokens // self._page
+        for req in reqs:
+            state = self._planner.state(req)
+            options = state.options
+            if state.hosted is None and state.prefix is None and options.hosted and options.lag_steps:
+                columns = hosted.columns_of(options.budget // self._page, options.columns)
+                if len(req.origin_input_ids) > columns * self._page:  # others are never hosted
+                    most = max(most, columns)
+        return most * self._page
+
+    def give_back(self, req: Any) -> None:
+        """Free the host pages and columns of a request that ends. One that is taken back keeps its KV on the
+        host, if there is room for what follows the prompt, and the choice of pages that it goes on by."""
+        state: DecodeState | None = getattr(req, "ragserve_decode", None)
+        if state is None:
+            return
+        if self._requests is not None:
+            self._requests.give_back(req, state)
+        if state.prefix is None:
+            state.forget_choice()
+
+    def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
+        """Admit a request whose KV is on the host: see `HostedRequests.admit`."""
+        return None if self._requests is None else self._requests.admit(adder, req, add)
+
+    @property
+    def requests(self) -> HostedRequests | None:
+        """Requests whose KV is on the host; None where there are none."""
+        return self._requests
 
     def before_forward(self, batch: Any) -> None:
         """Plan a decode step, or note what an extend writes (before its composed slots are filled)."""
         mode = batch.forward_mode
+        if self._hosted is not None:
+            self._hosted.join()  # an extend, too, may write to columns that have been given back
         if mode.is_decode():
             self._decoding = list(batch.reqs)
             lengths = batch.seq_lens_cpu.tolist()
             in_graph = len(batch.reqs) <= self.backend.graph_size
             self._step = self._planner.step(batch.reqs, lengths, in_graph=in_graph)
             self.backend.begin(self._step)
+            if self._lagged is not None:
+                self._lagged.before(self._step)
         elif mode.is_extend():
             self._decoding = []  # one that was retracted may be on its way in again
             ends = batch.seq_lens_cpu.tolist()
+            decoding = len(batch.decoding_reqs) if mode.is_mixed() else 0
+            prompts = len(ends) - decoding
+            spans = list(zip(batch.prefix_lens, ends, strict=True))[:prompts]
+            asked = self._planner.asked(batch.reqs[:prompts], spans)
+            apart: tuple[Any, ...] = ()
+            if self._extends is not None:
+                self._extends.before(batch.reqs[:prompts], spans)
+                asked, apart = (*asked, *self._extends.asked), self._extends.parts
             self._spans = [
-                (req.req_pool_idx, 0 if _fills(req) else prefix, end)
+                (req.req_pool_idx, self._first_written(req, prefix), end)
                 for req, prefix, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True)
             ]
-            self.backend.begin(Step(prefixes=tuple((row, start) for row, start, _ in self._spans)))
-            if mode.is_mixed():  # decode rows of a prefill batch, its last ones, are dense
-                decoding = len(batch.decoding_reqs)
+            prefixes = tuple((row, start) for row, start, _ in self._spans)
+            rows = [
+                (row, prefix, end)
+                for (row, _, end), prefix in zip(self._spans, batch.prefix_lens, strict=True)
+            ]
+            prefill = self._prefill.plan(batch.reqs, rows)
+            self.backend.begin(Step(prefixes=prefixes, asked=asked, apart=apart, prefill=prefill))
+            if decoding:  # decode rows of a prefill batch, its last ones, are dense
                 for req, end in zip(batch.reqs[-decoding:], ends[-decoding:], strict=True):
                     self._account_dense(self._planner.state(req), end)
 
@@ -88,18 +198,27 @@ class DecodeRuntime:
         """Let statistics of what the pass fills follow it on its stream. The pass has been launched."""
         self._statistics.follow()
         if self._spans:
+            if self.backend.prefill is not None:
+                self._prefill.count(self.backend.prefill.rows, *self.backend.prefill.computed())
             self._statistics.after_extend(self._spans)
             self._spans = []
+            if self._extends is not None:
+                self._extends.after()
             self.backend.begin(IDLE)
         if self._step is not None:
             step, self._step = self._step, None
             self._account(step)
+            if self._lagged is not None:
+                self._lagged.after(step, self._decoding)
+                self._count_requests(step)
             self._planner.after(step)
             self.backend.begin(IDLE)
 
     def forget_step(self) -> None:
         """Let the step at hand be dense and leave its pages without statistics: its requests have failed."""
         self._spans, self._step = [], None
+        if self._extends is not None:
+            self._extends.drop()
         self.backend.begin(IDLE)
 
     def on_finished(self, req: Any, tokens: int) -> None:
@@ -107,19 +226,25 @@ class DecodeRuntime:
 
         Its last page may be just full."""
         self._statistics.after_request(req.req_pool_idx, tokens)
+        if (prefilled := self._prefill.finished(req)) is not None:
+            if self.backend.rank == 0:
+                prefill_metrics().observe(prefilled)
+            _tell(req, PREFILL_FIELD, prefilled.to_json())
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None or state.options.mode == "dense" or not state.steps:
             return
         self._collect()
+        if state.hosted is not None:
+            state.hosted.collect()
         report = state.report()
         if self.backend.rank == 0:  # the other ranks have read as much, for heads of their own
             decode_metrics().observe(report)
-        # SGLang sends one value per token; the report goes with the last one.
-        count = len(req.output_ids_through_stop)
-        if count:
-            req.customized_info = (req.customized_info or {}) | {
-                DECODE_FIELD: [None] * (count - 1) + [report.to_json()]
-            }
+        _tell(req, DECODE_FIELD, report.to_json())
+
+    def limit_link(self, rate: float) -> None:
+        """Let loads of this rank's hosted requests take so many bytes a second; 0: what is measured."""
+        if self._hosted is not None:
+            self._hosted.bounds.link.given = rate
 
     def capture(self, runner: Any, capture_one: Callable[[str], Any]) -> None:
         """Capture the other variants' graphs of a batch size, under their labels.
@@ -141,10 +266,12 @@ class DecodeRuntime:
             "page_size": self._page,
             "logical_page": config.logical_page,
             "default": config.options.model_dump(),
+            "prefill": config.prefill.model_dump(),
             "max_budget": config.max_budget,
             "streaming_heads": self.backend.streaming_share,
             "kv_bits": config.kv_bits,
             "statistics_bytes": self._statistics.bytes,
+            "hosted": None if self._hosted is None else self._hosted.describe(),
         }
 
     def check_integrity(self, tree: Any) -> None:
@@ -157,11 +284,11 @@ class DecodeRuntime:
         """
         statistics = self._statistics
         statistics.settle()
+        if self._hosted is not None:
+            self._hosted.check()
         cached = tree.cached_slots() // self._page
         decoding = [
-            statistics.pages_of(
-                req.req_pool_idx, max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page
-            )
+            self._decoded_pages(req)
             for req in self._decoding
             if req.req_pool_idx is not None and not req.finished() and not req.is_retracted
         ]
@@ -169,6 +296,34 @@ class DecodeRuntime:
             bad = statistics.differing(pages) if len(pages) else []
             if bad:
                 raise RuntimeError(f"the statistics of {len(bad)} {whose} pages are stale: {bad[:10]}")
+
+    def _first_written(self, req: Any, prefix: int) -> int:
+        """Return the first token whose KV the extend at hand writes, or brings to the device before it."""
+        from sglang_ext.context.compose.request import is_composed
+
+        hosted = self._planner.state(req).hosted
+        if hosted is not None and hosted.moved:
+            return hosted.pages * self._page
+        return 0 if is_composed(req) and not req.ragserve.filled else prefix
+
+    def _count_requests(self, step: Step) -> None:
+        """Show how many requests of each kind a step has, where that changes."""
+        rows = [row.state.hosted for row in step.rows]
+        hosted = sum(row is not None and row.moved for row in rows)
+        copying = sum(row is not None and not row.moved for row in rows)
+        kinds = hosted, copying, len(rows) - hosted - copying
+        shown = (kinds, {} if self._hosted is None else self._hosted.describe())
+        if self.backend.rank == 0 and shown != self._shown:
+            decode_metrics().hold(*kinds)
+            decode_metrics().bound(shown[1])
+            self._shown = shown
+
+    def _decoded_pages(self, req: Any) -> torch.Tensor:
+        """Return the full pages of a decoding request that hold its own tokens, int32."""
+        full = max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page
+        row = self._planner.state(req).hosted
+        first = row.pages if row is not None and row.moved else 0  # before them are columns
+        return self._statistics.pages_of(req.req_pool_idx, full)[first:]
 
     def _account(self, step: Step) -> None:
         share = self.backend.streaming_share
@@ -180,6 +335,7 @@ class DecodeRuntime:
             state.steps += 1
             state.context_pages += total
             state.sparse_steps += 1
+            state.hosted_counts.hosted_steps += state.hosted is not None and state.hosted.moved
             streaming = share if row.streaming else 0.0
             if streaming:
                 state.pages += streaming * self._streaming_pages(row.tokens, total)
@@ -223,8 +379,8 @@ class DecodeRuntime:
         return sink + total - local
 
 
-def _fills(req: Any) -> bool:
-    """Return True if the next forward pass also fills the request's composed context."""
-    from sglang_ext.context.compose.request import is_composed
-
-    return is_composed(req) and not req.ragserve.filled
+def _tell(req: Any, field: str, text: str) -> None:
+    """Send a report with the request's last token: SGLang sends one value per token."""
+    count = len(req.output_ids_through_stop)
+    if count:
+        req.customized_info = (req.customized_info or {}) | {field: [None] * (count - 1) + [text]}

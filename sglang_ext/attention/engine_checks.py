@@ -50,6 +50,11 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         problems.append(
             f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}"
         )
+    if config.hosted_bytes and config.kv_bits != 16:
+        problems.append(
+            f"kv_hosted_bytes is {config.hosted_bytes} and kv_bits {config.kv_bits}: KV of few bits is not "
+            "hosted, leave one of them out"
+        )
     if problems:
         raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.engine_checks import check_engine
 from sglang_ext.attention.page_stats import PageStatistics
 from sglang_ext.attention.step_planner import StepPlanner
+from sglang_ext.documents.types import KvShape
+from sglang_ext.hosting.host_pages import HostPages
+from sglang_ext.hosting.hosted_rows import HostedRows
+from sglang_ext.ranks import Ranks
 from sglang_ext.state import current
 
 
@@ -22,9 +28,23 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         wrapped, page = make(runner), runner.page_size
         planner = StepPlanner(config, page, runner.model_config.context_len)
         table = runner.req_to_token_pool.req_to_token
-        statistics = PageStatistics(runner.token_to_kv_pool, table, page, config.logical_page)
+        pages = host_pages(runner, config)
+        hosted_pages = 0 if pages is None else pages.capacity
+        pool = runner.token_to_kv_pool
+        statistics = PageStatistics(pool, table, page, config.logical_page, hosted_pages)
         backend = SparseDecodeBackend(wrapped, runner, config, statistics)
-        current.attention = DecodeRuntime(config, planner, statistics, backend)
+        hosted = None if pages is None else HostedRows(pool, table, page, pages, statistics.tables)
+        current.attention = DecodeRuntime(config, planner, statistics, backend, hosted)
         return backend
 
     return factory
+
+
+def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
+    """Return a rank's share of the host memory for requests' KV; None where there is none."""
+    if not config.hosted_bytes:
+        return None
+    pool = runner.token_to_kv_pool
+    shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, runner.page_size)
+    on_gpu = torch.device(runner.device).type == "cuda"
+    return HostPages(shape, config.hosted_bytes // Ranks(runner.tp_group).world, pin=on_gpu)

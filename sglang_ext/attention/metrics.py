@@ -1,17 +1,20 @@
-"""Prometheus metrics of sparse decoding, in the registry that SGLang exposes; made on first use."""
+"""Prometheus metrics of sparse decoding and sparse prefill, in the registry that SGLang exposes; made on
+first use.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
-from sglang_ext.protocol import DecodeReport
+from sglang_ext.protocol import DecodeReport, PrefillReport
 
 
 class DecodeMetrics:
     """Counters per mode, and a histogram of the estimated weight."""
 
     def __init__(self) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         self.steps = Counter(
             "ragserve_decode_steps",
@@ -29,6 +32,39 @@ class DecodeMetrics:
             buckets=(0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0),
         )
 
+        self.hosted = Counter(
+            "ragserve_decode_hosted_pages",
+            "Pages of KV heads that choices of hosted requests named: hit, or miss and loaded from the host.",
+            ["kind"],
+        )
+        self.loaded = Counter(
+            "ragserve_decode_loaded_bytes", "Bytes loaded from the host for choices of hosted requests."
+        )
+        self.requests = Gauge(
+            "ragserve_decode_requests",
+            "Requests of the latest decode step: hosted, copying to the host, or resident.",
+            ["kind"],
+            multiprocess_mode="mostrecent",
+        )
+        self.waiting = Gauge(
+            "ragserve_decode_hosting_waits",
+            "Requests of the latest decode step that are not hosted for want of: device slots for columns, "
+            "host pages, or a link that others leave free.",
+            ["bound"],
+            multiprocess_mode="mostrecent",
+        )
+        self.columns = Gauge(
+            "ragserve_decode_hosted_columns",
+            "Pages of the KV pool that are columns of hosted requests, or are kept free to become some.",
+            ["state"],
+            multiprocess_mode="mostrecent",
+        )
+        self.link = Gauge(
+            "ragserve_decode_link_share",
+            "Bytes that hosted requests load a step, by those that the link moves in a step's time.",
+            multiprocess_mode="mostrecent",
+        )
+
     def observe(self, report: DecodeReport) -> None:
         """Count a request that ends."""
         self.steps.labels(report.mode, "yes").inc(report.sparse_steps)
@@ -37,6 +73,53 @@ class DecodeMetrics:
         self.pages.labels(report.mode, "held").inc(report.pages_held * report.steps)
         if report.weight is not None:
             self.weight.observe(report.weight)
+        if report.hosted_steps or report.misses:
+            self.hosted.labels("hit").inc(report.hits)
+            self.hosted.labels("miss").inc(report.misses)
+            self.loaded.inc(report.loaded_bytes)
+
+    def hold(self, hosted: int, copying: int, resident: int) -> None:
+        """Set the requests of a decode step."""
+        for kind, count in (("hosted", hosted), ("copying", copying), ("resident", resident)):
+            self.requests.labels(kind).set(count)
+
+    def bound(self, hosted: dict[str, Any]) -> None:
+        """Set what bounds hosting, as `HostedRows.describe` tells it; empty where nothing is hosted."""
+        if not hosted:
+            return
+        for bound, count in hosted["waiting"].items():
+            self.waiting.labels(bound).set(count)
+        self.columns.labels("held").set(hosted["columns"])
+        self.columns.labels("due").set(hosted["columns_due"])
+        self.link.set(hosted["link_share"])
+
+
+class PrefillMetrics:
+    """Counters of sparse prefill per mode."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Histogram
+
+        self.tokens = Counter(
+            "ragserve_prefill_sparse_tokens", "Prompt tokens prefilled sparsely, by mode.", ["mode"]
+        )
+        self.share = Histogram(
+            "ragserve_prefill_block_share",
+            "Share of the blocks of attention that the sparse prefill of a request computed, by mode.",
+            ["mode"],
+            buckets=(0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0),
+        )
+
+    def observe(self, report: PrefillReport) -> None:
+        """Count a request that ends."""
+        self.tokens.labels(report.mode).inc(report.tokens)
+        self.share.labels(report.mode).observe(report.share)
+
+
+@lru_cache(maxsize=1)
+def prefill_metrics() -> PrefillMetrics:
+    """Return the metrics of this process."""
+    return PrefillMetrics()
 
 
 @lru_cache(maxsize=1)

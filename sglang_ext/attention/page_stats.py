@@ -6,7 +6,8 @@ nothing: their next owner fills them first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ class PageStatistics:
         RuntimeError: the device has no room for them.
     """
 
-    def __init__(self, pool: Any, req_to_token: torch.Tensor, page_size: int, logical_page: int) -> None:
+    def __init__(
+        self, pool: Any, req_to_token: torch.Tensor, page_size: int, logical_page: int, hosted: int = 0
+    ) -> None:
+        """``hosted``: pages on the host whose statistics are kept, behind those of the pool's pages."""
         self._table = req_to_token
         self.page_size = page_size
         self._stream: torch.cuda.Stream | None = None
@@ -33,14 +37,14 @@ class PageStatistics:
         try:
             if self._quantized is None:
                 self._kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
-                self.tables = PageStats.zeros(self._kv, page_size, logical_page)
+                self.tables = PageStats.zeros(self._kv, page_size, logical_page, hosted)
             else:
                 self.tables = pool.new_statistics(logical_page)
         except torch.OutOfMemoryError as error:
             share = 1 / logical_page + 1 / (2 * page_size)
             raise RuntimeError(
-                f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool beside it: "
-                f"lower mem_fraction_static or max_total_tokens ({error})"
+                f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool and of "
+                f"kv_hosted_bytes: lower mem_fraction_static, max_total_tokens or kv_hosted_bytes ({error})"
             ) from error
 
     @property
@@ -86,6 +90,15 @@ class PageStatistics:
         """Note the current stream, that of the forward passes; requests end on another one."""
         if self.tables.k_min.is_cuda:
             self._stream = torch.cuda.current_stream(self.tables.k_min.device)
+
+    @contextmanager
+    def on_forward_stream(self) -> Iterator[None]:
+        """Launch work behind the forward passes so far, and before the next one."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
 
     def before_decode(self, rows: torch.Tensor, lens: torch.Tensor, lens_cpu: torch.Tensor | None) -> None:
         """Make the statistics of the pages that the step before filled.

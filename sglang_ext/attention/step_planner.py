@@ -1,16 +1,20 @@
-"""Requests' decode options and accounts, and the plan of each decode step. Host only."""
+"""The plan of each decode step. Host only."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, DecodeReport, PlanError
+from sglang_ext.attention.decode_state import DecodeState, Row
+from sglang_ext.attention.prefill_planner import ExtendRow
+from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, PlanError
 
 FORCED_PAGES = 2  # the first and the newest page, attended to whatever their score
+_FIRST_WINDOW = 16  # steps until a window of decoded queries chooses for the first time (LoopServe 5.2)
 
 
 class Variant(Enum):
@@ -26,63 +30,6 @@ class Variant(Enum):
     PROGRESSIVE = "ragserve-progressive"  # some rows by threshold; others dense or by budget
 
 
-@dataclass(slots=True)
-class DecodeState:
-    """A request's options and what its steps have read so far.
-
-    Page counts are means over layers and KV heads, summed over steps.
-
-    Attributes:
-        serves_from: the request's tokens in the first step that reads the pages chosen for it.
-        newest: the latest page among those.
-        widened: that page began after they were chosen, and is one more than the budget.
-    """
-
-    options: DecodeOptions
-    serves_from: int = 0
-    newest: int = -1
-    widened: bool = False
-    steps: int = 0
-    sparse_steps: int = 0
-    pages: float = 0.0
-    context_pages: float = 0.0  # pages that a dense step would read
-    weights: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum of the estimates, their number
-
-    def report(self) -> DecodeReport:
-        """Return means over the steps so far."""
-        steps = max(1, self.steps)
-        return DecodeReport(
-            mode=self.options.mode,
-            steps=self.steps,
-            sparse_steps=self.sparse_steps,
-            pages=self.pages / steps,
-            pages_held=self.context_pages / steps,
-            share=self.pages / self.context_pages if self.context_pages else 1.0,
-            weight=self.weights[0] / self.weights[1] if self.weights[1] else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A request in a decode step of ``tokens`` tokens, the newest included."""
-
-    state: DecodeState
-    tokens: int
-    sparse: bool
-
-    @property
-    def hierarchical(self) -> bool:
-        return self.sparse and self.state.options.mode == "hierarchical"
-
-    @property
-    def progressive(self) -> bool:
-        return self.sparse and self.state.options.mode == "progressive"
-
-    @property
-    def streaming(self) -> bool:
-        return self.sparse and self.state.options.streaming
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """Plan of the next forward pass; the backend gets one per pass.
@@ -96,6 +43,14 @@ class Step:
         kept: per row, its place in the step before if its pages stay, else -1.
         prefixes: of an extend: per request its row of the request table, and how many of its tokens are in
             the pool.
+        asked: of an extend: per request whose last new queries may choose pages, its state, the place of the
+            first of these queries in the batch, and their number.
+        apart: of an extend: what attends apart from the wrapped backend, `hosted_extends.SparseToken` or the
+            like.
+        shares: per row, the share of this step's query in the mean that its pages are chosen by.
+        lagged: per row, whether it chooses pages at the end of this step, for steps after its lag.
+        swapped: per row, whether it reads its pending choice from this step on.
+        prefill: of an extend with sparse prefill: its requests.
     """
 
     variant: Variant = Variant.DENSE
@@ -105,6 +60,12 @@ class Step:
     changed: bool = False
     kept: tuple[int, ...] = ()
     prefixes: tuple[tuple[int, int], ...] = ()
+    asked: tuple[tuple[DecodeState, int, int], ...] = ()
+    apart: tuple[Any, ...] = ()
+    shares: tuple[float, ...] = ()
+    lagged: tuple[bool, ...] = ()
+    swapped: tuple[bool, ...] = ()
+    prefill: tuple[ExtendRow, ...] = ()
 
 
 IDLE = Step()
@@ -118,7 +79,14 @@ class StepPlanner:
     begins meanwhile joins them; when a second one begins, or if the row has none yet, its pages are chosen at
     once. Otherwise they are chosen at the end of the step before, by its queries, for all layers in one
     launch. Rows in the last three quarters of their interval come along, so that the rows of a batch end up
-    choosing together. With ``reuse`` 1 every step chooses at once, by its own queries."""
+    choosing together. With ``reuse`` 1 every step chooses at once, by its own queries.
+
+    A row with a lag chooses at once in its first step only, then at the ends of steps, by its own clock: what
+    it reads does not depend on its batch. An interval is short enough that at most one page begins while a
+    choice serves.
+
+    Pages are chosen by the last query, or by the running mean of a window of decoded ones, 16 steps after the
+    first choice at the latest (LoopServe 5.2), or by queries of the prompt's end for the whole answer."""
 
     def __init__(self, config: AttentionConfig, page_size: int, context_length: int) -> None:
         self._config = config
@@ -160,8 +128,25 @@ class StepPlanner:
                 raise PlanError(
                     f"a budget of {options.budget} tokens: this server's largest is {self._config.max_budget}"
                 )
+        if options.mode == "hierarchical" and options.scores == "exact" and self._config.kv_bits != 16:
+            raise PlanError("exact scores need plain keys: ask for scores=bound, or start it with kv_bits=16")
+        if options.lag_steps and (options.observe == "recent" or options.scores == "exact"):
+            raise PlanError(
+                "hosted or lagging decoding chooses by bounds, for the keys may be on the host: ask for "
+                "scores=bound and another observe than recent"
+            )
         if options.streaming and self._config.heads is None:
             raise PlanError("streaming heads: this server was started without a pattern file of them")
+        if options.lag_steps and not self._config.hosted_bytes:
+            raise PlanError(
+                "hosted or lagging decoding: this server keeps no KV of requests on the host: start it with "
+                "kv_hosted_bytes"
+            )
+        if options.hosted and options.streaming and options.mode == "hierarchical":
+            raise PlanError(
+                "hosted decoding with streaming heads, whose pages are not on the device: ask for "
+                "streaming=false"
+            )
 
     def step(self, reqs: Sequence[Any], lengths: Sequence[int], *, in_graph: bool = False) -> Step:
         """Plan the decode step of these requests.
@@ -180,8 +165,10 @@ class StepPlanner:
         ]
         places = {id(row.state): place for place, row in enumerate(before) if row.hierarchical}
         kept = tuple(places.get(id(row.state), -1) if row.hierarchical else -1 for row in rows)
+        swapped = tuple(self._swap(row) for row in rows)
+        shares = tuple(self._observe(row, place) for row, place in zip(rows, kept, strict=True))
         active = tuple(
-            row.hierarchical and (place < 0 or self._is_due(row))
+            row.hierarchical and (not row.state.chosen_at if row.lag else place < 0 or self._is_due(row))
             for row, place in zip(rows, kept, strict=True)
         )
         opened = tuple(
@@ -193,20 +180,29 @@ class StepPlanner:
                 self._choose(row, row.tokens)
             elif new:
                 row.state.newest, row.state.widened = self._newest(row), True
+        lagged = tuple(self._is_time(row) for row in rows)
+        at_once = [row.hierarchical and not row.lag and not row.recent for row in rows]
         if any(row.progressive for row in rows):
             variant = Variant.PROGRESSIVE
         elif any(active):
             variant = Variant.SELECTED
-        elif any(self._age(row) + 1 == row.state.options.reuse for row in rows if row.hierarchical):
+        elif any(lagged) or any(
+            self._age(row) + 1 == self._interval(row)
+            for row, chooses in zip(rows, at_once, strict=True)
+            if chooses
+        ):
             variant = Variant.REFRESHED
             active = tuple(
-                row.hierarchical and 4 * (self._age(row) + 1) >= row.state.options.reuse for row in rows
+                chooses and 4 * (self._age(row) + 1) >= self._interval(row)
+                for row, chooses in zip(rows, at_once, strict=True)
             )
         elif any(row.sparse for row in rows):
             variant = Variant.REUSED
         else:
             variant = Variant.DENSE
-        return Step(variant, rows, active, opened, changed, kept)
+        return Step(
+            variant, rows, active, opened, changed, kept, shares=shares, lagged=lagged, swapped=swapped
+        )
 
     def after(self, step: Step) -> None:
         """Note that the step has been launched: pages that it chose for later steps hold from now on."""
@@ -214,6 +210,79 @@ class StepPlanner:
             for row, chosen in zip(step.rows, step.active, strict=True):
                 if chosen:
                     self._choose(row, row.tokens + 1)
+        for row, chosen in zip(step.rows, step.lagged, strict=True):
+            if row.lag:
+                row.state.tokens = row.tokens
+            if chosen:
+                self._choose_for_later(row)
+            if row.state.options.observe == "window":
+                row.state.asked = None  # the tables go on with it
+
+    def place(self, state: DecodeState) -> int:
+        """Return a request's place in the latest decode step; -1: it had none."""
+        return next((i for i, row in enumerate(self._before) if row.state is state), -1)
+
+    def forget(self, state: DecodeState) -> None:
+        """Let a request that leaves its batch have no place in the next step's tables, if it is back then."""
+        gone = Row(DecodeState(state.options), 0, sparse=False)
+        self._before = tuple(gone if row.state is state else row for row in self._before)
+
+    def again(self, req: Any, tokens: int) -> tuple[bool, bool, bool]:
+        """Plan the step of a hosted request that was taken back before it, and now has it as an extend by one
+        token.
+
+        Return whether it reads its pending choice from this step on, whether it chooses at its end, and
+        whether its query is new. With the overlap scheduler the step was planned and launched, and its result
+        is not used: then none of these."""
+        row = self._row(req, tokens)
+        is_new = row.state.tokens < tokens
+        swapped = self._swap(row)
+        if self._newest(row) != row.state.newest:
+            row.state.newest, row.state.widened = self._newest(row), True
+        chooses = self._is_time(row)
+        row.state.tokens = tokens
+        if chooses:
+            self._choose_for_later(row)
+        return swapped, chooses, is_new
+
+    def chooses_early(self, req: Any, end: int) -> bool:
+        """Return True if an extend up to token ``end`` completes a composed prompt whose pages its last query
+        chooses: those of composed requests with a lag."""
+        state = self.state(req)
+        context = getattr(req, "ragserve", None)
+        plan = getattr(context, "plan", None)  # a document has none
+        if plan is None or plan.session is not None or state.chosen_at:
+            return False
+        return self.is_lagging(req, end) and end == len(req.origin_input_ids) + len(req.output_ids)
+
+    def is_lagging(self, req: Any, tokens: int) -> bool:
+        """Return True if a request has a lag in its decode step behind ``tokens`` tokens."""
+        return self._row(req, tokens + 1).lag > 0
+
+    def chosen_early(self, req: Any, end: int) -> None:
+        """Note that pages have been chosen at the end of that extend, for the steps that follow it."""
+        state = self.state(req)
+        self._choose(self._row(req, end), end)
+        state.chosen_at, state.first_tokens, state.tokens = end, end + 1, end
+
+    def _choose_for_later(self, row: Row) -> None:
+        state = row.state
+        state.chosen_at = row.tokens
+        state.pending_from, state.pending_newest = row.tokens + 1 + row.lag, self._newest(row)
+
+    def asked(
+        self, reqs: Sequence[Any], spans: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[DecodeState, int, int], ...]:
+        """Return `Step.asked` of an extend. ``spans``: of each request the first new token and the end."""
+        found, place = [], 0
+        for req, (start, end) in zip(reqs, spans, strict=True):
+            place += end - start
+            row = self._row(req, end + 1)
+            goes_on = row.state.kept is not None  # its prompt was observed before it was taken back
+            if row.hierarchical and row.state.options.observe == "prompt" and not goes_on:
+                count = min(end - start, row.state.options.window)
+                found.append((row.state, place - count, count))
+        return tuple(found)
 
     def state(self, req: Any) -> DecodeState:
         """Return a request's state; a request that SGLang made for itself is dense."""
@@ -233,10 +302,54 @@ class StepPlanner:
     def _is_due(self, row: Row) -> bool:
         """Return True if pages must be chosen before this step: too old, or more than one page behind."""
         ahead = self._newest(row) - row.state.newest
-        return self._age(row) >= row.state.options.reuse or ahead > 1 or (ahead == 1 and row.state.widened)
+        if row.recent:
+            return ahead > 0
+        return self._age(row) >= self._interval(row) or ahead > 1 or (ahead == 1 and row.state.widened)
+
+    @staticmethod
+    def _interval(row: Row) -> int:
+        """Return the steps that the row's pages serve."""
+        options = row.state.options
+        if options.observe == "prompt":
+            return sys.maxsize
+        is_first = options.observe == "window" and row.state.choices == 1
+        return min(options.reuse, _FIRST_WINDOW) if is_first else options.reuse
+
+    @staticmethod
+    def _observe(row: Row, place: int) -> float:
+        """Return the share of this step's query in the mean that chooses. ``place``: see `Step.kept`."""
+        state = row.state
+        if not row.hierarchical or state.options.observe in ("last", "recent"):
+            return 1.0
+        if place < 0:  # the tables begin with the queries of the prompt's end, if there are any
+            state.observed = 0 if state.asked is None else state.asked.count
+        if state.options.observe == "prompt" and state.observed:
+            return 0.0
+        state.observed = min(state.observed + 1, state.options.window)
+        return 1 / state.observed
 
     def _choose(self, row: Row, serves_from: int) -> None:
         row.state.serves_from, row.state.newest, row.state.widened = serves_from, self._newest(row), False
+        row.state.choices += 1
+        if row.lag:
+            row.state.first_tokens = row.state.chosen_at = row.tokens
+
+    @staticmethod
+    def _swap(row: Row) -> bool:
+        """Let a row read its pending choice from this step on, if it is time; return whether it is."""
+        state = row.state
+        if not row.lag or not state.pending_from or row.tokens < state.pending_from:
+            return False
+        state.serves_from, state.newest, state.widened = row.tokens, state.pending_newest, False
+        state.pending_from = 0
+        return True
+
+    def _is_time(self, row: Row) -> bool:
+        """Return True if a row with a lag chooses at the end of this step."""
+        if not row.lag or row.state.pending_from:
+            return False
+        interval = max(row.lag + 1, min(row.state.options.reuse, self._page - row.lag))
+        return row.tokens - row.state.chosen_at >= interval
 
     def _row(self, req: Any, tokens: int) -> Row:
         state = self.state(req)

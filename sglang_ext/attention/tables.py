@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
-from sglang_ext.attention.step_planner import Row, Step
+from sglang_ext.attention.decode_state import Row
+from sglang_ext.attention.step_planner import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class TableShape:
     """Sizes of one rank's tables.
 
     ``pages``: of the longest request. ``capacity``: pages of the largest budget, and one that may join
-    them."""
+    them. ``lags``: rows may choose pages for later steps than the next."""
 
     layers: int
     heads: int
@@ -26,6 +28,7 @@ class TableShape:
     page_size: int
     head_dim: int
     dtype: torch.dtype
+    lags: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,17 @@ class TableRows:
     weight: torch.Tensor
     budgets: torch.Tensor
     active: torch.Tensor
+    exact: torch.Tensor
+    shares: torch.Tensor
     thresholds: torch.Tensor
+    scored: PagedBatch  # with the pages whose statistics stand for the rows' pages
+    wanted: torch.Tensor
+    wanted_counts: torch.Tensor
+    lagged: torch.Tensor
+
+    def wanted_selection(self, layers: int | slice) -> PageSelection:
+        """Return the pages chosen for steps after a lag."""
+        return PageSelection(self.wanted[layers], self.wanted_counts[layers])
 
     def selection(self, layer: int | slice) -> PageSelection:
         """Return the pages chosen for one layer or several."""
@@ -73,8 +86,16 @@ class StepTables:
         self.counts = zeros(layers, size, kv_heads)
         self.kinds = zeros(layers, size, kv_heads)
         self.by_rank = zeros(layers, size, kv_heads)  # 1: the head attends progressively
-        # queries of a step at whose end pages are chosen
+        # what pages are chosen by: the latest query, or a mean of queries
         self.queries = zeros(layers, size, shape.heads, shape.head_dim, dtype=shape.dtype)
+        self.shares = torch.ones(size, 1, 1, dtype=shape.dtype, device=device)  # of a step's query in it
+        self._shares: tuple[float, ...] = ()
+        lagging = size if shape.lags else 0
+        self.scored_pages = zeros(lagging, shape.pages) if lagging else self.pages
+        self.wanted = zeros(layers, size, kv_heads, shape.capacity) if lagging else self.index
+        self.wanted_counts = zeros(layers, size, kv_heads) if lagging else self.counts
+        self.lagged = zeros(size)
+        self._lagged_rows: tuple[bool, ...] = ()
         self.used = zeros(layers, size, kv_heads)
         self.weight = zeros(layers, size, shape.heads, dtype=torch.float32)
         self._rows = zeros(4, size)
@@ -82,19 +103,25 @@ class StepTables:
         self._limits: tuple[int, ...] = ()  # pages of each row's budget
         self.budgets, self._kind, self._streaming, self.progressive = self._rows.unbind(0)
         self.thresholds = torch.ones(size, dtype=torch.float32, device=device)
-        self.active = zeros(size)
+        self.active = zeros(size)  # rows that choose by bounds in this step
+        self.exact = zeros(size)  # rows that choose by their keys
         self._active_rows: tuple[bool, ...] = ()
         self._views: dict[int, TableRows] = {}  # by n, at most `size`
 
     def rows(self, n: int) -> TableRows:
         """Return the first ``n`` rows. They are checked when first asked for, not in every layer."""
         if n not in self._views:
-            by_layer = ("index", "counts", "kinds", "by_rank", "queries", "used", "weight")
+            by_layer = (
+                *("index", "counts", "kinds", "by_rank", "queries", "used", "weight"),
+                *("wanted", "wanted_counts"),
+            )
+            by_row = ("budgets", "active", "exact", "shares", "thresholds", "lagged")
             self._views[n] = TableRows(
                 PagedBatch(self.pages[:n], self.lens[:n], self._shape.page_size),
                 PagedBatch(self.pages[:n], self.ranked_lens[:n], self._shape.page_size),
                 **{name: getattr(self, name)[:, :n] for name in by_layer},
-                **{name: getattr(self, name)[:n] for name in ("budgets", "active", "thresholds")},
+                **{name: getattr(self, name)[:n] for name in by_row},
+                scored=PagedBatch(self.scored_pages[:n], self.lens[:n], self._shape.page_size),
             )
         return self._views[n]
 
@@ -103,7 +130,9 @@ class StepTables:
         if step.changed:
             self.set_rows(step.rows, step.kept)
         self.open_pages({i: row.state.newest for i, row in enumerate(step.rows) if step.opened[i]})
-        self.set_active(step.active)
+        self.set_active(step)
+        self.set_shares(step.shares)
+        self.set_lagged(step.lagged)
 
     def set_rows(self, rows: tuple[Row, ...], kept: tuple[int, ...] = ()) -> None:
         """Set the rows' kinds and limits, for other requests or other ones of them sparse.
@@ -123,6 +152,9 @@ class StepTables:
         self._copy(values, self._rows)
         self._copy(thresholds, self.thresholds)
         self._move(kept)
+        for i, row in enumerate(rows):
+            if row.state.asked is not None and (i >= len(kept) or kept[i] < 0):
+                self.queries[:, i].copy_(row.state.asked.mean)
         self.kinds.copy_(self._kind[None, :, None].expand_as(self.kinds))
         self.by_rank.copy_(self.progressive[None, :, None].expand_as(self.by_rank))
         if self._pattern is not None:
@@ -131,18 +163,51 @@ class StepTables:
             self.by_rank.masked_fill_(stream, 0)
         self._active_rows = ()
 
-    def set_active(self, active: tuple[bool, ...]) -> None:
-        """Set which rows choose their pages in this step."""
-        if active != self._active_rows:
-            values = torch.zeros(self.size, dtype=torch.int32)
-            values[: len(active)] = torch.tensor(active, dtype=torch.int32)
-            self._copy(values, self.active)
-            self._active_rows = active
+    def set_active(self, step: Step) -> None:
+        """Set which rows choose their pages in this step, and the pages that no query chooses."""
+        if step.active != self._active_rows:
+            chosen = list(zip(step.rows, step.active, strict=True))
+            self._copy_flags([now and not (row.exact or row.recent) for row, now in chosen], self.active)
+            self._copy_flags([now and row.exact and not row.recent for row, now in chosen], self.exact)
+            self._active_rows = step.active
+        for i, row in enumerate(step.rows):
+            if row.recent and step.active[i]:
+                self._set_recent(i, row.state.newest)
+
+    def set_shares(self, shares: tuple[float, ...]) -> None:
+        """Set the share of this step's query in the mean that each row's pages are chosen by."""
+        if shares != self._shares:
+            values = torch.ones(self.size, 1, 1, dtype=self.shares.dtype)
+            values[: len(shares), 0, 0] = torch.tensor(shares, dtype=values.dtype)
+            self._copy(values, self.shares)
+            self._shares = shares
+
+    def set_lagged(self, lagged: tuple[bool, ...]) -> None:
+        """Set which rows choose pages at the end of this step, for steps after a lag."""
+        if self._shape.lags and lagged != self._lagged_rows:
+            self._copy_flags(lagged, self.lagged)
+            self._lagged_rows = lagged
+
+    def place(self, row: int, selection: PageSelection, opened: int | None) -> None:
+        """Let a row read other pages than in the step before.
+
+        ``selection``: in all layers, [layers, kv_heads, capacity] and [layers, kv_heads]. ``opened``: a page
+        that began since they were chosen."""
+        self.index[:, row].copy_(selection.blocks)
+        self.counts[:, row].copy_(selection.counts)
+        if opened is not None:
+            self.open_pages({row: opened})
+
+    def taken(self, row: int, *, wanted: bool) -> PageSelection:
+        """Return a copy of what a row reads, or of what it has chosen for later steps."""
+        if wanted:
+            return PageSelection(self.wanted[:, row].clone(), self.wanted_counts[:, row].clone())
+        return PageSelection(self.index[:, row].clone(), self.counts[:, row].clone())
 
     def adopt(self, other: StepTables) -> None:
-        """Take over the pages chosen in smaller tables; rows keep their places."""
-        self.index[:, : other.size].copy_(other.index)
-        self.counts[:, : other.size].copy_(other.counts)
+        """Take over the pages of smaller tables, and the queries that choose; rows keep their places."""
+        for name in ("index", "counts", "queries"):
+            getattr(self, name)[:, : other.size].copy_(getattr(other, name))
 
     def open_pages(self, pages: dict[int, int]) -> None:
         """Append to the pages chosen for a row, by row, a page that begins."""
@@ -152,7 +217,12 @@ class StepTables:
             self.counts[:, row] = count + 1
 
     def set_lengths(
-        self, req_to_token: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, longest: int | None
+        self,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        longest: int | None,
+        hosted_statistics: torch.Tensor | None = None,
     ) -> None:
         """Set lengths and pages.
 
@@ -161,17 +231,34 @@ class StepTables:
             rows: ``[n]``: the requests' rows of it.
             lens: ``[n]``: tokens of each request.
             longest: of the lengths, if the host knows it.
+            hosted_statistics: int32 ``[requests, pages]``: where statistics of hosted pages lie; -1: with the
+                page itself. None: no row chooses with a lag in this step.
         """
         n, page = len(rows), self._shape.page_size
         self.lens[:n].copy_(lens)
         torch.mul(self.lens[:n], self.progressive[:n], out=self.ranked_lens[:n])
         width = self._shape.pages if longest is None else min(-(-longest // page), self._shape.pages)
         first_slots = req_to_token[:, : width * page : page].index_select(0, rows)
-        self.pages[:n, : first_slots.shape[1]].copy_(first_slots // page)
+        pages = first_slots // page
+        self.pages[:n, : first_slots.shape[1]].copy_(pages)
+        if hosted_statistics is not None:
+            hosted = hosted_statistics[:, :width].index_select(0, rows)
+            scored = torch.where(hosted < 0, pages, hosted)
+            self.scored_pages[:n, : first_slots.shape[1]].copy_(scored)
+
+    def _set_recent(self, row: int, newest: int) -> None:
+        """Let a row read its first page and the newest ones, as many as its budget has."""
+        count = min(self._limits[row], newest + 1)
+        pages = torch.arange(newest - count + 1, newest + 1, dtype=torch.int32, device=self.index.device)
+        pages[0] = 0
+        self.index[:, row, :, :count] = pages
+        self.counts[:, row] = count
 
     def _move(self, kept: tuple[int, ...]) -> None:
+        """Let rows take their pages and the mean of their queries along; other rows have neither."""
         if all(place < 0 for place in kept):
             self.counts.zero_()
+            self.queries.zero_()
             return
         places = torch.zeros(2, self.size, dtype=torch.int32)
         places[0, : len(kept)] = torch.tensor(kept, dtype=torch.int32).clamp_min(0)
@@ -180,6 +267,14 @@ class StepTables:
         source, is_kept = self._moves.unbind(0)
         self.index.copy_(self.index.index_select(1, source))
         self.counts.copy_(self.counts.index_select(1, source) * is_kept[None, :, None])
+        # padding rows may have left anything
+        moved = self.queries.index_select(1, source)
+        self.queries.copy_(moved.masked_fill_((is_kept == 0)[None, :, None, None], 0))
+
+    def _copy_flags(self, flags: Sequence[bool], target: torch.Tensor) -> None:
+        values = torch.zeros(self.size, dtype=torch.int32)
+        values[: len(flags)] = torch.tensor(flags, dtype=torch.int32)
+        self._copy(values, target)
 
     def _copy(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Copy from a fresh pinned buffer: an earlier step's may still be in flight."""

@@ -10,7 +10,9 @@ import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.step_planner import IDLE, DecodeState, Row, Step, StepPlanner, Variant
+from sglang_ext.attention.decode_state import DecodeState, Row
+from sglang_ext.attention.prompt_queries import PromptMean, PromptQueries
+from sglang_ext.attention.step_planner import IDLE, Step, StepPlanner, Variant
 from sglang_ext.attention.tables import StepTables, TableShape
 from sglang_ext.protocol import DecodeOptions
 
@@ -100,10 +102,71 @@ def test_lengths_and_pages_are_those_of_the_request_table() -> None:
     assert step.pages[0].tolist() == list(range(50, 70))
 
 
+def planned(*rows: Row, active: bool = True, kept: tuple[int, ...] = (), **more: Any) -> Step:
+    whole = dict.fromkeys(("active", "opened"), (False,) * len(rows)) | {"kept": kept or (-1,) * len(rows)}
+    return Step(rows=rows, changed=True, **(whole | {"active": (active,) * len(rows)} | more))
+
+
+def test_means_of_queries_move_with_their_rows_and_begin_with_those_of_the_prompt() -> None:
+    step = tables()
+    plain, window = row("hierarchical", observe="last"), row("hierarchical", scores="exact")
+    prompt = row("hierarchical", observe="prompt")
+    prompt.state.asked = PromptMean(torch.randn(2, 4, 64), 5)
+    step.set_step(planned(plain, window, shares=(1.0, 0.5)))
+    assert (step.active[:2].tolist(), step.exact[:2].tolist()) == ([1, 0], [0, 1])
+    assert step.shares[:, 0, 0].tolist() == [1, 0.5, 1, 1, 1, 1]
+    seen = torch.randn(2, 2, 4, 64)
+    step.queries[:, :2] = seen
+    step.queries[:, 2:] = torch.nan  # what padding left
+    step.set_step(planned(prompt, window, plain, active=False, kept=(-1, 1, -1), shares=(0.0, 0.25, 1.0)))
+    assert torch.equal(step.queries[:, 0], prompt.state.asked.mean)
+    assert torch.equal(step.queries[:, 1], seen[:, 1])
+    assert not step.queries[:, 2:].any()
+    assert not step.active.any()
+    assert not step.exact.any()
+    larger = StepTables(12, SHAPE, torch.device("cpu"), PATTERN)
+    larger.adopt(step)
+    assert torch.equal(larger.queries[:, :6], step.queries)
+
+
+def test_the_first_and_the_newest_pages_without_a_query() -> None:
+    step = tables()
+    recent = row("hierarchical", budget=64, observe="recent")
+    recent.state.newest = 18
+    young = row("hierarchical", budget=64, observe="recent")
+    young.state.newest = 2
+    step.set_step(planned(recent, young, shares=(1.0, 1.0)))
+    assert step.counts[:, :2, 0].tolist() == [[4, 3]] * 2
+    assert step.index[1, 0, 1, :4].tolist() == [0, 16, 17, 18]
+    assert step.index[0, 1, 0, :3].tolist() == [0, 1, 2]
+    assert not step.active.any(), "no kernel chooses for them"
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_mean_of_the_prompts_last_queries(flat: bool) -> None:
+    queries, states = (
+        PromptQueries(SHAPE, torch.device("cpu")),
+        [DecodeState(DecodeOptions()) for _ in range(2)],
+    )
+    q = torch.randn(2, 23, 4, 64)  # of 7 and 13 new tokens, and padding
+    queries.begin(((states[0], 0, 7), (states[1], 9, 11)))
+    for layer in range(2):
+        assert states[0].asked is None, "not before all layers have run"
+        queries.observe(q[layer].flatten(1) if flat else q[layer], layer)
+    for state, part in zip(states, (q[:, :7], q[:, 9:20]), strict=True):
+        assert state.asked.count == part.shape[1]
+        torch.testing.assert_close(state.asked.mean, part.mean(1))
+    queries.begin(())
+    kept = states[0].asked
+    queries.observe(q[0], 1)
+    assert states[0].asked is kept, "a pass without them"
+
+
 class Backend:
     """The part of a backend that the runtime uses; ``steps`` are those it was given, without idle ones."""
 
     graph_size = rank = 0
+    prefill = None
 
     def __init__(self, streaming_share: float = 0.0) -> None:
         self.streaming_share = streaming_share
@@ -177,6 +240,7 @@ def request(runtime: Any, rid: str, options: str | None = None) -> Any:
     req = SimpleNamespace(
         rid=rid,
         sampling_params=params,
+        extra_key=None,
         req_pool_idx=1,
         customized_info=None,
         output_ids_through_stop=[7, 8, 9],
@@ -340,13 +404,14 @@ def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
     )
     runner = SimpleNamespace(server_args=args, page_size=1, token_to_kv_pool=object(), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="sparse_attention=on") as refused:
-        check_engine(runner, AttentionConfig())
+        check_engine(runner, AttentionConfig(kv_bits=8, hosted_bytes=2**20))
     for part in (
         "page_size is 1",
         "a object",
         "enable_lora",
         "speculative_algorithm",
         "radix_cache_backend",
+        "kv_hosted_bytes is 1048576 and kv_bits 8",
         "logical page has 16",
     ):
         assert part in str(refused.value)

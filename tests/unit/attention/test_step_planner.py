@@ -41,8 +41,8 @@ def test_dense_up_to_a_length_and_within_the_budget() -> None:
     assert [row.sparse for row in step.rows] == [False, True]
 
 
-def run(plan: StepPlanner, reqs: list[Any], lengths: list[int]) -> Step:
-    step = plan.step(reqs, lengths)
+def run(plan: StepPlanner, reqs: list[Any], lengths: list[int], *, in_graph: bool = False) -> Step:
+    step = plan.step(reqs, lengths, in_graph=in_graph)
     plan.after(step)
     return step
 
@@ -71,7 +71,7 @@ def test_every_step_chooses_by_itself_where_nothing_is_reused() -> None:
 
 
 def test_a_second_page_that_begins_is_one_too_many() -> None:
-    plan = planner(mode="hierarchical", budget=64, reuse=100, dense_below=0)
+    plan = planner(mode="hierarchical", budget=64, reuse=100, dense_below=0, observe="last")
     a = request(plan, "a")
     steps = [run(plan, [a], [length]) for length in range(101, 150)]
     assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 44]
@@ -100,7 +100,7 @@ def test_pages_stay_with_their_row_when_others_come_and_go() -> None:
 
 
 def test_rows_that_are_old_enough_come_along() -> None:
-    plan = planner(mode="hierarchical", budget=64, reuse=8, dense_below=0)
+    plan = planner(mode="hierarchical", budget=64, reuse=8, dense_below=0, observe="last")
     a, b, slow = request(plan, "a"), request(plan, "b"), request(plan, "c", reuse=40)
     lengths = [100, 199, 300]
     for step in range(5):
@@ -110,6 +110,41 @@ def test_rows_that_are_old_enough_come_along() -> None:
     assert refreshed == {7: (True, True, False), 15: (True, True, True), 23: (True, True, False)}, (
         "b was 3 of 8 steps old, slow 8 of 40"
     )
+
+
+def test_a_window_is_the_running_mean_of_decoded_queries_and_chooses_after_16_steps_first() -> None:
+    plan = planner(mode="hierarchical", budget=64, reuse=40, window=3, dense_below=0)
+    a, other = request(plan, "a"), request(plan, "b", mode="dense")
+    steps = [run(plan, [a], [4097 + i]) for i in range(2)]
+    steps += [run(plan, [other, a], [50, 4099 + i]) for i in range(100)]
+    assert [round(step.shares[-1], 4) for step in steps[:4]] == [1, 0.5, 0.3333, 0.3333]
+    assert steps[2].shares[0] == 1
+    chosen = [i for i, step in enumerate(steps) if step.variant is Variant.REFRESHED]
+    assert chosen[0] == 15, "the first choice was by one query"
+    assert run(plan, [a], [4300], in_graph=True).shares == (1.0,), "other tables know no earlier query"
+    assert run(plan, [a], [4301], in_graph=True).shares == (1 / 2,)
+    a.ragserve_decode.forget_choice()
+    assert run(plan, [a], [4302], in_graph=True).shares == (1.0,), "it has been taken back"
+
+
+def test_pages_chosen_by_the_prompt_or_by_nobody_are_not_chosen_again_for_their_age() -> None:
+    plan = planner(mode="hierarchical", budget=64, reuse=4, dense_below=0, observe="prompt")
+    short, prompt, recent = (
+        request(plan, "s", dense_below=500),
+        request(plan, "p", window=8),
+        request(plan, "r", observe="recent"),
+    )
+    asked = plan.asked([short, prompt, recent], [(0, 400), (90, 100), (0, 100)])
+    assert asked == ((prompt.ragserve_decode, 402, 8),), "of those that decode sparsely, in the batch's order"
+    prompt.ragserve_decode.asked = SimpleNamespace(count=8)
+    steps = [run(plan, [prompt, recent], [101 + i, 101 + i]) for i in range(30)]
+    assert {step.shares for step in steps} == {(0.0, 1.0)}
+    assert [i for i, step in enumerate(steps) if step.active[0]] == [0, 28], "at 129 two pages are new"
+    assert [i for i, step in enumerate(steps) if step.active[1]] == [0, 12, 28], "113 and 129 begin a page"
+    assert not any(step.opened[1] for step in steps)
+    assert {step.variant for step in steps} == {Variant.SELECTED, Variant.REUSED}
+    unseen = request(plan, "u")
+    assert [run(plan, [unseen], [101 + i]).shares for i in range(3)] == [(1.0,), (0.0,), (0.0,)]
 
 
 def test_progressive_rows_decide_the_variant() -> None:
@@ -137,12 +172,25 @@ def test_progressive_rows_decide_the_variant() -> None:
         ({"reuse": True}, "reuse .* is True"),
         ({"budgets": 3}, "no option budgets"),
         ({"streaming": True}, "without a pattern file"),
+        ({"observe": "window"}, "observe is for mode 'hierarchical', and this request's is 'dense'"),
+        ({"mode": "hierarchical", "observe": "all"}, "observe .* is 'all': must be 'last', 'window'"),
+        ({"mode": "hierarchical", "window": 65}, "window .* is 65"),
     ],
     ids=str,
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         request(planner(), "a", **options)
+
+
+def test_exact_scores_need_keys_on_the_device_and_of_16_bits() -> None:
+    exact = DecodeOptions(mode="hierarchical", scores="exact")
+    with pytest.raises(PlanError, match="kv_bits=16"):
+        StepPlanner(AttentionConfig(options=exact, kv_bits=8), 16, 8192)
+    hosting = AttentionConfig(hosted_bytes=2**20)
+    for options in ({"scores": "exact"}, {"observe": "recent"}):
+        with pytest.raises(PlanError, match="chooses by bounds"):
+            request(StepPlanner(hosting, 16, 8192), "a", mode="hierarchical", lag=1, **options)
 
 
 def test_a_budget_of_the_whole_context_is_dense() -> None:

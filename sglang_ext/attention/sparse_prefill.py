@@ -1,0 +1,127 @@
+"""The device side of sparse prefill: chooses key blocks layer by layer and attends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ragserve_kernels.prefill_lists import LinePlan, choose_blocks, choose_lines
+from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, lists_of, sparse_prefill
+from ragserve_kernels.sparse_prefill.lists import key_blocks
+from sglang_ext import stages
+from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.prefill_planner import ExtendRow
+from sglang_ext.prefill_options import PrefillOptions
+
+BLOCK_Q, BLOCK_K = 128, 64
+
+
+@dataclass(frozen=True, eq=False)
+class _SparseRow:
+    """A sparse request of the batch: it alone as a batch, its rows of q, and its query blocks."""
+
+    options: PrefillOptions
+    batch: PrefillBatch
+    rows: slice
+    blocks: slice
+
+
+class SparsePrefill:
+    """Attends for the extend at hand, all of its requests: the dense ones to all blocks.
+
+    Made anew for each pass with sparse requests. Scheduler thread only."""
+
+    def __init__(
+        self,
+        rows: Sequence[ExtendRow],
+        req_to_token: torch.Tensor,
+        page_size: int,
+        config: AttentionConfig,
+    ) -> None:
+        """``req_to_token``: SGLang's request table, int32 ``[requests, tokens]``: slots."""
+        self.rows = tuple(rows)
+        prefix, new = [row.prefix for row in rows], [row.new for row in rows]
+        longest = max(a + b for a, b in zip(prefix, new, strict=True))
+        picked = torch.tensor([row.row for row in rows])
+        if req_to_token.is_cuda:
+            picked = picked.pin_memory().to(req_to_token.device, non_blocking=True)
+        first = req_to_token[:, :longest:page_size].index_select(0, picked)
+        table = (first // page_size).to(torch.int32)
+        self._batch = PrefillBatch.of(table, page_size, prefix, new, block_q=BLOCK_Q, block_k=BLOCK_K)
+        self._reach = key_blocks(self._batch)
+        self._sink = -(-config.sink_tokens // BLOCK_K)
+        self._local = -(-config.local_tokens // BLOCK_K)
+        self._sparse: list[_SparseRow] = []
+        self._dense: list[slice] = []
+        start = 0
+        for i, (row, span) in enumerate(zip(rows, self._batch.spans(), strict=True)):
+            own, blocks = slice(start, start + row.new), slice(span.start, span.stop)
+            start += row.new
+            if row.state is None:
+                self._dense.append(blocks)
+                continue
+            alone = PrefillBatch.of(
+                table[i : i + 1], page_size, [row.prefix], [row.new], block_q=BLOCK_Q, block_k=BLOCK_K
+            )
+            self._sparse.append(_SparseRow(row.state.options, alone, own, blocks))
+        self._computed = torch.zeros(len(self._sparse), dtype=torch.float64, device=table.device)
+        self._plans: dict[int, LinePlan] = {}  # by a request's first query block; for all layers
+        self._has_failed = False
+        self._heads = 0  # query heads, summed over the layers so far
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend one layer; shapes as `ragserve_kernels.sparse_prefill`. ``q`` may have rows of padding
+        behind the batch's, whose output is zero."""
+        mask = None
+        if not self._has_failed:
+            mask = stages.run_alike("sparse prefill", self._fail, self._mask, q, k, scale)
+        # what has failed ends; the batch's other requests go on
+        lists = all_blocks(self._batch, q.shape[1]) if mask is None else lists_of(mask)
+        for i, row in enumerate(self._sparse):
+            self._computed[i] += lists.counts[row.blocks].sum()
+        self._heads += q.shape[1]
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        sparse_prefill(
+            q[: self._batch.rows], k, v, self._batch, lists, scale=scale, out=out[: self._batch.rows]
+        )
+        return out
+
+    def _fail(self, message: str) -> None:
+        """End the sparse requests; nothing more is chosen for them."""
+        self._has_failed = True
+        stages.ending(row.req for row in self.rows if row.state is not None)(message)
+
+    def computed(self) -> tuple[torch.Tensor, list[float]]:
+        """Return what was computed for each sparse request, float64 on the device, and what dense attention
+        computes: (query block, key block) pairs, summed over layers and query heads."""
+        possible = []
+        for row in self._sparse:
+            prefix, end = row.batch.prefix[0], row.batch.prefix[0] + row.batch.new[0]
+            ends = [min((i + 1) * BLOCK_Q, end) for i in range(prefix // BLOCK_Q, -(-end // BLOCK_Q))]
+            possible.append(float(self._heads * sum(-(-at // BLOCK_K) for at in ends)))
+        return self._computed, possible
+
+    def _mask(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return what is attended to, bool ``[query blocks, query heads, key blocks]``."""
+        width = -(-max(a + b for a, b in zip(self._batch.prefix, self._batch.new, strict=True)) // BLOCK_K)
+        shape = (self._batch.query_blocks, q.shape[1], width)
+        mask = torch.zeros(shape, dtype=torch.bool, device=q.device)
+        step = torch.arange(width, device=q.device)
+        for blocks in self._dense:
+            mask[blocks] = (step < self._reach[blocks, None])[:, None]
+        for row in self._sparse:
+            options, own = row.options, q[row.rows]
+            if options.mode == "lines":
+                if row.blocks.start not in self._plans:
+                    plan = LinePlan.of(row.batch, q.shape[1], observe=options.observe)
+                    self._plans[row.blocks.start] = plan
+                plan = self._plans[row.blocks.start]
+                chosen = choose_lines(own, k, plan, alpha=options.alpha, scale=scale)
+            else:
+                chosen = choose_blocks(
+                    own, k, row.batch, alpha=options.alpha, sink=self._sink, local=self._local, scale=scale
+                )
+            mask[row.blocks, :, : chosen.shape[2]] = chosen
+        return mask
