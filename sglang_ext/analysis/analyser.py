@@ -68,7 +68,7 @@ class Analyser:
         tokens = [self._tensor(ids) for ids in documents]
         places = [torch.arange(n, device=self._device) for n in lengths]
         texts = [Text(*text) for text in zip(tokens, places, strict=True)]
-        context = self._unrelated_contexts[0]
+        context = self._context
         first = len(context[0][0])
         texts += [
             Text(ids, place + first, context.__getitem__) for ids, place in zip(tokens, places, strict=True)
@@ -102,7 +102,7 @@ class Analyser:
     def found_heads(self) -> list[tuple[int, int]]:
         """The retrieval heads of all ranks, as `retrieval_heads` finds them; asked as ``heads`` is."""
         layers, kv_heads = self._found.shape
-        head_dim = self._unrelated_contexts[0][0][0].shape[2]
+        head_dim = self._context[0][0].shape[2]
         count = retrieval_heads.affordable(layers, kv_heads, head_dim, self._itemsize)
         return retrieval_heads.best(self._found, count)
 
@@ -114,7 +114,7 @@ class Analyser:
     @cached_property
     def _found(self) -> torch.Tensor:
         """Score of each head of all ranks, f32 [layers, kv_heads]."""
-        contexts = self._unrelated_contexts
+        contexts = [self._context, *self._kv(self.texts.unrelated[1:])]
         return retrieval_heads.found(self._runner, self.texts.unrelated, contexts, self.gather_heads)
 
     def own(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -139,19 +139,21 @@ class Analyser:
         return self._ranks.gather_heads(part)
 
     @cached_property
-    def _unrelated_contexts(self) -> list[list[Kv]]:
-        """K and V of the unrelated texts, by text and layer."""
-        texts = [
-            Text(self._tensor(ids), torch.arange(len(ids), device=self._device))
-            for ids in self.texts.unrelated
-        ]
+    def _context(self) -> list[Kv]:
+        """K and V, by layer, of the unrelated text that documents are placed behind."""
+        return self._kv(self.texts.unrelated[:1])[0]
+
+    def _kv(self, unrelated: Sequence[Sequence[int]]) -> list[list[Kv]]:
+        """K and V of texts, each alone, by text and layer."""
+        texts = [Text(self._tensor(ids), torch.arange(len(ids), device=self._device)) for ids in unrelated]
         contexts: list[list[Kv]] = [[] for _ in texts]
 
         def observe(layer: int, states: Sequence[LayerState]) -> None:
             for context, state in zip(contexts, states, strict=True):
                 context.append((state.k.clone(), state.v.clone()))
 
-        run(self._runner, texts, observe)
+        if texts:
+            run(self._runner, texts, observe)
         return contexts
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.model import decoder_layers, forward_batch
 
 ROWS = 8192  # rows that go through a layer at once
-_CPU_ROWS = 2048  # there: what a layer computes of more leaves the processor's caches
+CPU_ROWS = 2048  # as many on a CPU: what a layer computes of more leaves the processor's caches
 _QUERIES = 1024  # rows of one attention call: bounds its mask
 _KEPT_MASK = 2**20  # elements of the largest mask that serves all layers
 
@@ -189,7 +189,7 @@ def run(model_runner: Any, texts: Sequence[Text], observe: Observer) -> None:
 
     model = model_runner.model
     ids, positions = torch.cat([text.ids for text in texts]), torch.cat([text.positions for text in texts])
-    at_once = min(ROWS, _CPU_ROWS) if ids.device.type == "cpu" else ROWS
+    at_once = CPU_ROWS if ids.device.type == "cpu" else ROWS
     steps = [slice(at, min(at + at_once, len(ids))) for at in range(0, len(ids), at_once)]
     batches = [forward_batch(ids[rows], positions[rows]) for rows in steps]
     hidden: list[Any] = [model.model.embed_tokens(ids[rows]) for rows in steps]

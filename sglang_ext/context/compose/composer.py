@@ -15,6 +15,7 @@ from sglang_ext import stages
 from sglang_ext.context.buffers import upload
 from sglang_ext.context.compose.fused_question import FusedQuestion
 from sglang_ext.context.compose.gather import Filling, Gather
+from sglang_ext.context.compose.host_fill import gather_to_host
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tokens_by_tier
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.anchor_attention import anchor_attention
@@ -33,14 +34,18 @@ class Composer:
     attention wait for the device.
     """
 
-    def __init__(self, model_runner: Any, rotation: Rotation, tiers: Any, block: int) -> None:
-        """Compiles kernels and captures graphs; ``block``: tokens of a host page."""
+    def __init__(
+        self, model_runner: Any, rotation: Rotation, tiers: Any, block: int, ranks: Ranks | None = None
+    ) -> None:
+        """Compiles kernels and captures graphs; ``block``: tokens of a host page. ``ranks``: those that vote,
+        if there are several.
+        """
         self._runner = model_runner
         self._device = torch.device(model_runner.device)
-        self._ranks = Ranks(model_runner.tp_group)
+        self._ranks = ranks or Ranks()
         self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
         self.gather.warm()
-        self.graphs = capture_graphs(model_runner)
+        self.graphs = capture_graphs(model_runner, self._ranks)
         self.fused_question = FusedQuestion(model_runner, self.graphs)
         if self._device.type == "cuda":
             warm(model_runner)
@@ -57,24 +62,24 @@ class Composer:
                 questions, too, and `fused_question` has the forward pass's output.
         """
         timer = StageTimer(self._device)
-        stages.reach("gather")
-        self.gather([filling_of(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)])
+        self._gather_everywhere(contexts, rows)
         timer.mark("compose", self.gather.loading)
-        earlier = [self._earlier(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
-        self._run_apart(contexts, rows, earlier)
-        stages.reach("question")
-        self._choose_by_attention(contexts, rows, earlier)
-        timer.mark("ask")
-        jobs = [
-            self._job(c, row[: c.slots], before)
-            for c, row, before in zip(contexts, rows, earlier, strict=True)
-        ]
-        stages.reach("recompute")
-        loading = self.gather.loading is not None
-        passed = self.fused_question.run(contexts, rows, jobs, loading=loading) if whole else None
-        fused = passed is not None
-        if passed is None:
-            passed = recompute(self._runner, [job for job in jobs if job is not None], self.graphs)
+        with stages.together():
+            earlier = [self._earlier(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
+            self._run_apart(contexts, rows, earlier)
+            stages.reach("question")
+            self._choose_by_attention(contexts, rows, earlier)
+            timer.mark("ask")
+            jobs = [
+                self._job(c, row[: c.slots], before)
+                for c, row, before in zip(contexts, rows, earlier, strict=True)
+            ]
+            stages.reach("recompute")
+            loading = self.gather.loading is not None
+            passed = self.fused_question.run(contexts, rows, jobs, loading=loading) if whole else None
+            fused = passed is not None
+            if passed is None:
+                passed = recompute(self._runner, [job for job in jobs if job is not None], self.graphs)
         timer.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
@@ -85,6 +90,25 @@ class Composer:
             context.by_tier = tokens_by_tier(context)
             context.timer = timer
         return timer
+
+    def _gather_everywhere(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> None:
+        """Launch the gather, and raise unless every rank could: the passes behind it have collectives, in
+        which the others would wait for one that has failed.
+        """
+        error: Exception | None = None
+        try:
+            stages.reach("gather")
+            fillings = [filling_of(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
+            pairs = list(zip(contexts, fillings, strict=True))
+            for context, filling in pairs:
+                if context.on_host is not None:
+                    gather_to_host(self.gather, self._runner.token_to_kv_pool, filling, context.on_host)
+            if into_slots := [filling for context, filling in pairs if context.on_host is None]:
+                self.gather(into_slots)
+        except Exception as raised:  # noqa: BLE001 - raised again below
+            error = raised
+        if not self._ranks.all_agree(error is None):
+            raise error or RuntimeError(stages.ELSEWHERE)
 
     def _earlier(self, context: ComposedContext, target: torch.Tensor) -> RecomputeJob | None:
         """The tokens of a session's earlier turns that its key lacks, as rows; None if it has them all.
@@ -139,10 +163,14 @@ class Composer:
             return
         questions = [self._question(context, rows[number], earlier[number]) for number, context in pending]
         weights = self._attention([context for _, context in pending], questions)
-        for (number, context), seen in zip(pending, weights, strict=True):
+        own = [
+            context.partial.recomputed(context.selection.kept, context.in_order, seen)
+            for (_, context), seen in zip(pending, weights, strict=True)
+        ]
+        # analyses may differ between ranks, as in the selection stage
+        agreed = self._ranks.first_each(own, lambda positions: positions.numpy().tobytes())
+        for (number, context), chosen in zip(pending, agreed, strict=True):
             earlier[number] = None
-            chosen = context.partial.recomputed(context.selection.kept, context.in_order, seen)
-            chosen = self._ranks.first(chosen)  # their analyses may differ, as in the selection stage
             context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
 
     def _attention(

@@ -22,8 +22,9 @@ from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.model import unlike_plain_attention
 from sglang_ext.ranks import Ranks
 
-# Most slots of a context of which nothing is recomputed. For 5,120 the pass takes two thirds of SGLang's
-# extend (H200, 8B model); more was not measured.
+# Most slots of a context of which nothing is recomputed, on each rank: with several every rank reads a share
+# of the heads. For 5,120 the pass takes two thirds of SGLang's extend (H200, 8B model, one GPU); more was not
+# measured.
 SLOTS = 8192
 WITHOUT = (  # server settings that rule the fused pass out
     "speculative_algorithm",
@@ -44,7 +45,7 @@ class FusedQuestion:
     def __init__(self, model_runner: Any, graphs: RecomputeGraphs | None) -> None:
         self._runner = model_runner
         self._graphs = graphs
-        self._alone = Ranks(model_runner.tp_group).alone
+        self._world = Ranks(model_runner.tp_group).world
         self.possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
         self._hidden: torch.Tensor | None = None
 
@@ -60,12 +61,12 @@ class FusedQuestion:
         """Run the jobs, None where nothing is recomputed, with the questions behind them. Returns None, with
         nothing done, if the questions are left to SGLang.
 
-        All ranks must decide alike, or the collectives of one would wait for the others for ever: what may
-        differ between ranks decides only on a single one.
+        All ranks must decide alike, or the collectives of one would wait for the others for ever. So only
+        plans, what is on the device, and whether there are graphs decide: these are the same everywhere.
 
         Args:
             rows: as in `Composer.fill`.
-            loading: KV is still on its way from host.
+            loading: KV is still on its way from below the device.
         """
         complete = all(
             len(row) == context.slots + context.question_tokens
@@ -75,9 +76,11 @@ class FusedQuestion:
             return None
         recomputes = any(job is not None for job in jobs)
         # A pass of questions alone pays by graph only. A graph waits for all layers, while SGLang's extend
-        # would run beside their loading.
-        short = all(context.slots <= SLOTS for context in contexts)
-        if not recomputes and (self._graphs is None or not self._alone or loading or not short):
+        # would run beside their loading. With several ranks its collectives take longer to launch than the
+        # ranks' shares of so few slots take to load.
+        waits = loading and self._world == 1
+        short = all(context.slots <= SLOTS * self._world for context in contexts)
+        if not recomputes and (self._graphs is None or waits or not short):
             return None
         joined = [
             context.question_job(row[: context.slots], row[context.slots :]).behind(job)

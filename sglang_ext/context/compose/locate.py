@@ -1,4 +1,4 @@
-"""Finds a composed request's documents on the device and on host, loads them from disk, and locks them while
+"""Finds a composed request's documents on the device and on host, loads them from below, and locks them while
 they are read.
 """
 
@@ -67,16 +67,17 @@ class Locator:
             return found
         pages = self._tiers.host_pages(key, context.ids_32[span.start : span.end], context.plan.namespace)
         if pages is None:
-            return None
+            return "loading" if self._tiers.looks_for(key, context.plan.namespace) else None
         blocks = context.blocks(number, self._block)
         absent = blocks[pages[blocks] < 0].tolist()
         if not absent:
             self._tiers.pin(key)
-            return DocumentOnHost(key, pages, key in context.tickets)
+            loaded = context.tickets.get(key)
+            return DocumentOnHost(key, pages, "host" if loaded is None else loaded.tier)
         ticket = context.tickets.get(key)
         if ticket is not None:
             if not ticket.done():
-                return "loading"
+                return None if ticket.late else "loading"
             if not ticket.ok and not (ticket.reason == "no_room" and self._fits_on_host(context)):
                 return None
         if ticket is None or ticket.ok:

@@ -18,6 +18,7 @@ from sglang_ext.context.compose.gather import needed_blocks
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.job import RecomputeJob, question_job
 from sglang_ext.context.selection.base import ContextSelection, PartialSelection
+from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.documents.page_format import token_array
 from sglang_ext.protocol import ContextPlan, ContextReport
 
@@ -32,13 +33,13 @@ class DocumentOnDevice:
 
 @dataclass(slots=True)
 class DocumentOnHost:
-    """A document in pinned host pages. ``pages`` int64 [blocks], -1 where it has none; ``from_disk``: they
-    were loaded for this request.
+    """A document in pinned host pages. ``pages`` int64 [blocks], -1 where it has none; ``tier``: disk or
+    remote, if they were loaded from there for this request.
     """
 
     key: str
     pages: Ints
-    from_disk: bool = False
+    tier: str = "host"
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class ComposedContext:
     query_ms: float = 0.0
     select_ms: float = 0.0
     filled: bool = False
+    on_host: Any = None  # `hosting.HostTarget` that takes its KV instead of slots; None if its slots do
     timer: StageTimer | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by tier of origin
     recomputed: int = 0
@@ -154,7 +156,7 @@ class ComposedContext:
             through_two = 2 * (selection.slots - self.own_start) / layers
             return earlier + math.ceil(selection.deviation_share * documents + through_two)
         if selection.needs_question_attention:
-            return earlier + math.ceil(rule.share * documents) + self.question_tokens
+            return earlier + rule.bounds(documents)[1] + self.question_tokens
         return earlier + int((selection.recomputed >= self.own_start).sum())
 
     @property
@@ -198,9 +200,19 @@ def report_of(context: ComposedContext) -> ContextReport:
         recompute_graph=context.by_graph,
         one_pass=context.fused,
         keep_reason=context.selection.reason,
+        recompute_reason=_recompute_reason(context),
         session_held=context.held,
         session_computed=len(context.earlier),
     )
+
+
+def _recompute_reason(context: ComposedContext) -> str:
+    """Why so many tokens were computed again, "" where the options alone say it."""
+    rule = context.partial.rule
+    if rule.top_p is None:
+        return ""
+    kept = Kept(context.plan, context.selection.kept).tokens
+    return rule.reason(len(context.selection.recomputed), kept)
 
 
 def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
@@ -216,5 +228,5 @@ def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
 
 
 def tier_of(source: DocumentOnDevice | DocumentOnHost) -> str:
-    """Return "device", "host" or "disk"."""
-    return "device" if isinstance(source, DocumentOnDevice) else "disk" if source.from_disk else "host"
+    """Return "device", "host", "disk" or "remote"."""
+    return "device" if isinstance(source, DocumentOnDevice) else source.tier

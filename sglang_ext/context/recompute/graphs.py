@@ -18,10 +18,12 @@ from sglang_ext.context.buffers import PADDING_SLOT, upload
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.layers import run_layers
 from sglang_ext.context.recompute.row_attention import Rows
+from sglang_ext.ranks import Ranks
 
 log = logging.getLogger(__name__)
 # rows; beyond them an 8B model computes longer than it takes to launch
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+SHARED_SIZES = (640, 768, 896, 1024)  # too where ranks share the work and launch their collectives besides
 REQUESTS = 4  # most requests in one pass
 
 
@@ -96,22 +98,27 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """The graphs, one per number of rows in `SIZES`, captured when the scheduler starts, the largest
-    first."""
+    """The graphs, one per number of rows, captured when the scheduler starts, the largest first.
 
-    def __init__(self, model_runner: Any) -> None:
+    Collectives are captured as SGLang captures those of its decode graphs. All ranks capture the same graphs
+    in the same order, and replay the same one: what chooses it does not differ between them.
+    """
+
+    def __init__(self, model_runner: Any, sizes: Sequence[int]) -> None:
+        """``sizes``: numbers of rows, ascending."""
         from sglang.srt.distributed.parallel_state import graph_capture
 
         self._pool = model_runner.token_to_kv_pool
         keys = self._pool.get_key_buffer(0)
-        self._static = StaticRows(SIZES[-1], len(keys), keys.device)
+        self._sizes = tuple(sizes)
+        self._static = StaticRows(self._sizes[-1], len(keys), keys.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.last = LastQueries(self._static.last)
         self._hidden = torch.empty(0)  # [max rows, hidden size], of the latest pass
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:
-            for size in reversed(SIZES):
+            for size in reversed(self._sizes):
                 ids, positions, rows = static.ids[:size], static.positions[:size], static.rows(size)
                 for _ in range(2):  # compiles kernels and lets libraries choose theirs
                     hidden = run_layers(model_runner, rows, ids, positions, self.last)
@@ -139,7 +146,7 @@ class RecomputeGraphs:
         if not self.fits(jobs):
             return None
         count = sum(len(job.positions) for job in jobs)
-        size = next(size for size in SIZES if size >= count)
+        size = next(size for size in self._sizes if size >= count)
         self._static.load(jobs, size)
         # a graph does not ask the pool layer by layer: wait for everything that still comes from host
         self._pool.get_key_buffer(self._pool.layer_num - 1)
@@ -147,9 +154,9 @@ class RecomputeGraphs:
         return self._hidden[:count]
 
 
-def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
+def capture_graphs(model_runner: Any, ranks: Ranks) -> RecomputeGraphs | None:
     """Capture the graphs if the pass runs through our kernel and SGLang itself uses CUDA graphs; else return
-    None. Logs a warning and returns None if capturing fails.
+    None. Logs a warning and returns None if capturing fails, on every rank if it fails on one.
     """
     keys = model_runner.token_to_kv_pool.get_key_buffer(0)
     if (
@@ -161,8 +168,9 @@ def capture_graphs(model_runner: Any) -> RecomputeGraphs | None:
         return None
     if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
         return None
+    graphs = None
     try:
-        return RecomputeGraphs(model_runner)
+        graphs = RecomputeGraphs(model_runner, SIZES if ranks.alone else SIZES + SHARED_SIZES)
     except RuntimeError as error:  # device errors of torch, out of memory among them
         log.warning("tokens will be recomputed without CUDA graphs, which takes longer to launch: %s", error)
-        return None
+    return graphs if ranks.all_agree(graphs is not None) else None

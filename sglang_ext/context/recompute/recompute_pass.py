@@ -17,7 +17,8 @@ from sglang_ext.context.recompute.layers import choose_rows, run_slices
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 _ROWS = 8192  # in one call of the model where prefills come in one piece
-_WARM_ROWS = (768, 1280, 2560)  # one for each number of tiles that the attention distinguishes, at 8 KV heads
+_WARM_ROWS = (768, 1280, 2560)  # one for each number of tiles that the attention distinguishes, at
+_WARM_HEADS = 8  # KV heads of a rank; fewer make as many tiles of more rows
 _WARM_SLOTS = 512
 
 
@@ -60,11 +61,13 @@ def warm(model_runner: Any) -> None:
     them (over a second on an H200).
 
     Call it before there is any document: it writes to the padding slot. The kernels depend on the number of
-    rows.
+    rows, and on whether a layer leaves some out.
     """
     device = torch.device(model_runner.device)
     slots = torch.full((_WARM_SLOTS,), PADDING_SLOT, dtype=torch.int64, device=device)
-    for rows in _WARM_ROWS:
+    heads = model_runner.token_to_kv_pool.get_key_buffer(0).shape[1]
+    for rows in (max(1, _WARM_HEADS // heads) * rows for rows in _WARM_ROWS):
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         targets = torch.full_like(zeros, PADDING_SLOT)[None]
-        recompute(model_runner, [RecomputeJob(zeros, zeros, slots, zeros[None], targets, None, 0)])
+        for alone in (None, torch.zeros_like(targets, dtype=torch.bool)):
+            recompute(model_runner, [RecomputeJob(zeros, zeros, slots, zeros[None], targets, alone, 0)])

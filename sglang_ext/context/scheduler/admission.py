@@ -16,7 +16,7 @@ from sglang_ext import stages
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
 from sglang_ext.context.scheduler import sglang_req
-from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.selection_stage import SelectionStage, absent, present
 from sglang_ext.protocol import MISSING_PREFIX
 from sglang_ext.ranks import Ranks
 
@@ -31,6 +31,7 @@ class Decision(Enum):
     """Outcome for a request that SGLang wants to admit."""
 
     READY = auto()  # documents locked, slots reserved
+    ON_HOST = auto()  # documents locked, host pages reserved
     WAIT = auto()  # for its selection, or for a load from disk
     MISSING = auto()  # some documents are in no tier
     NO_ROOM = auto()  # the pool cannot give it its slots now
@@ -45,10 +46,20 @@ class Admission:
     """Decides on composed requests, all or nothing. Per rank; scheduler thread only."""
 
     def __init__(
-        self, tree: Any, tiers: Any, locator: Locator, stage: SelectionStage, ranks: Ranks, *, layers: int
+        self,
+        tree: Any,
+        tiers: Any,
+        locator: Locator,
+        stage: SelectionStage,
+        ranks: Ranks,
+        *,
+        layers: int,
+        attention: Any = None,
     ) -> None:
-        """``layers``: those of the model."""
+        """``layers``: those of the model. ``attention``: sparse decoding's `DecodeRuntime`, None where it is
+        off."""
         self._layers = layers
+        self._attention = attention
         self._tree = tree
         self._allocator = tree.token_to_kv_pool_allocator
         self._tiers = tiers
@@ -76,6 +87,14 @@ class Admission:
         decision, slots = self._decide(adder, req, context)
         if slots is not None:
             return self._add(adder, req, context, slots, add)
+        if decision is Decision.ON_HOST:
+            result = self._add_on_host(adder, req, context, add)
+            if context.on_host is not None:
+                return result
+            if result is not AddReqResult.NO_TOKEN:
+                self._locator.unlock(context)
+                return result
+            decision = Decision.NO_ROOM
         locks_device = any(isinstance(source, DocumentOnDevice) for source in context.documents)
         self._locator.unlock(context)
         if decision is Decision.FAILED:
@@ -99,7 +118,8 @@ class Admission:
             req,
             add,
             f"ragserve: the context takes {context.slots} KV slots, more than the pool can give beside the "
-            "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens",
+            "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens; hosted "
+            "decoding needs room for its columns there, and for the context in kv_hosted_bytes",
         )
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
@@ -117,16 +137,43 @@ class Admission:
             return Decision.NEXT_STEP, None
         missing = stages.run("load", context.fail, self._locator.resolve, context)
         vote = Decision.WAIT if missing is None else Decision.READY
-        found = self._ranks.min_votes([_VOTES.index(Decision.FAILED if context.failure else vote)])[0]
+        there = present(missing or [], len(context.keys))
+        found, *there = self._ranks.min_votes(
+            [_VOTES.index(Decision.FAILED if context.failure else vote), *there]
+        )
         if _VOTES[found] is Decision.FAILED:
             context.fail(stages.ELSEWHERE)
         if _VOTES[found] is not Decision.READY:
             return _VOTES[found], None
-        context.missing = self._ranks.any_missing(missing or [], len(context.keys))
+        context.missing = absent(there)
         if context.missing:
             return Decision.MISSING, None
+        context.on_host = None
+        if self._goes_to_host(req, context, full=False):
+            return Decision.ON_HOST, None
         slots = self._reserve(adder, req, context.slots, context.held)
+        if slots is None and self._goes_to_host(req, context, full=True):
+            return Decision.ON_HOST, None
         return (Decision.NO_ROOM if slots is None else Decision.READY), slots
+
+    def _goes_to_host(self, req: Any, context: ComposedContext, *, full: bool) -> bool:
+        """True if host pages have been reserved for the context: one that keeps the same tokens in all layers
+        and recomputes none, because a pass that recomputes reads all of it on the device."""
+        hosting = None if self._attention is None else self._attention.requests
+        if hosting is None or context.plan.session is not None or not context.selection.is_copied:
+            return False
+        return bool(hosting.reserve(req, context.slots, full=full))
+
+    def _add_on_host(self, adder: Any, req: Any, context: ComposedContext, add: Callable[[], Any]) -> Any:
+        """Admit the request with columns, its context being written to host pages; `context.on_host` is None
+        if SGLang declines."""
+        context.filled = False
+        req.already_computed, req._cache_breakdown_computed = context.slots, True
+        hits = adder.log_hit_tokens
+        result, context.on_host = self._attention.requests.compose(adder, req, add)
+        if context.on_host is not None:
+            self._admitted(adder, req, context, hits)
+        return result
 
     def _add(
         self, adder: Any, req: Any, context: ComposedContext, slots: torch.Tensor, add: Callable[[], Any]
@@ -154,10 +201,7 @@ class Admission:
             req.last_node, req.cache_protected_len = before
             self._release(context, slots)
             return result
-        adder.log_hit_tokens = hits
-        context.tickets.clear()
-        context.loads.clear()
-        stages.run("accounting", stages.ending([req]), self._account, context)
+        self._admitted(adder, req, context, hits)
         if rows:
             adder.rem_input_tokens -= rows
             if adder.rem_chunk_tokens is not None:
@@ -165,9 +209,17 @@ class Admission:
             return adder.budget_state()
         return result
 
+    def _admitted(self, adder: Any, req: Any, context: ComposedContext, hits: int) -> None:
+        adder.log_hit_tokens = hits
+        context.tickets.clear()
+        context.loads.clear()
+        stages.run("accounting", stages.ending([req]), self._account, context)
+
     def _account(self, context: ComposedContext) -> None:
         for tier, documents in Counter(map(tier_of, context.documents)).items():
             self._tiers.count(tier, documents)
+        keys = context.keys[1:] if context.goes_on else context.keys  # a dialogue so far is no document
+        self._tiers.retrieved(keys, context.plan.namespace)
 
     def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:
         """True if the request has to wait for a step with more of its token budget left: SGLang would decline

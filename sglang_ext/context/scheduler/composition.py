@@ -76,6 +76,7 @@ class Composition:
         block: int,
         config: AnalysisConfig,
         texts: Callable[[], Texts],
+        attention: Any = None,
     ) -> None:
         """Raises NotComposable for a model or pool whose KV cannot be composed.
 
@@ -83,15 +84,16 @@ class Composition:
             is_removed: tells of a document key whether it was removed and only waits for its last reader.
             block: tokens of a host page.
             texts: loads the tokenizer; called once, before the first analysis.
+            attention: sparse decoding's `DecodeRuntime`, None where it is off.
         """
         pool = model_runner.token_to_kv_pool
         check_pool(pool)
         check_layers(model_runner.model)
         rotation = rotation_of(model_runner.model)
-        self.composer = Composer(model_runner, rotation, tiers, block)
+        self.composer = Composer(model_runner, rotation, tiers, block, ranks)
         check_composition(model_runner, self.composer.gather, tree.token_to_kv_pool_allocator)
         self.releases = ReleaseQueue()
-        self._ranks = ranks
+        self._counts = ranks.rank == 0  # the others serve the same requests
         self._tree = tree
         self._tiers = tiers
         self._device = torch.device(model_runner.device)
@@ -117,7 +119,9 @@ class Composition:
             memory_bytes=config.memory_bytes,
             stable=config.profile.stable,
         )
-        self.admission = Admission(tree, tiers, self._locator, self.stage, ranks, layers=pool.layer_num)
+        self.admission = Admission(
+            tree, tiers, self._locator, self.stage, ranks, layers=pool.layer_num, attention=attention
+        )
         self._documents = DocumentPass(
             model_runner,
             tree.req_to_token_pool.req_to_token,
@@ -149,11 +153,22 @@ class Composition:
         req.extra_key = f"composed:{req.rid}" if session is None else composed_session_key(session.key)
         req.ragserve = context
 
+    def show_less(self, req: Any) -> None:
+        """Let SGLang take a new request whose context does not fit the pool, but may be hosted: until
+        admission decides it sees the question alone."""
+        context, most = req.ragserve, self._tree.token_to_kv_pool_allocator.size
+        state = getattr(req, "ragserve_decode", None)
+        if state is None or not (state.options.hosted and _lags(req)) or context.plan.session is not None:
+            return
+        tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 2 * self._tree.page_size
+        if tokens > most and context.decided is not None and context.decided.is_copied:
+            sglang_req.compact(req, context, 0)
+
     def before_forward(self, batch: Any) -> None:
         """Before an extend batch: note each row's position offset and fill the slots of its new composed
         requests. Runs on the stream of the forward pass.
         """
-        stages.run("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
+        stages.run_alike("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
         if self._documents.takes(batch):
             stages.run("document", stages.ending(batch.reqs), self._documents.run, batch)
             return
@@ -162,9 +177,9 @@ class Composition:
             return
         failures: list[str] = []
         stages.run("composition", failures.append, self._compose, batch, new)
-        if not self._ranks.all_agree(not failures):
+        if failures:
             self.composer.fused_question.drop()
-            stages.ending(new)(failures[0] if failures else stages.ELSEWHERE)
+            stages.ending(new)(failures[0])
         contexts = [r.ragserve for r in new]
         for context in contexts:
             context.filled = True
@@ -191,6 +206,8 @@ class Composition:
         contexts = [r.ragserve for r in new]
         # no other extended request and no decoding row beside them
         whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"
+        # nor one whose pages its question chooses, in the forward pass
+        whole = whole and not any(_lags(r) for r in new)
         self._timer = self.composer.fill(contexts, rows, whole=whole)
 
     def output_of(self, forward_batch: Any) -> Any:
@@ -236,12 +253,13 @@ class Composition:
         """Send the reports of an extend batch with its tokens, which SGLang is about to wait for anyway."""
         for req in batch.reqs:
             if is_composed(req) and req.ragserve.timer is not None:
-                stages.run("report", stages.ending([req]), self._report, req)
+                stages.run_alike("report", stages.ending([req]), self._report, req)
 
     def _report(self, req: Any) -> None:
         report, req.ragserve.timer = report_of(req.ragserve), None
         req.customized_info = {**(req.customized_info or {}), PLAN_FIELD: [report.to_json()]}
-        context_metrics().observe(report)
+        if self._counts:
+            context_metrics().observe(report)
 
     def drop_gone(self, scheduler: Any) -> None:
         """Before a prefill batch is made: forget the requests that SGLang has taken off its queues."""
@@ -262,12 +280,12 @@ class Composition:
 
     def probe(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Measure what each way of selecting keeps of a probe, see `recall_probe`. Raises PlanError."""
-        with forward_stream(self._engine.model_runner):
+        with stages.together(), forward_stream(self._engine.model_runner):
             return recall_probe.answer(self._engine, body)
 
     def score(self, body: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
         """Score documents for a question by their analyses, see `document_scorer`. Raises PlanError."""
-        with forward_stream(self._engine.model_runner):
+        with stages.together(), forward_stream(self._engine.model_runner):
             return self._scorer.answer(body, fingerprint)
 
     def _unlock(self, contexts: Sequence[ComposedContext], loading: torch.cuda.Stream | None = None) -> None:
@@ -294,3 +312,9 @@ class Composition:
     def _unpin(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._tiers.unpin(key)
+
+
+def _lags(req: Any) -> bool:
+    """True for a request whose choices of pages have a lag."""
+    state = getattr(req, "ragserve_decode", None)
+    return state is not None and state.options.lag_steps > 0

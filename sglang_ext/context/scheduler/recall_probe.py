@@ -24,8 +24,9 @@ from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.samkv import stable_layers
+from sglang_ext.context.selection.signals.attention import attention
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, PlanError, Span
+from sglang_ext.protocol import ContextPlan, PlanError, RetrievalScores, Span
 
 _HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
 
@@ -62,6 +63,7 @@ class RecallProbe:
         ids: Sequence[int],
         spans: Sequence[Span],
         questions: Sequence[RecallQuestion],
+        scores: RetrievalScores | None = None,
     ) -> None:
         """Prefill system text and documents, token ``ids`` cut into ``spans`` as in a plan.
 
@@ -74,6 +76,7 @@ class RecallProbe:
         self._ids = list(ids)
         self._spans = tuple(spans)
         self._questions = questions
+        self._scores = scores
         self._whole = [torch.tensor([*ids, *question.ids]) for question in questions]
         self._device = torch.device(engine.model_runner.device)
         self._kv: list[Kv] = []  # of the whole prompt by layer, keys at their positions
@@ -100,6 +103,29 @@ class RecallProbe:
         needed tokens and the mean share ``kept`` of the document tokens, where P decides how much."""
         sets = {"built_in": list(stable_layers(self._shape.layers)), "found": list(stable)}
         return {"proportion": {name: self._by_proportion(layers) for name, layers in sets.items()}}
+
+    def selections(self, every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return ``kept`` [selections][questions]: the positions of document tokens that `samkv` keeps with
+        each of these options, which must select the same in all layers."""
+        found = [self._kept(dict(options), ()) for options in every]
+        if any(part.dim() != 1 for kept in found for part in kept):
+            raise PlanError("a probe shows selections that are the same in all layers")
+        return {"kept": [[part.tolist() for part in kept] for kept in found]}
+
+    def attention(self) -> dict[str, Any]:
+        """Return ``attention`` [questions][sentences]: the signal, with the engine's retrieval heads."""
+        partial = self._partial({"selection": "sentences", "min_tokens": 1})
+        options, blocks = partial.samkv, partial.blocks
+        if options is None or blocks is None:
+            raise PlanError("a probe for signals needs more than a token of documents")
+        found = []
+        for ids, query in zip(self._whole, self._queries(partial), strict=True):
+            asked = query[options.experimental.question_query]
+            seen = attention(
+                self._engine.selector.evidence(options, blocks, partial.plan, self._analyses, asked, ids)
+            )
+            found.append([] if seen is None else seen.tolist())
+        return {"attention": found}
 
     def _by_proportion(self, stable: Sequence[int]) -> dict[str, Any]:
         kept = self._kept({"selection": "shared"}, stable)
@@ -132,7 +158,8 @@ class RecallProbe:
         return found
 
     def _partial(self, options: dict[str, Any]) -> PartialSelection:
-        return partial_selection(ContextPlan("compose", "probes", "samkv", self._spans, options), self._shape)
+        plan = ContextPlan("compose", "probes", "samkv", self._spans, options, self._scores)
+        return partial_selection(plan, self._shape)
 
     def _prefill(self) -> None:
         """Fill ``_kv``."""
@@ -211,16 +238,24 @@ class RecallProbe:
 
 
 def answer(engine: ProbeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer control operation `probe`: ``proportion`` for a body with ``stable`` layers, else ``survey``.
+    """Answer control operation `probe`: ``attention`` for a body that says so, ``selections`` for one that
+    has some, ``proportion`` for one with ``stable`` layers, else ``survey``.
 
-    ``ids`` and ``spans`` as in :class:`RecallProbe`; ``questions`` have ``ids`` and ``needed`` each.
+    ``ids`` and ``spans`` as in :class:`RecallProbe`; ``questions`` have ``ids`` and ``needed`` each;
+    ``scores`` of the documents as in a plan, if it has any.
     """
     questions = [
         RecallQuestion(tuple(map(int, raw["ids"])), tuple(Span(int(a), int(b)) for a, b in raw["needed"]))
         for raw in body["questions"]
     ]
     spans = [Span(int(a), int(b)) for a, b in body["spans"]]
-    probe = RecallProbe(engine, [int(token) for token in body["ids"]], spans, questions)
+    given = body.get("scores")
+    scores = None if given is None else RetrievalScores.from_lists(given, spans[1:])
+    probe = RecallProbe(engine, [int(token) for token in body["ids"]], spans, questions, scores)
+    if body.get("attention"):
+        return probe.attention()
+    if "selections" in body:
+        return probe.selections(body["selections"])
     if "stable" not in body:
         return probe.survey()
     return probe.proportion([int(layer) for layer in body["stable"]])

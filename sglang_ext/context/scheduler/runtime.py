@@ -24,6 +24,7 @@ from sglang_ext.context.scheduler.slot_usage import SlotUsage
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.model import NotComposable
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, document_key
+from sglang_ext.rank_failures import FailureVote
 from sglang_ext.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ class ContextRuntime:
         self.fingerprint = fingerprint
         self.profile = analysis.profile
         # without documents the ranks have nothing to agree on, and may not even run in step
-        self.ranks = Ranks(model_runner.tp_group if unsupported is None else None)
+        self.ranks = Ranks.voting(model_runner.tp_group if unsupported is None else None)
+        stages.vote_by(FailureVote(model_runner).alike)
         self.slots = SlotUsage(tree)
         self.documents = DeviceDocuments(model_runner, tree, tiers)
         self.composition: Composition | None = None
@@ -80,6 +82,7 @@ class ContextRuntime:
                 block=block,
                 config=analysis,
                 texts=texts,
+                attention=attention,
             )
             self.documents.on_removed = self.composition.stage.forget
         except NotComposable as error:
@@ -151,7 +154,9 @@ class ContextRuntime:
         if self.in_session(req) and sglang_req.is_aborted(req):
             req.ragserve_private = True
         if self._attention is not None:
-            stages.run("release", stages.ending([req]), self._attention.on_finished, req, tokens)
+            failed = stages.ending([req])
+            stages.run("release", failed, self._attention.on_finished, req, tokens)
+            stages.run("release", failed, self._attention.give_back, req)
 
     def on_document(self, req: Any, slots: torch.Tensor) -> None:
         """Copy an ended document request's KV to the other tiers before the tree takes its slots."""

@@ -90,15 +90,13 @@ class SelectionStage:
         self._step = weakref.ref(step)
         if not self._waiting:
             return
-        votes = self._ranks.min_votes([self._locate(context) for context in self._waiting])
+        votes = self._located()
         found = [context for context, vote in zip(self._waiting, votes, strict=True) if vote == _READY]
         for context, vote in zip(self._waiting, votes, strict=True):
             if vote != _READY:
                 self._locator.unlock(context)  # found here, but not on every rank
             if vote == _FAILED:
                 context.fail(stages.ELSEWHERE)
-            if vote == _MISSING:
-                context.missing = self._ranks.any_missing(context.missing, len(context.keys))
         try:
             with forward_stream(self._runner):
                 stages.run("analysis", failing(found), self._analyse, found)
@@ -140,7 +138,8 @@ class SelectionStage:
 
     def analyse_all(self, documents: Sequence[DocumentRequest], keep: Keep) -> list[Analysis]:
         """Analyse documents with the server's cut in one pass, and hand over their K and V by layer."""
-        made = self._analyser.analyse_all([document.ids for document in documents], keep=keep)
+        with stages.together():
+            made = self._analyser.analyse_all([document.ids for document in documents], keep=keep)
         self._computed += len(made)
         self._prefilled += len(made)
         for document, analysis in zip(documents, made, strict=True):
@@ -152,7 +151,8 @@ class SelectionStage:
         one on every rank, in order. None while some are read, unless told not to ``wait`` for them.
         """
         cut = self._analyser.cut
-        heads = self._analyser.heads if documents else []
+        with stages.together():  # the first time, they are looked for
+            heads = self._analyser.heads if documents else []
         have = {
             key: self._known((key, self._analyser.block_of(n, cut), cut.local_blocks), n, heads)
             for key, n in documents.items()
@@ -184,10 +184,25 @@ class SelectionStage:
             self._reads.pop(key, None)
 
     def _compute(self, key: str, ids: Sequence[int], cut: Cut) -> Analysis:
-        analysis = self._analyser.analyse(ids, cut)
+        with stages.together():
+            analysis = self._analyser.analyse(ids, cut)
         self._computed += 1
         self._cache.put(key, analysis)
         return analysis
+
+    def _located(self) -> list[int]:
+        """Find what the waiting requests read, and return their votes. Every rank's misses go along: what one
+        rank lacks is missing for all.
+        """
+        own = [self._locate(context) for context in self._waiting]
+        there = [present(context.missing, len(context.keys)) for context in self._waiting]
+        ballot = self._ranks.min_votes([*own, *(flag for flags in there for flag in flags)])
+        votes, at = ballot[: len(own)], len(own)
+        for context, vote, flags in zip(self._waiting, votes, there, strict=True):
+            if vote == _MISSING:
+                context.missing = absent(ballot[at : at + len(flags)])
+            at += len(flags)
+        return votes
 
     def _locate(self, context: ComposedContext) -> int:
         """Find and lock what the query pass reads, or everything where there is none."""
@@ -209,7 +224,11 @@ class SelectionStage:
             for number, name in self._analyses_of(context).items():
                 span = context.plan.spans[number]
                 wanted.setdefault(name, (context.ids[span.start : span.end], context.partial.cut))
-        heads = self._analyser.heads if wanted else []  # asked here, where all ranks are
+        with stages.together():  # the first time, they are looked for
+            heads = self._analyser.heads if wanted else []
+            for context in contexts:
+                if context.partial.rule.reads_anchors:
+                    context.critical_layers = self._analyser.critical_layers
 
         def fail(name: AnalysisName, message: str) -> None:
             failing([c for c in contexts if name in self._analyses_of(c).values()])(message)
@@ -236,8 +255,6 @@ class SelectionStage:
                     found[name] = made
         spent = (time.perf_counter() - started) * 1e3
         for context in contexts:
-            if context.partial.rule.reads_anchors:
-                context.critical_layers = self._analyser.critical_layers
             names = self._analyses_of(context)
             context.analyses.update({number: found[name] for number, name in names.items() if name in found})
             context.analysis_ms += spent if names else 0.0
@@ -297,32 +314,40 @@ class SelectionStage:
         if questions:
             for batch in self._query_pass.batches(questions):
                 stages.run("query", failing(batch), self._query, batch)
-        for context in contexts:
-            if context.decided is None and not context.partial.needs_query:
-                self._settle(context, None)
+        others = [c for c in contexts if c.decided is None and not c.partial.needs_query]
+        self._settle(others, [None] * len(others))
 
     def _query(self, batch: Sequence[ComposedContext]) -> None:
         started = time.perf_counter()
-        queries = self._query_pass(batch)
+        with stages.together():
+            queries = self._query_pass(batch)
         asked = time.perf_counter()
-        for context, query in zip(batch, queries, strict=True):
-            self._settle(context, query)
+        self._settle(batch, queries)
         ended = time.perf_counter()
         for context in batch:
             context.query_ms += (asked - started) * 1e3
             context.select_ms += (ended - asked) * 1e3
 
-    def _settle(self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None) -> None:
-        """Make the selection final; ``queries`` is None where the selector does not use them.
+    def _settle(
+        self,
+        contexts: Sequence[ComposedContext],
+        queries: Sequence[Mapping[QuestionQuery, torch.Tensor] | None],
+    ) -> None:
+        """Make selections final; queries are None where the selector does not use them.
 
-        The first rank's counts. Stored analyses of two ranks may come from two computations, and a score that
+        The first rank's count. Stored analyses of two ranks may come from two computations, and a score that
         differs in its last bit chooses other tokens, perhaps another number of them.
         """
-        failures: list[str] = []
-        chosen = stages.run("selection", failures.append, self._choose, context, queries)
-        context.decided = self._ranks.first(chosen)
-        if context.decided is None:
-            context.fail(failures[0] if failures else stages.ELSEWHERE)
+        failures: list[list[str]] = [[] for _ in contexts]
+        chosen = [
+            stages.run("selection", failed.append, self._choose, *each)
+            for failed, *each in zip(failures, contexts, queries, strict=True)
+        ]
+        final = self._ranks.first_each(chosen, lambda one: b"" if one is None else one.content())
+        for context, decided, failed in zip(contexts, final, failures, strict=True):
+            context.decided = decided
+            if decided is None:
+                context.fail(failed[0] if failed else stages.ELSEWHERE)
 
     def _choose(
         self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None
@@ -334,10 +359,21 @@ class SelectionStage:
             else queries[partial.samkv.experimental.question_query]
         )
         ids = torch.from_numpy(np.array(context.ids))
-        chosen = self._selector.select(partial, analyses, query, ids, self._stable)
+        with stages.together():
+            chosen = self._selector.select(partial, analyses, query, ids, self._stable)
         if chosen is None:
             return partial.settle(analyses)
         return replace(partial.settle(analyses, chosen.kept), reason=chosen.reason)
+
+
+def present(missing: Sequence[int], count: int) -> list[int]:
+    """Return a vote for each of ``count`` documents: 0 for those that are ``missing``, else 1."""
+    return [int(number not in missing) for number in range(count)]
+
+
+def absent(votes: Sequence[int]) -> list[int]:
+    """Return the numbers of the documents that the votes of `present` say are missing on some rank."""
+    return [number for number, vote in enumerate(votes) if not vote]
 
 
 def failing(contexts: Sequence[ComposedContext]) -> Callable[[str], None]:

@@ -61,9 +61,12 @@ def limit_answer(req: Any, context_length: int) -> None:
         params.max_new_tokens = max(0, room)
 
 
-def compact(req: Any, context: ComposedContext) -> None:
-    """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that space."""
-    ids = array("q", [0]) * context.slots + context.ids[context.plan.question_start :]
+def compact(req: Any, context: ComposedContext, slots: int | None = None) -> None:
+    """Show SGLang a prompt of S placeholders and the question: all its bookkeeping runs in that space.
+
+    ``slots``: show another number of them until the request is admitted, see `shrink`."""
+    count = context.slots if slots is None else slots
+    ids = array("q", [0]) * count + context.ids[context.plan.question_start :]
     req.origin_input_ids = req.origin_input_ids_unpadded = ids
 
 
@@ -77,7 +80,7 @@ def prefill_whole_pages(req: Any, page_size: int, longest: int) -> None:
 
 
 def shrink(req: Any, context: ComposedContext, tree: Any) -> None:
-    """Compact the prompt again once the selection is known: until then S was an upper bound."""
+    """Compact the prompt again once the selection is known: until then S was an upper bound, or not shown."""
     surplus = len(req.origin_input_ids) - context.slots - context.question_tokens
     if surplus:
         compact(req, context)

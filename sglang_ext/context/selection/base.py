@@ -55,6 +55,19 @@ class ContextSelection:
         """S: KV slots of the context in every layer."""
         return int(self.kept.shape[-1])
 
+    @property
+    def is_copied(self) -> bool:
+        """True if the context is its documents' KV, the same tokens in all layers, and nothing of it is
+        computed again."""
+        computed = self.deviation_share is not None or self.needs_question_attention or len(self.recomputed)
+        return self.kept.dim() == 1 and not (computed or self.fuse or self.compact)
+
+    def content(self) -> bytes:
+        """All fields as bytes, equal for equal selections."""
+        plain = {name: getattr(self, name) for name in self.__slots__ if name not in ("kept", "recomputed")}
+        shape = tuple(self.kept.shape)
+        return repr((shape, plain)).encode() + self.kept.numpy().tobytes() + self.recomputed.numpy().tobytes()
+
 
 @dataclass(frozen=True, eq=False)
 class PartialSelection:
@@ -110,17 +123,21 @@ class PartialSelection:
             kept = torch.cat((system.expand(*chosen.shape[:-1], -1), chosen), dim=-1)
         recomputed: torch.Tensor | None
         if self.rule.needs_question_attention and len(self.plan.spans) > 1:
-            recomputed = Kept(self.plan, kept).without_choice(self.rule.share)
+            recomputed = Kept(self.plan, kept).without_choice(self.rule)
         else:
             recomputed = self.recomputed(kept, analyses)
         return ContextSelection(
             kept,
             torch.empty(0, dtype=torch.int64) if recomputed is None else recomputed,
-            self.rule.share if self.rule.name == "deviation" else None,
+            self._deviation_share(kept) if self.rule.name == "deviation" else None,
             self.fuse,
             needs_question_attention=recomputed is None,
             compact=self.compact,
         )
+
+    def _deviation_share(self, kept: torch.Tensor) -> float:
+        share, most = self.rule.share, self.rule.most
+        return share if most is None else min(share, most / max(1, Kept(self.plan, kept).tokens))
 
     def recomputed(
         self, kept: torch.Tensor, analyses: Sequence[Analysis], attention: torch.Tensor | None = None

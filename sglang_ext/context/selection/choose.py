@@ -10,12 +10,15 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import samkv
+from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose_sentences import choose_sentences
 from sglang_ext.context.selection.sentences import number_sentences
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.signals.document import document_prior
 from sglang_ext.context.selection.strategies import PartialSelection
+from sglang_ext.protocol import ContextPlan
 from sglang_ext.ranks import Ranks
+from sglang_ext.request_options import SamKvOptions
 
 
 class Selector:
@@ -46,24 +49,7 @@ class Selector:
             return None
         options, blocks, start = partial.samkv, partial.blocks, partial.plan.question_start
         if options.by_sentence:
-            sentence, first = number_sentences(analyses)
-            evidence = Evidence(
-                options,
-                blocks,
-                analyses,
-                sentence,
-                first,
-                ids[blocks.first : start],
-                ids[start:],
-                self._analyser.texts,
-                query,
-                start,
-                self._rotation,
-                partial.plan.scores,
-                reduce=self._ranks.sum,
-                highest=self._ranks.max,
-            )
-            return choose_sentences(evidence)
+            return choose_sentences(self.evidence(options, blocks, partial.plan, analyses, query, ids))
         if query is None:
             return None
         return samkv.choose(
@@ -77,4 +63,33 @@ class Selector:
             highest=self._ranks.max,
             stable=stable or None,
             prior=document_prior(partial.plan.scores, options.experimental.document_prior),
+        )
+
+    def evidence(
+        self,
+        options: SamKvOptions,
+        blocks: Blocks,
+        plan: ContextPlan,
+        analyses: Sequence[Analysis],
+        query: torch.Tensor | None,
+        ids: torch.Tensor,
+    ) -> Evidence:
+        """What the signals read; arguments as in `select`."""
+        sentence, first = number_sentences(analyses)
+        start = plan.question_start
+        return Evidence(
+            options,
+            blocks,
+            analyses,
+            sentence,
+            first,
+            ids[blocks.first : start],
+            ids[start:],
+            self._analyser.texts,
+            query,
+            start,
+            self._rotation,
+            plan.scores,
+            reduce=self._ranks.sum,
+            highest=self._ranks.max,
         )

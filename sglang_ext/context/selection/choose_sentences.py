@@ -13,15 +13,20 @@ from sglang_ext.request_options import SamKvOptions
 def choose_sentences(evidence: Evidence) -> Chosen:
     """Choose the sentences that every layer keeps. All ranks choose the same."""
     options, sentence = evidence.options, evidence.sentence
-    tuned = options.experimental
-    score = sentences.penalize_length(fused(evidence), sentence, tuned.length_penalty)
-    score = sentences.lift_titles(score, sentence, evidence.first, tuned.title_weight)
+    score = score_sentences(evidence)
     most = budget(options, evidence.blocks)
     if options.top_p is not None:
         count, reason = _by_weight(score, sentence, options, most)
     else:
         count, reason = most, "option min_tokens" if most == options.min_tokens else "option keep"
     return Chosen(evidence.blocks.first + sentences.take_best(score, sentence, count), reason=reason)
+
+
+def score_sentences(evidence: Evidence) -> torch.Tensor:
+    """f32 [sentences]: the score by which sentences are kept, the best first."""
+    tuned = evidence.options.experimental
+    score = sentences.penalize_length(fused(evidence), evidence.sentence, tuned.length_penalty)
+    return sentences.lift_titles(score, evidence.sentence, evidence.first, tuned.title_weight)
 
 
 def _by_weight(

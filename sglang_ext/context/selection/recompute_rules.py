@@ -6,7 +6,7 @@ question's attention. Rule `deviation` (CacheBlend) needs the model and decides 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,8 @@ _SHARE = 0.15
 _SENTENCES_SHARE = 0.1  # more gained nothing on any set measured
 # Of chosen sentences most matter: 0.66 is a tenth of all document tokens where 15 % are kept.
 _CHOSEN_SENTENCES_SHARE = 0.66
+# Ceilings with `share_top_p`
+_MOST_SHARE, _MOST_CHOSEN_SENTENCES_SHARE = 0.3, 1.0
 _FIRST, _SENTENCES_FIRST = 16, 4  # tokens of each document
 _OPENING = 0.25  # a document's first sentence counts with this share of the document's highest attention
 _outliers_of: WeakKeyDictionary[Analysis, tuple[Ints, Ints]] = WeakKeyDictionary()
@@ -32,30 +34,60 @@ _outliers_of: WeakKeyDictionary[Analysis, tuple[Ints, Ints]] = WeakKeyDictionary
 @dataclass(frozen=True, eq=False)
 class Rule:
     """A rule with its parameters. ``share`` refers to the document tokens kept in a layer; ``positions`` is
-    the answer of rule `positions`."""
+    the answer of rule `positions`.
+
+    With ``top_p`` the number of tokens follows from the scores: the fewest best ones that hold ``top_p`` of
+    the sum of all, at least ``least`` and at most ``share`` of the document tokens kept in a layer. ``most``:
+    tokens of any share; None: no limit."""
 
     name: str
     share: float = _SHARE
     first: int = _FIRST
     seed: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    top_p: float | None = None
+    least: float = 0.0
+    most: int | None = None
 
     @classmethod
     def of(cls, plan: ContextPlan, options: ComposedOptions) -> Rule:
         """The rule that the options ask for. Raises PlanError for positions behind the context."""
-        wanted, share, first = options.recompute, options.share, options.first
-        if share is None:
-            chosen = isinstance(options, SamKvOptions) and options.by_sentence
-            sentences_share = _CHOSEN_SENTENCES_SHARE if chosen else _SENTENCES_SHARE
-            share = sentences_share if wanted == "sentences" else _SHARE
+        wanted, first = options.recompute, options.first
         if first is None:
             first = _SENTENCES_FIRST if wanted == "sentences" else _FIRST
+        rule = cls(
+            "positions" if not isinstance(wanted, str) else wanted,
+            _ceiling(options) if options.share is None else options.share,
+            first,
+            options.seed,
+            top_p=options.share_top_p,
+            least=options.share_least,
+            most=options.max_recomputed,
+        )
         if isinstance(wanted, str):
-            return cls(wanted, share, first, options.seed)
+            return rule
         positions = torch.tensor(sorted(set(wanted)), dtype=torch.int64)
         if len(positions) and int(positions[-1]) >= plan.question_start:
             raise PlanError(f"recompute must hold positions below {plan.question_start}")
-        return cls("positions", share, first, options.seed, positions)
+        return replace(rule, positions=positions)
+
+    def bounds(self, kept: int) -> tuple[int, int]:
+        """The fewest and the most of ``kept`` document tokens that the rule chooses; the same two without
+        `top_p`."""
+        most = min(share_of(self.share, kept), kept if self.most is None else self.most)
+        return (most if self.top_p is None else min(most, share_of(self.least, kept))), most
+
+    def reason(self, chosen: int, kept: int) -> str:
+        """Why ``chosen`` of ``kept`` document tokens are computed again, "" where the options alone say
+        it."""
+        least, most = self.bounds(kept)
+        if self.top_p is None:
+            return ""
+        if chosen >= most:
+            return f"the ceiling, option {'max_recomputed' if most == self.most else 'share'}"
+        if chosen <= least:
+            return f"the floor: fewer hold {self.top_p:g} of the weight"
+        return f"they hold {self.top_p:g} of the weight"
 
     @property
     def needs_analysis(self) -> bool:
@@ -96,21 +128,27 @@ class Kept:
         counts = np.bincount(inside, minlength=self.plan.question_start - self.first)
         return torch.from_numpy(counts.astype(np.float32) / np.float32(len(rows)))
 
-    def best(self, score: torch.Tensor, share: float) -> torch.Tensor:
-        """The ``share`` of the kept document tokens with the highest ``score`` [document tokens] times
-        weight: positions, ascending."""
+    @property
+    def tokens(self) -> int:
+        """Document tokens kept in a layer, the mean of the layers."""
+        return round(float(self.weight().sum()))
+
+    def best(self, score: torch.Tensor, rule: Rule) -> torch.Tensor:
+        """As many of the kept document tokens as the rule takes, with the highest ``score`` [document tokens]
+        times weight: positions, ascending."""
         weight = self.weight()
         candidates = weight.nonzero()[:, 0]
-        count = share_of(share, round(float(weight.sum())))
-        order = (score * weight)[candidates].argsort(dim=0, descending=True, stable=True)
+        least, count = rule.bounds(self.tokens)
+        values, order = (score * weight)[candidates].sort(dim=0, descending=True, stable=True)
+        if rule.top_p is not None:
+            count = min(count, max(least, _holding(values.numpy(), rule.top_p)))
         return self.first + candidates[order[:count]].sort().values
 
-    def without_choice(self, share: float) -> torch.Tensor | None:
-        """The choice that does not depend on a score: no token if no document token is kept, all if ``share``
-        covers them, else None."""
-        weight = self.weight().numpy()
-        candidates = np.flatnonzero(weight)
-        covered = share_of(share, round(float(weight.sum()))) >= len(candidates)
+    def without_choice(self, rule: Rule) -> torch.Tensor | None:
+        """The choice that does not depend on a score: no token if no document token is kept, all if the rule
+        takes them in any case, else None."""
+        candidates = np.flatnonzero(self.weight().numpy())
+        covered = rule.bounds(self.tokens)[0] >= len(candidates)
         return torch.from_numpy(self.first + candidates) if covered else None
 
     def among(self, positions: torch.Tensor) -> torch.Tensor:
@@ -127,6 +165,24 @@ def choose(kept: Kept, rule: Rule) -> torch.Tensor:
 def share_of(share: float, n: int) -> int:
     """Number of tokens in a share of n: at least one, if there are any."""
     return min(n, max(1, round(share * n))) if n else 0
+
+
+def _ceiling(options: ComposedOptions) -> float:
+    """The default share of a rule, the most with `share_top_p`."""
+    chosen = isinstance(options, SamKvOptions) and options.by_sentence and options.recompute == "sentences"
+    if options.share_top_p is not None:
+        return _MOST_CHOSEN_SENTENCES_SHARE if chosen else _MOST_SHARE
+    if options.recompute != "sentences":
+        return _SHARE
+    return _CHOSEN_SENTENCES_SHARE if chosen else _SENTENCES_SHARE
+
+
+def _holding(weights: npt.NDArray[np.float32], p: float) -> int:
+    """How many of the first ``weights``, none negative, hold the part ``p`` of their sum; none if it is 0."""
+    held = np.cumsum(weights, dtype=np.float64)
+    if not len(held) or held[-1] <= 0:
+        return 0
+    return min(len(held), int(np.searchsorted(held, p * held[-1])) + 1)
 
 
 def _none(kept: Kept, rule: Rule) -> torch.Tensor:
@@ -152,14 +208,12 @@ def _first(kept: Kept, rule: Rule) -> torch.Tensor:
 def _random(kept: Kept, rule: Rule) -> torch.Tensor:
     """A random share, drawn with ``seed``."""
     generator = torch.Generator().manual_seed(rule.seed)
-    return kept.best(
-        torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, rule.share
-    )
+    return kept.best(torch.rand(kept.plan.question_start - kept.first, generator=generator) + 1e-6, rule)
 
 
 def _sensitivity(kept: Kept, rule: Rule) -> torch.Tensor:
     """The share whose values depend most on the text before their document (docs/methods.md, section 6)."""
-    return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), rule.share)
+    return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), rule)
 
 
 def _question(kept: Kept, rule: Rule) -> torch.Tensor:
@@ -167,7 +221,7 @@ def _question(kept: Kept, rule: Rule) -> torch.Tensor:
     whole context (after ProphetKV); with rule `anchors` in the critical layers, having read each document's
     anchors (QCFuse)."""
     attention = torch.zeros(kept.plan.question_start - kept.first)
-    return kept.best(attention if kept.attention is None else kept.attention, rule.share)
+    return kept.best(attention if kept.attention is None else kept.attention, rule)
 
 
 def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
@@ -181,7 +235,10 @@ def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
 
     Before all sentences come the first ``first`` tokens of every document (EPIC), or as many of each as the
     share pays for: keys on which a single document parks attention also draw the question's attention when
-    there are several documents."""
+    there are several documents.
+
+    With `top_p` the share is that of the fewest best sentences, each of which weighs its tokens times its
+    score, that hold it, together with those first tokens."""
     weight = kept.weight().numpy()
     live = weight > 0
     numbers, starts = number_sentences(kept.analyses)
@@ -199,14 +256,18 @@ def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
     score = np.add.reduceat(sensitivity, begin) / np.maximum(tokens, 1)
     if (relevance > 0).any():
         score *= relevance
-    budget = share_of(rule.share, round(float(weight.sum())))
+    least, budget = rule.bounds(kept.tokens)
     first = np.zeros_like(live)
     for offset in range(min(rule.first, budget // len(lengths))):
         first[start[offset < lengths] + offset] = True
     first &= live
+    order = np.argsort(-score, kind="stable")
+    if rule.top_p is not None:
+        holds = np.zeros(len(order), dtype=bool)
+        holds[order[: _holding((tokens * score)[order], rule.top_p)]] = True
+        budget = min(budget, max(least, int((first | (live & holds[sentence])).sum())))
     rest = live & ~first
     tokens = np.add.reduceat(rest, begin, dtype=np.int64)
-    order = np.argsort(-score, kind="stable")
     quota = np.zeros_like(tokens)
     before = np.cumsum(tokens[order]) - tokens[order]
     quota[order] = np.clip(budget - int(first.sum()) - before, 0, tokens[order])

@@ -51,7 +51,7 @@ def drawn(n: int, seed: int) -> list[int]:
 def test_a_batch_has_the_values_of_whole_texts(
     lengths: tuple[int, ...], behind: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "ROWS", rows)
+    monkeypatch.setattr(forward, "CPU_ROWS", rows)
     seed = sum(lengths)
     runner = runner_of(8, seed)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
@@ -92,6 +92,21 @@ def test_a_batch_has_the_values_of_whole_texts(
                 keys[:, number].double(), alone[layer][1][:, head], rtol=0.0, atol=0.05
             )
     assert len(kept) == LAYERS
+
+
+def test_with_given_heads_only_the_text_before_documents_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+
+    def counted(runner: Any, texts: Any, observe: Any) -> None:
+        computed.append(sum(len(text.ids) for text in texts))
+        forward.run(runner, texts, observe)
+
+    monkeypatch.setattr("sglang_ext.analysis.analyser.run", counted)
+    runner = runner_of(8, 1)
+    runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
+    texts = Texts([drawn(37, 1), drawn(90, 2)], torch.zeros(VOCABULARY, dtype=torch.bool))
+    Analyser(runner, lambda: texts, Cut(), [(0, 1)]).analyse(drawn(20, 3))
+    assert computed == [37, 20 + 20]
 
 
 def test_critical_layers_are_those_whose_heads_find_most() -> None:

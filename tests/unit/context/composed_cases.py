@@ -18,16 +18,16 @@ from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.ranks import Ranks
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, VOCABULARY
 
 SLOTS, SYSTEM = 600, 3
 ROTATION = Rotation(torch.linspace(1, 0.1, DIM // 2), DIM, neox=True)
 
 
-def composer_of(runner: Any, graphs: Any = None) -> Composer:
-    composer = Composer(
-        runner, ROTATION, SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM)), 16
-    )
+def composer_of(runner: Any, graphs: Any = None, ranks: Ranks | None = None) -> Composer:
+    tiers = SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM))
+    composer = Composer(runner, ROTATION, tiers, 16, ranks)
     composer.graphs, composer.fused_question = graphs, fused_question.FusedQuestion(runner, graphs)
     return composer
 

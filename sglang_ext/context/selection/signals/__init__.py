@@ -30,8 +30,8 @@ def weights(tuned: SamKvExperiment, *, retrieved: bool) -> dict[str, float]:
     own = 1 - retriever
     return {
         "attention": own * (1 - tuned.lexical_weight),
-        "document": retriever / 2,
-        "sentence": retriever / 2,
+        "document": retriever * tuned.document_weight,
+        "sentence": retriever * (1 - tuned.document_weight),
         "words": own * tuned.lexical_weight,
     }
 
@@ -42,9 +42,13 @@ def fused(evidence: Evidence) -> torch.Tensor:
     total, found = torch.zeros(evidence.sentences), 0.0
     retrieved = evidence.scores is not None
     for name, weight in weights(evidence.options.experimental, retrieved=retrieved).items():
-        score = SIGNALS[name](evidence) if weight else None
+        score = _signal(evidence, name) if weight else None
         if score is not None:
             total, found = total + weight * score, found + weight
     total = total / found if found else total
     follow = evidence.options.experimental.feedback_weight
     return total + follow * feedback(evidence, total) if follow else total
+
+
+def _signal(evidence: Evidence, name: str) -> torch.Tensor | None:
+    return evidence.known[name] if name in evidence.known else SIGNALS[name](evidence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -32,7 +32,8 @@ class Evidence:
     `sentences.number_sentences`. ``ids`` int64 [N]: the documents' token ids; ``question`` int64: the
     question's. ``texts``: reads token ids. ``query`` f32 [layers, heads, head_dim]: the question's,
     rotated to its position; None if no signal needs it. ``scores``: the retriever's, if the plan has them.
-    ``reduce`` sums over ranks, ``highest`` takes the maximum."""
+    ``reduce`` sums over ranks, ``highest`` takes the maximum. ``known``: signals, by name, that
+    were computed before."""
 
     options: SamKvOptions
     blocks: Blocks
@@ -48,6 +49,7 @@ class Evidence:
     scores: RetrievalScores | None = None
     reduce: Callable[[torch.Tensor], torch.Tensor] = same
     highest: Callable[[torch.Tensor], torch.Tensor] = same
+    known: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def sentences(self) -> int:

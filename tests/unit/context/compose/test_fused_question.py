@@ -165,17 +165,21 @@ def test_only_whole_questions_without_answers_are_in_the_pass(cut: int) -> None:
     assert composer.fused_question.output(batch_of(case)) is None
 
 
-@pytest.mark.parametrize("why", ["", "ranks", "loading", "slots", "rows"])
-def test_questions_alone_go_by_graph_only_where_that_pays(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("why", ["", "loading", "slots", "rows"])
+def test_questions_alone_go_by_graph_only_where_that_pays(
+    why: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks launch collectives besides, so for them a graph pays while KV is loading, too."""
     runner, case = runner_of(SLOTS), Case([{}, {}], 3)
-    if why == "ranks":
-        runner.tp_group = SimpleNamespace(world_size=2, rank_in_group=0)
-    if why == "slots":
-        monkeypatch.setattr(fused_question, "SLOTS", max(c.slots for c in case.contexts) - 1)
+    if ranks > 1:
+        runner.tp_group = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    most = max(c.slots for c in case.contexts)
+    monkeypatch.setattr(fused_question, "SLOTS", -(-most // ranks) - (why == "slots"))
     rows = sum(c.question_tokens for c in case.contexts)
     passes = fused_question.FusedQuestion(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
     passed = passes.run(case.contexts, case.rows, [None, None], loading=why == "loading")
-    assert (passed is not None) == (not why)
+    assert (passed is not None) == (not why or (why, ranks) == ("loading", 2))
 
 
 @pytest.mark.parametrize("why", ["enable_lora", "split", "lm_head", "window", "cap", "dtype"])

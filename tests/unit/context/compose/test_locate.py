@@ -49,7 +49,7 @@ def settle(context: ComposedContext, kept: Sequence[Sequence[int]]) -> None:
 
 def resolved(locator: Locator, context: ComposedContext) -> list[int]:
     """Ask once a step, as the scheduler does, until the documents are there or missing."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 240
     while (missing := locator.resolve(context)) is None:
         locator.unlock(context)
         assert time.monotonic() < until

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.scheduler.admission import Admission
@@ -21,6 +22,22 @@ QUESTION, ANSWER, PAGE = 3, 10, 4
 HELD = 4  # tokens of a session's dialogue so far, all of the first span
 
 
+class Hosting:
+    """Takes contexts in host pages: those that ask for it, all or (``auto``) if the device is full."""
+
+    def __init__(self) -> None:
+        self.wanted: bool | str = False
+        self.asked: list[int] = []
+        self.outcome: Any = None  # instead of SGLang's answer, and nothing is admitted
+
+    def reserve(self, req: Any, tokens: int, *, full: bool) -> bool:
+        self.asked.append(tokens)
+        return self.wanted is True or (self.wanted == "auto" and full)
+
+    def compose(self, adder: Any, req: Any, add: Any) -> tuple[Any, Any]:
+        return (add(), "target") if self.outcome is None else (self.outcome, None)
+
+
 class Engine:
     """SGLang's queue, tree and allocator around one request, with ``free`` slots."""
 
@@ -29,6 +46,7 @@ class Engine:
     ) -> None:
         self.free, self.missing, self.counted = free, missing or [], []
         self.loading, self.evictable, self.evicted = False, 0, 0
+        self.retrieved: list[Any] = []
         session = options.pop("session", None)
         plan = ContextPlan(
             "compose",
@@ -63,8 +81,21 @@ class Engine:
         )
         allocator = SimpleNamespace(alloc=self.alloc, free=self.give_back, available_size=lambda: self.free)
         tree: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, evict=self.evict)
-        tiers: Any = SimpleNamespace(count=lambda tier, n: self.counted.append((tier, n)))
-        self.admission = Admission(tree, tiers, self, None, Ranks(), layers=2)  # type: ignore[arg-type]
+        tiers: Any = SimpleNamespace(
+            count=lambda tier, n: self.counted.append((tier, n)),
+            retrieved=lambda keys, namespace: self.retrieved.append(keys),
+        )
+        self.hosting = Hosting()
+        attention = SimpleNamespace(requests=self.hosting)
+        self.admission = Admission(
+            tree,
+            tiers,
+            self,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            Ranks(),
+            layers=2,
+            attention=attention,
+        )
 
     def alloc(self, count: int) -> torch.Tensor | None:
         if count > self.free:
@@ -107,6 +138,7 @@ def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
     assert len(engine.req.prefix_indices) == engine.req.already_computed == TOTAL
     assert engine.context.sources, "locked until the slots are filled"
     assert engine.counted == [("device", 2)]
+    assert engine.retrieved == [("a", "b")]
 
 
 def test_what_sglang_declines_is_given_back() -> None:
@@ -264,6 +296,7 @@ def test_a_turn_of_a_session_gets_slots_for_what_is_new_only() -> None:
     assert (engine.req.last_node, engine.req.cache_protected_len) == ("node", HELD)
     assert engine.req.already_computed == TOTAL - HELD, "SGLang counts the rest as found in the cache"
     assert engine.counted == [("device", 1)], "the dialogue is no document"
+    assert engine.retrieved == [("b",)]
 
 
 def test_a_declined_turn_leaves_no_lock_and_no_slots() -> None:
@@ -290,3 +323,42 @@ def test_a_dialogue_in_the_way_of_its_own_turn_ends_it_with_the_reason() -> None
     engine.resolve = from_host  # type: ignore[method-assign]
     assert engine.admit() == "added"
     assert "more than the pool can give" in engine.req.to_finish.message
+
+
+@pytest.mark.parametrize(("wanted", "free"), [(True, 100), ("auto", 4)])
+def test_a_hosted_context_takes_no_slots(wanted: bool | str, free: int) -> None:
+    engine = Engine(free=free, running=True)
+    engine.hosting.wanted = wanted
+    assert engine.admit() == "added"
+    assert engine.free == free
+    assert engine.context.on_host == "target"
+    assert engine.context.sources, "locked until they have been copied"
+    assert engine.counted == [("device", 2)]
+    assert engine.req.already_computed == TOTAL
+
+
+def test_a_context_that_fits_or_computes_tokens_again_stays_on_the_device() -> None:
+    engine = Engine()
+    engine.hosting.wanted = "auto"
+    assert engine.admit() == "added"
+    assert (engine.free, engine.context.on_host) == (100 - TOTAL, None)
+    blending = Engine(strategy="cacheblend")
+    blending.hosting.wanted = True
+    blending.admit()
+    assert (blending.free, blending.hosting.asked) == (100 - TOTAL, [])
+
+
+def test_a_hosted_context_without_room_for_columns_waits_then_leaves_the_device_then_ends() -> None:
+    for running, expected in ((True, "NO_TOKEN"), (False, "CONTINUE")):
+        engine = Engine(running=running)
+        engine.hosting.wanted, engine.hosting.outcome = True, AddReqResult.NO_TOKEN
+        assert engine.admit() == expected
+        assert not engine.context.sources
+        assert engine.context.below_device is not running
+    engine.resolve = lambda context: []  # type: ignore[method-assign]
+    assert engine.admit() == "added"
+    assert "kv_hosted_bytes" in engine.req.to_finish.message
+    declined = Engine()
+    declined.hosting.wanted, declined.hosting.outcome = True, AddReqResult.OTHER
+    assert declined.admit() == "OTHER"
+    assert (declined.context.sources, declined.req.to_finish) == ([], None)

@@ -82,6 +82,29 @@ def test_a_survey_covers_every_head_and_layer(engine: ProbeEngine) -> None:
     assert survey["built_in"]["stable"] == [LAYERS - 1]
 
 
+def test_attention_is_the_signal_of_every_sentence(engine: ProbeEngine) -> None:
+    first, second = measure(engine, attention=True)["attention"]
+    assert first == second, "the same question twice"
+    assert len(first) == 36, "of ten tokens each"
+    assert max(first) == pytest.approx(1.0)
+    assert min(first) >= 0.0
+
+
+def test_what_selections_keep_is_shown(engine: ProbeEngine) -> None:
+    sentences = {"keep": 0.25, "experimental": {"retrieval_weight": 1.0, "feedback_weight": 0.0}}
+    first = {"documents": [0.9, 0.1, 0.1], "sentences": [[], [], []]}
+    body = {"selections": [sentences, {"selection": "shared", "keep": 0.5}], "scores": first}
+    by_score, by_blocks = measure(engine, **body)["kept"]
+    assert by_score[0] == by_score[1], "the same question twice"
+    assert len(by_score[0]) == 90
+    assert max(by_score[0]) < SPANS[1][1], "the best document, by the retriever"
+    assert len(by_blocks[0]) == 180
+    other = {"documents": [0.1, 0.1, 0.9], "sentences": [[], [], []]}
+    assert min(measure(engine, **body | {"scores": other})["kept"][0][0]) >= SPANS[3][0]
+    with pytest.raises(PlanError, match="the same in all layers"):
+        measure(engine, selections=[{"selection": "layers", "keep": 0.5}])
+
+
 def test_a_probe_without_documents_or_questions_is_refused(
     engine: ProbeEngine,
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
+from sglang_ext import stages
 from sglang_ext.analysis import document_analysis
 from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.compose.request import ComposedContext
@@ -118,6 +119,42 @@ def test_a_damaged_analysis_is_replaced(tmp_path: Path) -> None:
     path.write_bytes(data)
     assert computed(tmp_path, Analyser()) == 1
     assert computed(tmp_path, Analyser()) == 0
+
+
+class Headless(Analyser):
+    """Meets an error where it looks for its heads."""
+
+    def __init__(self) -> None:
+        self.basis = "tokenizer"
+
+    @property
+    def heads(self) -> Any:  # type: ignore[override]
+        raise ValueError("no such row")
+
+
+def test_a_rank_that_fails_alone_in_the_search_for_heads_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stages, "_alike", lambda error: False)  # the other ranks are in a collective
+    with opened(None) as store:
+        DOCUMENT.put(store)
+        with pytest.raises(stages.RanksDivided):
+            answered(stage_of(store, Headless()), store)
+        with pytest.raises(stages.RanksDivided):
+            stage_of(store, Headless()).stored({DOCUMENT.key: len(DOCUMENT.ids)})
+
+
+def test_a_rank_that_fails_alone_in_a_selection_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> None:
+        raise ValueError("no such row")
+
+    monkeypatch.setattr(stages, "_alike", lambda error: False)  # the other ranks are in a collective
+    with opened(None) as store:
+        DOCUMENT.put(store)
+        stage = stage_of(store, Analyser())
+        monkeypatch.setattr(stage, "_selector", SimpleNamespace(select=failing))
+        with pytest.raises(stages.RanksDivided):
+            answered(stage, store)
 
 
 class ByRank(Analyser):

@@ -4,6 +4,8 @@ from.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -52,6 +54,7 @@ def wanted(
     a: torch.Tensor,
     share: float,
     first: int,
+    **limits: Any,
 ) -> list[int]:
     documents = [
         (s.start, sentences_of([WRITTEN[i] for i in ids]))
@@ -65,7 +68,17 @@ def wanted(
         {SYSTEM + t: value for t, value in enumerate(a.double().tolist())},
         share,
         first,
+        **limits,
     )
+
+
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"most": 7},
+    {"top_p": 0.5234},
+    {"top_p": 0.8917, "least": 0.3},
+    {"top_p": 0.8917, "least": 0.05, "most": 11},
+]
 
 
 @given(
@@ -78,9 +91,10 @@ def wanted(
     st.sampled_from([0.02, 0.1, 0.37, 1.0]),
     st.sampled_from(["all", "shared", "layers"]),
     st.sampled_from([0, 1, 4, 16]),
+    st.sampled_from(LIMITS),
 )
 def test_the_rule_is_its_definition(
-    words: list[list[int]], seed: int, share: float, which: str, first: int
+    words: list[list[int]], seed: int, share: float, which: str, first: int, limits: dict[str, Any]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan, n = plan_of([len(ids) for ids in words]), sum(map(len, words))
@@ -94,8 +108,9 @@ def test_the_rule_is_its_definition(
         ]
         kept = torch.stack([torch.cat((torch.arange(SYSTEM), row)) for row in rows])
         kept = kept if which == "layers" else kept[0]
-    found = rules.choose(Kept(plan, kept, analyses, attention=attention), Rule("sentences", share, first))
-    assert found.tolist() == wanted(plan, words, kept, analyses, attention, share, first)
+    rule = Rule("sentences", share, first, **limits)
+    found = rules.choose(Kept(plan, kept, analyses, attention=attention), rule)
+    assert found.tolist() == wanted(plan, words, kept, analyses, attention, share, first, **limits)
 
 
 def test_a_document_counts_with_its_opening_a_quarter_as_much() -> None:
@@ -190,3 +205,57 @@ def test_without_a_share_a_tenth_is_chosen_or_two_thirds_of_chosen_sentences(
     )
     assert (made.rule.name, made.rule.share, made.rule.first) == ("sentences", share, 4)
     assert made.settle(chosen=SYSTEM + torch.arange(90)).needs_question_attention
+
+
+@pytest.mark.parametrize(
+    ("options", "positions", "reason"),
+    [
+        ({"share": 0.5}, [6, 8, 9, 10], ""),
+        ({"share_top_p": 0.69, "share": 1.0}, [6, 9], "they hold 0.69 of the weight"),
+        ({"share_top_p": 0.69, "share": 1.0, "share_least": 0.4}, [6, 8, 9], "the floor: fewer hold 0.69"),
+        ({"share_top_p": 0.9}, [6, 9], "the ceiling, option share"),
+        ({"share_top_p": 1.0, "share": 1.0}, [5, 6, 8, 9, 10, 12], "they hold 1 of the weight"),
+        ({"share_top_p": 0.9, "share": 1.0, "max_recomputed": 1}, [9], "the ceiling, option max_recomputed"),
+        ({"share": 0.5, "max_recomputed": 3}, [6, 8, 9], ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["question", "anchors", "sensitivity"])
+def test_the_share_follows_from_the_scores_of_tokens(
+    name: str, options: dict[str, Any], positions: list[int], reason: str
+) -> None:
+    plan, analyses = plan_of([3, 5]), analyses_of([[0] * 3, [0] * 5], 6)
+    scores = torch.tensor([0.5, 3.0, 0.0, 1.0, 4.0, 1.0, 0.0, 0.5])
+    analyses[0].sensitivity[:], analyses[1].sensitivity[:] = scores[:3], scores[3:]
+    made = partial_selection(
+        ContextPlan("compose", "n", "concat", plan.spans, {"recompute": name, **options}), ModelShape(LAYERS)
+    )
+    kept = torch.arange(SYSTEM + 8)
+    found = made.recomputed(kept, analyses, scores).tolist()
+    assert found == positions
+    assert made.rule.reason(len(found), 8).startswith(reason)
+    assert bool(made.rule.reason(len(found), 8)) == bool(reason)
+
+
+def test_a_share_that_may_be_all_is_asked_for_only_where_it_follows_from_scores() -> None:
+    spans = plan_of([50, 50]).spans
+
+    def settled(**options: Any) -> Any:
+        plan = ContextPlan("compose", "n", "concat", spans, {"recompute": "question", **options})
+        return partial_selection(plan, ModelShape(LAYERS)).settle()
+
+    assert not settled(share=1.0).needs_question_attention
+    assert settled(share=1.0, share_top_p=0.9).needs_question_attention
+    assert not settled(share=1.0, share_top_p=0.9, share_least=1.0).needs_question_attention
+    assert settled(share=1.0, max_recomputed=99).needs_question_attention
+
+
+def test_the_number_of_tokens_that_differ_most_is_limited_too() -> None:
+    spans = plan_of([50, 50]).spans
+
+    def share(**options: Any) -> float | None:
+        plan = ContextPlan("compose", "n", "cacheblend", spans, options)
+        return partial_selection(plan, ModelShape(LAYERS)).settle().deviation_share
+
+    assert share() == 0.15
+    assert share(share=0.3, max_recomputed=20) == 0.2
+    assert share(share=0.3, max_recomputed=40) == 0.3

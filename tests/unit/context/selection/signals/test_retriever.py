@@ -59,18 +59,22 @@ def test_what_a_request_lacks_takes_no_part() -> None:
     assert fused(silent).tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("weights", [(0.5, 1.0), (0.3, 0.4), (1.0, 0.5), (0.0, 0.3)])
-def test_signals_are_added_by_their_weights(weights: tuple[float, float]) -> None:
-    retriever, lexical = weights
+@pytest.mark.parametrize("weights", [(0.5, 1.0, 0.5), (0.3, 0.4, 0.9), (1.0, 0.5, 0.0), (0.0, 0.3, 0.5)])
+def test_signals_are_added_by_their_weights(weights: tuple[float, float, float]) -> None:
+    retriever, lexical, passages = weights
     both = evidence(
         (0.2, 0.5, 0.1),
         (((0, 0.1),), ((0, 0.4), (7, -0.2)), ((0, 0.3),)),
-        experimental={"retrieval_weight": retriever, "lexical_weight": lexical},
+        experimental={
+            "retrieval_weight": retriever,
+            "lexical_weight": lexical,
+            "document_weight": passages,
+        },
     )
     parts = {name: SIGNALS[name](both) for name in ("document", "sentence", "words")}
     by_name = {
-        "document": retriever / 2,
-        "sentence": retriever / 2,
+        "document": retriever * passages,
+        "sentence": retriever * (1 - passages),
         "words": (1 - retriever) * lexical,
     }
     total = sum(by_name.values())
